@@ -1,0 +1,81 @@
+"""Regenerate the shipped tables: `python -m codebooks` writes them, `python -m codebooks --check` compares only.
+
+The published Lloyd-Max table depends on the last bit of the math library's `exp` and `erf` (see `lloyd_max.py`). Its
+authors' bits come out of Intel MKL's machine-independent code path, so the work is done in a child process that asks MKL
+for that path. Where torch has no MKL the published tables cannot be regenerated to the bit, and the command says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from codebooks.haar import compute_rotation
+from codebooks.lloyd_max import MAX_BITS, Solver, solve
+from codebooks.tables import CHECKSUMS, DATA, HAAR, LLOYD_MAX, SHIPPED_HEAD_DIMS, SHIPPED_LAYERS, codebook_key
+
+_REPRODUCIBLE = {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+_SOLVERS: tuple[Solver, ...] = ("published", "converged")
+
+
+def build() -> dict[str, bytes]:
+    """Contents of every file in `codebooks/data`, by name."""
+    codebooks = {}
+    for solver in _SOLVERS:
+        for head_dim in SHIPPED_HEAD_DIMS:
+            for bits in range(1, MAX_BITS + 1):
+                book = solve(bits, head_dim, solver)
+                rows = {"centroids": book.centroids.tolist(), "boundaries": book.boundaries.tolist()}
+                codebooks[codebook_key(solver, bits, head_dim)] = rows
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows)}" for key, rows in codebooks.items())
+    rotations = torch.stack([compute_rotation(layer, 128) for layer in range(SHIPPED_LAYERS)])
+    files = {LLOYD_MAX: f"{{\n{lines}\n}}\n".encode("ascii"), HAAR: save({"rotation": rotations})}
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items())
+    return {**files, CHECKSUMS: sums.encode("ascii")}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place and move it there, so that nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
+        scratch.write(content)
+    Path(scratch.name).chmod(0o644)
+    Path(scratch.name).replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the shipped files; write nothing")
+    parser.add_argument("--into", type=Path, help="folder to write, in this very process (what the child is asked to do)")
+    args = parser.parse_args(argv)
+    if args.into:
+        for name, content in build().items():
+            write_whole(args.into / name, content)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        child = [sys.executable, "-m", "codebooks", "--into", scratch]
+        subprocess.run(child, check=True, env={**os.environ, **_REPRODUCIBLE}, cwd=Path(__file__).parents[1])
+        fresh = {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
+    stale = [name for name, content in fresh.items() if not (DATA / name).is_file() or (DATA / name).read_bytes() != content]
+    if args.check:
+        print(f"stale: {', '.join(stale)}" if stale else f"current: {', '.join(fresh)}")
+        if stale and not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+            print("this torch has no MKL, so the published tables cannot be regenerated to the bit here", file=sys.stderr)
+        return int(bool(stale))
+    for name in stale:
+        write_whole(DATA / name, fresh[name])
+    print(f"written: {', '.join(stale) or 'nothing, all current'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Executors: who runs a forward. One module each."""

@@ -1,0 +1,36 @@
+"""What an executor is: something that runs the forward of one model, and can be held against the reference."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from models.qwen3_14b.config import Qwen3Config
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.formats import KVFormat
+
+
+class Executor(Protocol):
+    """Runs one model's forwards.
+
+    Attributes:
+        name: the word for it in `--executor`, the ops folder and the tests' marker.
+        config: shapes of the model it runs.
+    """
+
+    name: str
+    config: Qwen3Config
+
+    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
+        """None, or in one sentence why this executor cannot run such a model with such a cache."""
+
+    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Logits [B, vocab] fp32 after each sequence's last of T new tokens [T] int64."""
+
+    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Logits [B, vocab] fp32 after one new token a sequence, [B] int64."""
+
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Hidden states [T, hidden] after the layers of `span`; what the validator drives."""

@@ -1,0 +1,57 @@
+"""The reference executor: plain torch, the spec that every other executor is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from executors.non_finite import blame
+from models.qwen3_14b.config import Qwen3Config
+from models.qwen3_14b.decode import decode
+from models.qwen3_14b.layer import Ops
+from models.qwen3_14b.model import Qwen3, run_layers
+from models.qwen3_14b.prefill import prefill
+from tq_ops import reference
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.errors import NonFiniteError
+from tq_ops.formats import KVFormat
+
+Forward = Callable[[Qwen3, Tensor, Batch, PagedKVCache, Ops], Tensor]
+
+
+class ReferenceExecutor:
+    """Runs a model with `tq_ops.reference`, in the model's dtype: fp32, or bf16 rounded where the device rounds."""
+
+    name = "reference"
+
+    def __init__(self, model: Qwen3) -> None:
+        self.config = model.config
+        self._model = model
+
+    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
+        return None
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._finite(prefill, token_ids, batch, cache)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._finite(decode, token_ids, batch, cache)
+
+    @torch.inference_mode()
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return run_layers(self._model, hidden, span, batch, cache, reference)
+
+    def _finite(self, forward: Forward, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Run a forward and refuse a result that is not finite, naming the weight that made it so."""
+        try:
+            logits = forward(self._model, token_ids, batch, cache, reference)
+            if torch.isfinite(logits).all():
+                return logits
+        except NonFiniteError:
+            pass  # K or V, too, is named by the weight behind it
+        raise blame(self._model.weights, reference, lambda ops: forward(self._model, token_ids, batch, cache, ops)) from None

@@ -1,0 +1,1 @@
+"""Models: shapes, weights and forwards that take their ops as an argument."""

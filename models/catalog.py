@@ -1,0 +1,77 @@
+"""From what a user calls a model to its shapes, its weights and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from models.qwen3_14b.config import FAMILY, Qwen3Config
+from models.qwen3_14b.layer import RopeTable
+from models.qwen3_14b.model import Qwen3
+from models.qwen3_14b.weights import Progress, load_weights, random_weights
+from tq_ops.errors import InputError
+
+TINY = Path(__file__).parent / "tiny_qwen3"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RANDOM = "random:"
+
+
+def folder_of(name: str) -> Path | None:
+    """The checkpoint folder that a name stands for; None for `random:SIZE`.
+
+    Raises:
+        InputError: no such model.
+    """
+    if name.startswith(_RANDOM):
+        return None
+    folder = TINY if name == "tiny" else Path(name)
+    if not folder.is_dir():
+        raise InputError(f"no such model: {name}; give tiny, random:SIZE or a folder in Hugging Face format")
+    return folder
+
+
+def read_config(name: str, layers: int | None = None) -> Qwen3Config:
+    """Shapes of a model by name, without touching its weights.
+
+    Args:
+        name: `tiny`, `random:SIZE` (0.6b … 32b) or a checkpoint folder.
+        layers: for `random:SIZE`, how many of the model's layers to build.
+    Raises:
+        InputError: no such model, a config that is not a dense Qwen3, or layers for a checkpoint.
+    """
+    folder = folder_of(name)
+    if folder is not None:
+        if layers is not None:
+            raise InputError("--layers shortens a random model; a checkpoint runs whole")
+        return Qwen3Config.from_hf(folder / "config.json")
+    size = name.removeprefix(_RANDOM)
+    if size not in FAMILY:
+        raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in FAMILY)}")
+    config = FAMILY[size]
+    if layers is None:
+        return config
+    if not 1 <= layers <= config.num_layers:
+        raise InputError(f"{name} has {config.num_layers} layers; --layers must lie in 1 … {config.num_layers}")
+    return replace(config, num_layers=layers)
+
+
+def load_model(name: str, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None) -> Qwen3:
+    """Load a model by name onto the host.
+
+    Args:
+        name, layers: as in `read_config`.
+        dtype: of weights and hidden states, float32 or bfloat16.
+        progress: called as weights come in.
+    Raises:
+        InputError: as `read_config` and `load_weights`; or an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
+    config, folder = read_config(name, layers), folder_of(name)
+    if folder is None:
+        weights = random_weights(config, DTYPES[dtype], progress=progress)
+    else:
+        weights = load_weights(folder, config, DTYPES[dtype], progress)
+    return Qwen3(config, weights, RopeTable(config))

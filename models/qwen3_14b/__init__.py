@@ -1,0 +1,1 @@
+"""The dense Qwen3 family, named after the member whose kernels were published."""

@@ -1,0 +1,159 @@
+"""Text to token ids and back: a checkpoint's own tokenizer and chat template, or bytes for a random model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from models.catalog import folder_of
+from models.qwen3_14b.config import Qwen3Config, token_ids
+from tq_ops.errors import InputError
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain now; "" while a character is still incomplete."""
+
+
+class Tokenizer(Protocol):
+    """What generation needs of a tokenizer.
+
+    Attributes:
+        has_chat_template: whether `encode_chat` can be called.
+        eos_token_ids: tokens that end a text.
+    """
+
+    has_chat_template: bool
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a conversation in which the user has said `text` and the assistant is to answer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, without special tokens."""
+
+    def stream(self) -> TextStream:
+        """A decoder for one text, fed token by token."""
+
+
+class HFTokenizer:
+    """`tokenizer.json` of a checkpoint folder, with its chat template where it has one."""
+
+    def __init__(self, folder: Path, config: Qwen3Config) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{folder} has no tokenizer.json; text cannot be turned into tokens")
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise InputError(f"{path} cannot be read: {error}") from None
+        if self._tokenizer.get_vocab_size() > config.vocab_size:
+            raise InputError(f"{path} has {self._tokenizer.get_vocab_size()} tokens, the model only {config.vocab_size}")
+        settings = _optional_json(folder / "tokenizer_config.json")
+        self._template = _chat_template(folder, settings)
+        self._special = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        self.has_chat_template = self._template is not None
+        generation = token_ids(_optional_json(folder / "generation_config.json").get("eos_token_id"))
+        self.eos_token_ids = generation or config.eos_token_ids
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, text: str) -> list[int]:
+        if self._template is None:
+            raise InputError("this model has no chat template")
+        rendered = self._template.render(
+            messages=[{"role": "user", "content": text}], add_generation_prompt=True, **self._special
+        )
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
+    def stream(self) -> TextStream:
+        return _HFStream(self._tokenizer)
+
+
+class _HFStream:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+
+class ByteTokenizer:
+    """For random models: one token a UTF-8 byte; output tokens are shown as numbers, since they say nothing."""
+
+    has_chat_template = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, text: str) -> list[int]:
+        raise InputError("a random model has no chat template")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.push(i) for i in ids)
+
+    def stream(self) -> TextStream:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+
+def load_tokenizer(name: str, config: Qwen3Config) -> Tokenizer:
+    """Tokenizer of a model by name.
+
+    Raises:
+        InputError: the folder has none, or it does not fit the model.
+    """
+    folder = folder_of(name)
+    return ByteTokenizer() if folder is None else HFTokenizer(folder, config)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _text(token: object) -> str | None:
+    """A special token's text; older files wrap it in an object."""
+    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> Any:
+    """The compiled template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    if not source:
+        return None
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise InputError(f"{folder}: the chat template cannot be read: {error}") from None

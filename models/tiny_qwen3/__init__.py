@@ -1,0 +1,1 @@
+"""The checkpoint that ships, and how it was trained."""

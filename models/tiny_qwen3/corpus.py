@@ -1,0 +1,40 @@
+"""The text that `tiny_qwen3` was trained on and is judged on: the running interpreter's own standard library.
+
+No text is kept in the repository. `held_out.txt` names the files that training never sees (every 20th by sorted path in
+Python 3.11); a file that another Python version no longer has is left out, and the caller can see which were read.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+_NOT_SOURCE = {"test", "tests", "site-packages", "idle_test", "lib2to3", "__pycache__"}
+
+
+def stdlib_root() -> Path:
+    """Folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def held_out_names() -> list[str]:
+    """Paths, relative to the standard library, of the files kept from training."""
+    return (Path(__file__).parent / "held_out.txt").read_text(encoding="utf-8").split()
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="ignore")
+
+
+def train_texts() -> list[str]:
+    """Every standard-library source file but tests and the held-out ones, sorted by path."""
+    root, held_out = stdlib_root(), set(held_out_names())
+    files = (p.relative_to(root) for p in root.rglob("*.py"))
+    kept = sorted(p for p in files if not _NOT_SOURCE & set(p.parts) and p.as_posix() not in held_out)
+    return [_read(root / p) for p in kept]
+
+
+def held_out_texts() -> dict[str, str]:
+    """Held-out files that this interpreter has: relative path -> text, in the list's order."""
+    root = stdlib_root()
+    return {name: _read(root / name) for name in held_out_names() if (root / name).is_file()}

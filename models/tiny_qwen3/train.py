@@ -1,0 +1,166 @@
+"""Train `tiny_qwen3`, or train it further: `python -m models.tiny_qwen3.train`.
+
+Data: `corpus.py`. Tokenizer: byte-level BPE of 4,096 with single digits, trained on the same files. Windows of 512 tokens
+for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. With the defaults it repeats the run that
+made the first checkpoint (1,660 steps of 4,096 tokens, held-out loss 2.81); `--resume` starts from the weights that ship.
+The result replaces `--out` only if its held-out loss is below that of the weights already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as token_models
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from models.tiny_qwen3.corpus import held_out_texts, train_texts
+
+HERE = Path(__file__).parent
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 4096
+EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
+
+
+def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """Byte-level BPE of VOCAB_SIZE entries; every digit is a token of its own."""
+    tokenizer = Tokenizer(token_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
+    """All texts in one row of token ids [N] int64, an end-of-text after each."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return torch.tensor([i for e in tokenizer.encode_batch(list(texts)) for i in [*e.ids, end]])
+
+
+def new_model(end_of_text: int | None) -> Qwen3ForCausalLM:
+    """The architecture of README.md with fresh weights."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=10,
+            num_key_value_heads=2, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
+            bos_token_id=end_of_text, eos_token_id=end_of_text, attention_bias=False,
+        )
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def held_out_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
+    """Mean cross entropy in nats a token over EVAL_WINDOWS evenly spaced windows of EVAL_TOKENS."""
+    device, total = model.device, 0.0
+    for j in range(EVAL_WINDOWS):
+        start = j * (len(tokens) - EVAL_TOKENS - 1) // EVAL_WINDOWS
+        window = tokens[start : start + EVAL_TOKENS + 1].to(device)[None]
+        logits = model(input_ids=window[:, :-1]).logits
+        total += cross_entropy(logits[0].float(), window[0, 1:]).item()
+    return total / EVAL_WINDOWS
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write bf16 weights, config and tokenizer to a folder beside `out`, then move each file into place whole."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(scratch)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+        fast.save_pretrained(scratch)
+        for path in Path(scratch).iterdir():
+            path.replace(out / path.name)
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up, then a cosine from `--lr` to `--final-lr` of it."""
+    warm = min(1.0, (step + 1) / args.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+    return float(args.lr * warm * (args.final_lr + (1 - args.final_lr) * cosine))
+
+
+def train(model: Qwen3ForCausalLM, tokens: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> None:
+    """Run `--steps` optimiser steps in place, printing the loss and, every 200 steps, the held-out loss."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(args.seed)
+    device, began = model.device, time.monotonic()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        length = 512 if step < 0.7 * args.steps else 2048
+        count = args.tokens_per_step // length
+        starts = torch.randint(0, len(tokens) - length - 1, (count,), generator=generator).tolist()
+        windows = torch.stack([tokens[s : s + length + 1] for s in starts]).to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.autocast):
+            logits = model(input_ids=windows[:, :-1]).logits
+        loss = cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 20 == 0:
+            rate = (step + 1) * args.tokens_per_step / (time.monotonic() - began)
+            print(f"step {step + 1}/{args.steps} loss {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
+        if (step + 1) % 200 == 0:
+            print(f"  held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the checkpoint that ships)")
+    parser.add_argument("--resume", action="store_true", help="start from the weights that ship, keep their tokenizer")
+    parser.add_argument("--steps", type=int, default=1660)
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--final-lr", type=float, default=0.1, help="fraction of --lr at the last step")
+    parser.add_argument("--warmup", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.manual_seed(args.seed)
+    texts = train_texts()
+    if args.resume:
+        tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
+        model = Qwen3ForCausalLM.from_pretrained(HERE, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer(texts)
+        model = new_model(tokenizer.token_to_id(END_OF_TEXT))
+    model.to(args.device).train()
+    tokens, held_out = token_stream(tokenizer, texts), token_stream(tokenizer, list(held_out_texts().values()))
+    print(f"{len(texts)} files, {len(tokens)} tokens to train on, {len(held_out)} held out", flush=True)
+    before = math.inf
+    if (args.out / "model.safetensors").exists():
+        before = held_out_loss(Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(args.device), held_out)
+        print(f"held-out loss of {args.out} now: {before:.4f}", flush=True)
+    train(model, tokens, held_out, args)
+    after = held_out_loss(model.to(torch.bfloat16).float(), held_out)  # of the weights as they are stored
+    print(f"held-out loss {after:.4f} perplexity {math.exp(after):.2f}, {args.steps * args.tokens_per_step} tokens")
+    if after < before:
+        save(model, tokenizer, args.out)
+        print(f"written to {args.out}")
+    else:
+        print(f"{args.out} left as it was: its loss of {before:.4f} is lower")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""haarkv: Qwen3 with a rotated low-bit KV cache.
+
+    import tq
+
+    session = tq.load("tiny", kv="tq4")
+    print(session.generate(["def main("], max_new_tokens=64).texts[0])
+
+Names are imported when they are first used, so that `import tq` and `tq --help` need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("haarkv")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0"
+
+_PUBLIC = {
+    "Batch": "tq_ops.batch",
+    "InputError": "tq_ops.errors",
+    "PagedKVCache": "tq_ops.cache",
+    "PagedSequences": "tq_ops.batch",
+    "Qwen3Config": "models.qwen3_14b.config",
+    "Sampling": "executors.sampling",
+    "Session": "tq.session",
+    "load": "tq.session",
+}
+
+__all__ = [
+    "Batch", "InputError", "PagedKVCache", "PagedSequences", "Qwen3Config", "Sampling", "Session", "formats", "load",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "formats":
+        return import_module("tq_ops.formats")
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'tq' has no attribute {name!r}")

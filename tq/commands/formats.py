@@ -1,0 +1,43 @@
+"""`tq formats`: every KV format and what it costs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from tq.output import print_table
+
+
+@click.command("formats")
+@click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def command(head_dim: int, as_json: bool) -> None:
+    """List the KV formats: bits a value, bytes, and what each is for.
+
+    Bytes are of one K or V vector of one KV head, scales included; the ratio is to bf16.
+    """
+    from tq_ops import formats
+
+    rows: list[dict[str, Any]] = []
+    for name in formats.names():
+        kv_format = formats.get(name)
+        size = kv_format.bytes_per_vector(head_dim)
+        rows.append(
+            {
+                "name": name,
+                "bits_per_value": 8 * size / head_dim,
+                "bytes_per_vector": size,
+                "ratio": 2 * head_dim / size,
+                "purpose": kv_format.purpose,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows))
+        return
+    cells = [
+        (r["name"], f"{r['bits_per_value']:.3f}", f"{r['bytes_per_vector']:.0f}", f"{r['ratio']:.2f}x", r["purpose"])
+        for r in rows
+    ]
+    print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)

@@ -1,0 +1,55 @@
+"""What every subcommand prints with: tables, and progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from models.qwen3_14b.weights import Progress
+
+
+@cache
+def err() -> Console:
+    """The console on stderr."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, soft_wrap=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
+    """Print a title and a table, on stdout unless a console is given.
+
+    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
+    for index in range(len(rows[0])):
+        cells = [row[index] for row in rows]
+        numeric = bool(columns) and all(cell[:1].isdigit() or cell == "–" for cell in cells)
+        table.add_column(columns[index] if columns else "", justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # A pipe or a file has no width; 140 columns keep every table in one piece.
+    target = console or (Console() if sys.stdout.isatty() else Console(width=140))
+    target.print(title, highlight=False)
+    target.print(table)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[Progress]:
+    """A progress bar on stderr while weights come in; silent when stderr is not a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task(model, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,169 @@
+"""A loaded model ready to generate: executor, tokenizer and the KV format to store in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from executors.base import Executor
+from executors.catalog import create
+from executors.generation import Completion, Timing, generate
+from executors.sampling import Sampling
+from models.catalog import load_model
+from models.qwen3_14b.config import Qwen3Config
+from models.qwen3_14b.weights import Progress
+from models.text import Tokenizer, load_tokenizer
+from tq_ops import formats
+from tq_ops.batch import PagedSequences
+from tq_ops.cache import PagedKVCache, blocks_for, bytes_per_token
+from tq_ops.errors import InputError
+from tq_ops.formats import KVFormat
+
+
+@dataclass(frozen=True)
+class KVUsage:
+    """What the KV cache of a run cost.
+
+    Attributes:
+        format: as `--kv` takes it.
+        bytes_per_token: K and V of all layers and heads, scales included.
+        bytes: really allocated.
+        bf16_bytes: the same slots in bf16.
+    """
+
+    format: str
+    bytes_per_token: float
+    bytes: int
+    bf16_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Texts and cost of one `Session.generate`."""
+
+    texts: list[str]
+    completions: list[Completion]
+    timing: Timing
+    kv: KVUsage
+
+
+@dataclass(frozen=True)
+class Session:
+    """What `tq.load` returns."""
+
+    name: str
+    config: Qwen3Config
+    executor: Executor
+    tokenizer: Tokenizer
+    k_format: KVFormat
+    v_format: KVFormat
+
+    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
+        """An empty paged cache for so many sequences of so many tokens, and its bookkeeping."""
+        cache = PagedKVCache(
+            self.k_format,
+            self.v_format,
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            num_blocks=sequences * blocks_for(max_context),
+        )
+        return cache, PagedSequences(cache.num_blocks, cache.block_size)
+
+    def encode(self, prompts: Sequence[str], *, chat: bool | None = None) -> list[list[int]]:
+        """Token ids of prompts.
+
+        Args:
+            chat: wrap each in the chat template; None does so if the tokenizer has one.
+        Raises:
+            InputError: an empty prompt, text that is not valid Unicode, or chat without a template.
+        """
+        for number, prompt in enumerate(prompts, 1):
+            if not prompt:
+                raise InputError(f"prompt {number} is empty; give at least one character")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise InputError(f"prompt {number} is not valid UTF-8; convert it first") from None
+        wrap = self.tokenizer.has_chat_template if chat is None else chat
+        return [self.tokenizer.encode_chat(p) if wrap else self.tokenizer.encode(p) for p in prompts]
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 64,
+        max_context: int | None = None,
+        sampling: Sampling | None = None,
+        chat: bool | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> Result:
+        """Continue prompts, all in one ragged batch.
+
+        Args:
+            max_context: tokens of prompt and text that the cache can hold for each prompt; as much as is needed, at most
+                the model's own limit, unless given.
+            sampling: greedy unless given.
+            on_token: called with (index of the prompt, token) as tokens come.
+        Raises:
+            InputError: a prompt that is empty or does not fit, or a context beyond the model's.
+        """
+        ids = self.encode(prompts, chat=chat)
+        longest = max((len(i) for i in ids), default=0)
+        limit = self.config.max_position_embeddings
+        if max_context is not None and not 1 <= max_context <= limit:
+            raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
+        context = max_context or min(limit, longest + max_new_tokens)
+        if longest > context:
+            raise InputError(f"the longest prompt has {longest} tokens, the cache holds {context}; raise --max-context")
+        cache, paging = self.new_cache(len(prompts), context)
+        completions, timing = generate(
+            self.executor, cache, paging, ids,
+            max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
+            sampling=sampling, on_token=on_token,
+        )  # fmt: skip
+        texts = [self.tokenizer.decode(completion.token_ids) for completion in completions]
+        return Result(texts, completions, timing, self._usage(cache))
+
+    def _usage(self, cache: PagedKVCache) -> KVUsage:
+        shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        bf16 = formats.get("bf16")
+        return KVUsage(
+            format=formats.describe(self.k_format, self.v_format),
+            bytes_per_token=bytes_per_token(self.k_format, self.v_format, *shape),
+            bytes=cache.nbytes,
+            bf16_bytes=round(cache.num_slots * bytes_per_token(bf16, bf16, *shape)),
+        )
+
+
+def load(
+    model: str = "tiny",
+    *,
+    kv: str = "tq4",
+    executor: str = "reference",
+    dtype: str = "float32",
+    layers: int | None = None,
+    progress: Progress | None = None,
+) -> Session:
+    """Load a model and everything around it.
+
+    Args:
+        model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
+        kv: a KV format, or `k=NAME,v=NAME`.
+        executor: who runs the forwards.
+        dtype: float32 or bfloat16.
+        layers: for `random:SIZE`, how many layers to build.
+        progress: called with (tensors done, tensors in all).
+    Raises:
+        InputError: whatever of this does not exist or does not fit together.
+    """
+    k_format, v_format = formats.parse(kv)
+    loaded = load_model(model, dtype, layers, progress)
+    return Session(
+        name=model,
+        config=loaded.config,
+        executor=create(executor, loaded, k_format, v_format),
+        tokenizer=load_tokenizer(model, loaded.config),
+        k_format=k_format,
+        v_format=v_format,
+    )

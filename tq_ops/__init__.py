@@ -1,0 +1,1 @@
+"""KV formats, the paged cache and the op tables."""

@@ -1,0 +1,108 @@
+"""What a KV format is: how one K or V vector is stored, and nothing about where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tq_ops.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored tensor of a format, for one group of tokens of one KV head.
+
+    Attributes:
+        dtype: element type.
+        shape: shape of one group; () for a scalar.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class KVFormat(Protocol):
+    """How K or V vectors are stored. K and V may use different formats; a format knows no cache and no device.
+
+    Attributes:
+        name: the word for it in `formats.get` and `--kv`.
+        purpose: one line for a table: what it is for.
+        group_tokens: tokens that are quantised together; 1 if each vector stands alone.
+    """
+
+    name: str
+    purpose: str
+    group_tokens: int
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        """Stored tensors of one group of one KV head.
+
+        Raises:
+            InputError: the format has no layout for this head_dim.
+        """
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        """Bytes for one K or V vector of one KV head, scales included."""
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        """Store vectors.
+
+        Args:
+            x: [..., D] fp32 or bf16; K after RoPE, V as projected.
+            layer: decoder layer, which chooses the rotation.
+        Returns:
+            every field of `fields(D)`, each [..., *field.shape].
+        Raises:
+            NonFiniteError: with the index of the first vector that is not finite, in a lossy format.
+        """
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """Vectors [..., D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        """uint8 [..., n]: each vector in the byte layout of the format's origin."""
+
+
+def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
+    """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
+    flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
+    return flat.view(torch.uint8)
+
+
+def stored_bytes(fields: dict[str, Field]) -> int:
+    """Bytes of one group of one KV head."""
+    return sum(field.nbytes for field in fields.values())
+
+
+class NonFiniteVectorError(NonFiniteError):
+    """One of the vectors handed to a format is not finite.
+
+    Attributes:
+        index: of the first such vector in x's leading axes.
+    """
+
+    def __init__(self, index: tuple[int, ...]) -> None:
+        super().__init__(f"vector {list(index)} is not finite")
+        self.index = index
+
+
+def require_finite(x: Tensor) -> None:
+    """Refuse vectors [..., D] of which one holds an infinity or a NaN.
+
+    Raises:
+        NonFiniteError: carrying the index of the first such vector in `index`.
+    """
+    # The sum of x - x is 0 exactly when all is finite: one pass and one scalar in the common case.
+    if (x - x).sum().item() == 0:
+        return
+    bad = (~torch.isfinite(x)).any(-1)
+    index = tuple(int(i) for i in bad.nonzero()[0]) if bad.ndim else ()
+    raise NonFiniteVectorError(index)

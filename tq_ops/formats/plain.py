@@ -1,0 +1,34 @@
+"""Formats that keep the vector as it is, rounded to a floating type: `bf16`, and `fp32` as the yardstick of tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tq_ops.formats.base import Field, bytes_of
+
+
+class Plain:
+    """Vectors stored as one tensor `data` of a floating dtype; not finite values pass through."""
+
+    group_tokens = 1
+
+    def __init__(self, name: str, dtype: torch.dtype, purpose: str) -> None:
+        self.name = name
+        self.purpose = purpose
+        self._dtype = dtype
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        return {"data": Field(self._dtype, (head_dim,))}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return float(head_dim * self._dtype.itemsize)
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        return {"data": x.to(self._dtype)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return fields["data"].float()
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        return bytes_of(fields["data"], 1)

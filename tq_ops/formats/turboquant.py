@@ -1,0 +1,164 @@
+"""Rotated Lloyd-Max formats: `tq4`, the product's packed 66-byte layout, and `tq4_seed`, the published 132-byte one.
+
+Both rotate a unit vector by the layer's Haar rotation and quantise each coordinate with one Gaussian codebook; they choose
+the same levels and differ in what is stored. Source: TurboQuant (arXiv 2504.19874), MSE variant, no QJL.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from codebooks import Codebook, haar_rotation, lloyd_max
+from tq_ops.errors import InputError
+from tq_ops.formats.base import Field, bytes_of, require_finite, stored_bytes
+
+BITS = 4
+LARGEST_FP16 = 65504.0
+SEED_EPS = 1e-6
+
+
+@cache
+def codebook_on(head_dim: int, device: torch.device) -> Codebook:
+    """The published 4-bit codebook, on a device."""
+    book = lloyd_max(BITS, head_dim)
+    return Codebook(book.centroids.to(device), book.boundaries.to(device))
+
+
+@cache
+def rotation_on(layer: int, head_dim: int, device: torch.device) -> Tensor:
+    """A layer's BF16 rotation [D, D] as fp32 numbers, on a device: products with it accumulate in FP32."""
+    return haar_rotation(layer, head_dim).to(device, torch.float32)
+
+
+def polar_quantize(unit: Tensor, layer: int) -> Tensor:
+    """Rotate unit vectors and quantise each coordinate.
+
+        y = bf16(unit) @ rotation;   level_i = #{b : y_i >= b}
+
+    Args:
+        unit: [..., D] fp32, of norm 1 (or 0).
+        layer: chooses the rotation.
+    Returns:
+        level: [..., D] uint8, 0 to 15. A zero vector gets level 8 everywhere.
+    Rounding points: unit to BF16; the product accumulates in FP32 and stays there.
+    """
+    y = unit.to(torch.bfloat16).float() @ rotation_on(layer, unit.shape[-1], unit.device)
+    boundaries = codebook_on(unit.shape[-1], unit.device).boundaries
+    return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8)
+
+
+def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors and L2 norms without underflow or overflow, for any finite x.
+
+    Scaling by a power of two is exact, so an ordinary vector gets the same bits as `x / sqrt(sum(x**2))`.
+
+    Args:
+        x: [..., D] fp32, finite.
+    Returns:
+        unit: [..., D] fp32; zeros where x is zero.
+        norm: [..., 1] fp32, in units of x; inf if it exceeds FP32.
+    """
+    # Denormals first become normal numbers; 2**64 keeps every step a power of two inside FP32's exponents.
+    tiny = x.abs().amax(-1, keepdim=True) < 2.0**-100
+    lifted = torch.where(tiny, x * 2.0**64, x)
+    exponent = torch.frexp(lifted.abs().amax(-1, keepdim=True)).exponent
+    scaled = torch.ldexp(lifted, -exponent)
+    norm = scaled.square().sum(-1, keepdim=True).sqrt()
+    unit = torch.where(norm > 0, scaled / norm, torch.zeros_like(scaled))
+    norm = torch.ldexp(norm, exponent)
+    return unit, torch.where(tiny, norm * 2.0**-64, norm)
+
+
+def pack_halves(level: Tensor) -> Tensor:
+    """Two 4-bit levels a byte: `byte[j] = level[j] | level[j + D/2] << 4`. [..., D] uint8 -> [..., D/2] uint8."""
+    low, high = level.chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def unpack_halves(codes: Tensor) -> Tensor:
+    """Inverse of `pack_halves`: [..., D/2] uint8 -> [..., D] uint8."""
+    return torch.cat([codes & 15, codes >> 4], dim=-1)
+
+
+class TurboQuant4:
+    """`tq4`: packed levels and one FP16 scale a vector, the renormalisation folded into the scale.
+
+        gamma = ||x||;  level as `polar_quantize`;  scale = fp16(gamma / ||c[level]||)
+
+    It stands for `scale * c[level]` in the rotated domain. A zero vector stores scale 0 and comes back as zeros; a scale
+    above FP16 saturates at its largest finite value, one below its smallest comes back as zeros.
+    """
+
+    name = "tq4"
+    purpose = "the default: 4-bit rotated levels, packed"
+    group_tokens = 1
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        if head_dim < 2 or head_dim % 2:
+            raise InputError(f"tq4 packs two coordinates a byte and needs an even head_dim, not {head_dim}")
+        return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": Field(torch.float16, ())}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return float(stored_bytes(self.fields(head_dim)))
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        x = x.float()
+        require_finite(x)
+        unit, norm = exact_norm(x)
+        level = polar_quantize(unit, layer)
+        centroids = codebook_on(x.shape[-1], x.device).centroids[level.int()]
+        scale = norm.squeeze(-1) / torch.linalg.vector_norm(centroids, dim=-1)
+        return {"codes": pack_halves(level), "scale": scale.clamp(max=LARGEST_FP16).to(torch.float16)}
+
+    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
+        """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""
+        level = unpack_halves(fields["codes"]).int()
+        return codebook_on(level.shape[-1], level.device).centroids[level] * fields["scale"].float().unsqueeze(-1)
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        rotated = self.rotated(fields)
+        return rotated @ rotation_on(layer, rotated.shape[-1], rotated.device).T
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        """Codes, then the scale as FP16 little-endian."""
+        return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
+
+
+class TurboQuant4Seed:
+    """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm. Kept to compare with.
+
+        gamma = sqrt(sum(x**2) + 1e-6);  restored: bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * gamma) @ rotation.T
+
+    As published, a zero vector comes back with norm 1e-3 and vectors shorter than about 1e-2 shrink. Squares overflow
+    from |x| ~ 1e19 on; such a vector is refused instead of stored as infinite.
+    """
+
+    name = "tq4_seed"
+    purpose = "the published Qwen3-14B layout, to compare with"
+    group_tokens = 1
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return float(stored_bytes(self.fields(head_dim)))
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        x = x.float()
+        norm = (x.square().sum(-1, keepdim=True) + SEED_EPS).sqrt()
+        require_finite(norm)
+        return {"codes": polar_quantize(x / norm, layer), "norm": norm.squeeze(-1)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        centroids = codebook_on(fields["codes"].shape[-1], fields["codes"].device).centroids[fields["codes"].int()]
+        scale = (centroids.square().sum(-1) + SEED_EPS).rsqrt() * fields["norm"]
+        rotated = (centroids * scale.unsqueeze(-1)).to(torch.bfloat16).float()
+        restored = rotated @ rotation_on(layer, rotated.shape[-1], rotated.device).T
+        return restored.to(torch.bfloat16).float()
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        """Levels, then the norm as FP32 little-endian."""
+        return torch.cat([fields["codes"], bytes_of(fields["norm"], 0)], dim=-1)

@@ -1,0 +1,141 @@
+"""Every op in plain torch: the normative spec that all other op tables are checked against.
+
+The table rounds where the published device kernels round: activations carry the model's dtype (`hidden`, `q`, products of
+SwiGLU, attention's output), everything between is FP32. With an FP32 model no rounding happens. K and V reach the cache in
+FP32; only what the format stores is rounded. Source of the rounding points: the public Qwen3-14B TurboQuant kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis: `x * rsqrt(mean(x**2) + eps) * weight`.
+
+    Args:
+        x: [..., N] bf16 or fp32.
+        weight: [N], any floating dtype.
+    Returns:
+        [..., N] of x's dtype.
+    Rounding points: computed in FP32, rounded once to x's dtype.
+    """
+    return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Projection `x @ weight.T`.
+
+    Args:
+        x: [T, in] bf16 or fp32.
+        weight: [out, in] of x's dtype, as Hugging Face stores it.
+    Returns:
+        [T, out] fp32.
+    Rounding points: operands as they are, products and sums in FP32.
+    """
+    return functional.linear(x.float(), weight.float())
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotary embedding: `(lo*cos - hi*sin, hi*cos + lo*sin)`.
+
+    Args:
+        x: [T, H, D] fp32.
+        cos, sin: [T, D/2] fp32, of each token's position.
+    Returns:
+        [T, H, D] fp32.
+    """
+    low, high = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """SwiGLU's product `silu(gate) * up`.
+
+    Args:
+        gate, up: [T, intermediate] fp32.
+        dtype: of the result.
+    Rounding points: one, of the product, to `dtype`.
+    """
+    return (functional.silu(gate) * up).to(dtype)
+
+
+def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
+    """Quantise K and V and store them, each once, at their slots.
+
+    Args:
+        k, v: [T, Hkv, D] fp32; K after RoPE.
+        slot_mapping: [T] int64.
+    Raises:
+        NonFiniteError: naming layer, token, slot and head.
+    """
+    cache.write(layer, k, v, slot_mapping)
+
+
+def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """Causal attention of new tokens over everything stored of their sequences, themselves included.
+
+    The oracle of the rotated-domain kernels: it de-quantises, then attends. KV head g serves the query heads
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1.
+
+    Args:
+        q: [T, Hq, D] bf16 or fp32, after RoPE.
+        softmax_scale: of the logits, 1/sqrt(D).
+    Returns:
+        [T, Hq, D] of q's dtype.
+    Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
+    of the rounded ones; blocks merged in FP32; the output to BF16.
+    """
+    blocks = -(-int(batch.seq_lens.max()) // cache.block_size)
+    k, v = cache.read(layer, batch.block_table[:, :blocks])
+    token, position, valid = _pad_queries(batch)
+    scores = _group_heads(q[token].float(), cache.num_kv_heads) @ k.transpose(-1, -2) * softmax_scale
+    stored = torch.arange(k.shape[2], device=q.device)
+    hidden = (stored > position.unsqueeze(-1)).repeat(1, q.shape[1] // cache.num_kv_heads, 1)  # [B, G*Q, S]
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    if q.dtype == torch.float32:
+        out = torch.softmax(scores, dim=-1) @ v
+    else:
+        weights, total = _rounded_softmax(scores, cache.block_size, q.dtype)
+        out = weights @ v / total
+    return _ungroup_heads(out, q.shape[1])[valid].to(q.dtype)
+
+
+def _pad_queries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Ragged queries as a rectangle: token index, position and validity, each [B, Q]. Padding repeats a real token."""
+    starts, ends = batch.query_start_loc[:-1].long(), batch.query_start_loc[1:].long()
+    steps = torch.arange(int((ends - starts).max()), device=starts.device)
+    token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
+    return token, batch.positions[token], steps < (ends - starts).unsqueeze(1)
+
+
+def _group_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, Q, Hq, D] -> [B, Hkv, G*Q, D]: the queries that share a KV head, together."""
+    batch, queries, heads, dim = x.shape
+    grouped = x.view(batch, queries, num_kv_heads, heads // num_kv_heads, dim)
+    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _ungroup_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Inverse of `_group_heads`: [B, Hkv, G*Q, D] -> [B, Q, Hq, D]."""
+    batch, kv_heads, rows, dim = x.shape
+    group = num_heads // kv_heads
+    return x.view(batch, kv_heads, group, rows // group, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Unnormalised probabilities [..., S] fp32 and their sum [..., 1], rounded block by block as an online softmax does."""
+    by_block = scores.view(*scores.shape[:-1], -1, block_size)
+    block_max = by_block.amax(-1, keepdim=True)
+    # A block that is masked throughout has no maximum; any finite one gives it probability 0.
+    finite_max = block_max.masked_fill(block_max == -torch.inf, 0.0)
+    rounded = torch.exp(by_block - finite_max).to(dtype).float()
+    merge = torch.exp(block_max - block_max.amax(-2, keepdim=True))
+    total = (rounded.sum(-1, keepdim=True) * merge).sum(-2)
+    return (rounded * merge).flatten(-2), total

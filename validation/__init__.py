@@ -1,0 +1,1 @@
+"""Holding executors against the reference: tolerances and comparisons."""
