@@ -26,8 +26,8 @@ _PUBLIC = {
     "PagedSequences": "tq_ops.batch",
     "Qwen3Config": "models.qwen3_14b.config",
     "Sampling": "executors.sampling",
-    "Session": "tq.session",
-    "load": "tq.session",
+    "Session": "executors.session",
+    "load": "executors.session",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
     from executors.generation import Completion
-    from tq.session import Result, Session
+    from executors.session import Result, Session
 
 
 @click.command("generate")
@@ -59,7 +59,7 @@ def command(
     if not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
     from executors.sampling import Sampling
-    from tq.session import load
+    from executors.session import load
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     with loading(model) as progress:

@@ -72,6 +72,12 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     return unit, torch.where(tiny, norm * 2.0**-64, norm)
 
 
+def centroids_at(level: Tensor) -> Tensor:
+    """Centroid of each level: [..., D] uint8 -> [..., D] fp32. `index_select` is three times as fast as indexing."""
+    centroids = codebook_on(level.shape[-1], level.device).centroids
+    return centroids.index_select(0, level.flatten().int()).view(level.shape)
+
+
 def pack_halves(level: Tensor) -> Tensor:
     """Two 4-bit levels a byte: `byte[j] = level[j] | level[j + D/2] << 4`. [..., D] uint8 -> [..., D/2] uint8."""
     low, high = level.chunk(2, dim=-1)
@@ -109,14 +115,12 @@ class TurboQuant4:
         require_finite(x)
         unit, norm = exact_norm(x)
         level = polar_quantize(unit, layer)
-        centroids = codebook_on(x.shape[-1], x.device).centroids[level.int()]
-        scale = norm.squeeze(-1) / torch.linalg.vector_norm(centroids, dim=-1)
+        scale = norm.squeeze(-1) / torch.linalg.vector_norm(centroids_at(level), dim=-1)
         return {"codes": pack_halves(level), "scale": scale.clamp(max=LARGEST_FP16).to(torch.float16)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""
-        level = unpack_halves(fields["codes"]).int()
-        return codebook_on(level.shape[-1], level.device).centroids[level] * fields["scale"].float().unsqueeze(-1)
+        return centroids_at(unpack_halves(fields["codes"])) * fields["scale"].float().unsqueeze(-1)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         rotated = self.rotated(fields)
@@ -153,7 +157,7 @@ class TurboQuant4Seed:
         return {"codes": polar_quantize(x / norm, layer), "norm": norm.squeeze(-1)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        centroids = codebook_on(fields["codes"].shape[-1], fields["codes"].device).centroids[fields["codes"].int()]
+        centroids = centroids_at(fields["codes"])
         scale = (centroids.square().sum(-1) + SEED_EPS).rsqrt() * fields["norm"]
         rotated = (centroids * scale.unsqueeze(-1)).to(torch.bfloat16).float()
         restored = rotated @ rotation_on(layer, rotated.shape[-1], rotated.device).T

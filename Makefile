@@ -1,0 +1,51 @@
+# `make run` and `make test` set up what they need in .venv, once.
+
+# The first interpreter that the project supports; override with `make PYTHON=/path/to/python3.12`.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+PROMPT ?= def main(
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help run test lint tables bench clean
+
+help:
+	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
+	@echo "make test    linters, types and all tests"
+	@echo "make lint    linters and types only"
+	@echo "make tables  regenerate the shipped codebooks and rotations"
+	@echo "make bench   decode latency beside transformers, one JSON line at the end"
+	@echo "make clean   remove .venv"
+
+run: $(VENV)/run.stamp
+	@$(BIN)/tq generate --model tiny --kv tq4 --prompt '$(PROMPT)' --max-new-tokens 128 --temperature 0.8 --top-p 0.9
+
+test: lint
+	$(BIN)/pytest -n 2
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+tables: $(VENV)/run.stamp
+	$(BIN)/python -m codebooks
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python -m benchmarks.decode_vs_transformers
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "haarkv needs Python 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# What is installed depends on these two files alone; the project itself is installed editable.
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,21 @@
+"""One thread a test process: results do not depend on the machine's cores, and parallel workers do not fight."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Loads a golden file: golden("turboquant_qwen3_14b/rotations")["layer0_Pi_bf16_bits"] is a numpy array."""
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+
+    return load

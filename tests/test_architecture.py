@@ -1,0 +1,116 @@
+"""The house stays as designed: imports go one way, heavy libraries stay in their rooms, op tables agree."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from executors import catalog
+from models.qwen3_14b.layer import OP_NAMES, Ops
+from tq_ops import reference
+
+ROOT = Path(__file__).parents[1]
+ORDER = ["codebooks", "tq_ops", "models", "executors", "validation", "benchmarks", "serving", "tq"]
+# A room may use those before it; these three stand beside each other and use none of each other.
+BESIDE = {"validation", "benchmarks", "serving"}
+ONLY_IN = {
+    "triton": ["tq_ops/cuda/"],
+    "pypto": ["tq_ops/npu/", "models/qwen3_14b/npu/"],
+    "onnx": ["executors/onnx"],
+    "onnxruntime": ["executors/onnx"],
+    "transformers": ["models/tiny_qwen3/train.py", "benchmarks/"],
+    "vllm": ["serving/"],
+}
+TABLES = [reference]
+
+
+def sources():
+    for room in ORDER:
+        yield from sorted((ROOT / room).rglob("*.py"))
+
+
+def imported(path):
+    """Top-level names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module.split(".")[0]
+
+
+def may_import(room, other):
+    return ORDER.index(other) <= ORDER.index(room) and (room == other or not {room, other} <= BESIDE)
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    place = path.relative_to(ROOT).as_posix()
+    for name in set(imported(path)):
+        if name in ORDER:
+            assert may_import(place.split("/")[0], name), f"{place} imports {name}"
+        if name in ONLY_IN:
+            assert any(place.startswith(room) for room in ONLY_IN[name]), f"{place} imports {name}"
+
+
+def test_the_rule_would_see_a_wrong_import():
+    assert not may_import("tq_ops", "models")
+    assert not may_import("models", "executors")
+    assert not may_import("executors", "tq")
+    assert not may_import("validation", "benchmarks")
+    assert may_import("tq", "codebooks")
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: t.__name__)
+@pytest.mark.parametrize("op", OP_NAMES)
+def test_op_tables_have_the_signatures_that_models_call(table, op):
+    def signature(function):
+        parameters = inspect.signature(function, eval_str=True)
+        return [
+            (p.name, p.annotation) for p in parameters.parameters.values() if p.name != "self"
+        ], parameters.return_annotation
+
+    assert signature(getattr(table, op)) == signature(getattr(Ops, op))
+
+
+def test_op_names_are_all_of_the_protocol():
+    assert set(OP_NAMES) == {name for name in vars(Ops) if not name.startswith("_")}
+
+
+def test_the_environment_is_never_read():
+    """No environment variables steer the project; the table builder hands a copy on to its child process."""
+    readers = [p for p in sources() if re.search(r"\bos\.environ|\bgetenv", p.read_text(encoding="utf-8"))]
+    assert [p.relative_to(ROOT).as_posix() for p in readers] == ["codebooks/__main__.py"]
+
+
+def test_everything_imports_without_the_extras():
+    """Every module but training and benchmarks, in an interpreter that refuses the heavy libraries."""
+    modules = [
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for p in sources()
+        if p.name != "__main__.py"
+        and not p.relative_to(ROOT).as_posix().startswith(("benchmarks/", "models/tiny_qwen3/train"))
+    ]
+    code = (
+        "import sys\n"
+        f"for name in {sorted(ONLY_IN)!r}: sys.modules[name] = None\n"
+        "from importlib import import_module\n"
+        f"for name in {modules!r}: import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_named_executor_can_be_made():
+    from models.catalog import load_model
+    from tq_ops import formats
+
+    model = load_model("tiny")
+    for name in catalog.NAMES:
+        executor = catalog.create(name, model, formats.get("tq4"), formats.get("tq4"))
+        assert executor.name == name
+        assert executor.config == model.config
