@@ -14,6 +14,8 @@ from torch.nn import functional
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 
+_WIDEN_BYTES = 2 * 2**20
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis: `x * rsqrt(mean(x**2) + eps) * weight`.
@@ -38,7 +40,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         [T, out] fp32.
     Rounding points: operands as they are, products and sums in FP32.
     """
-    return functional.linear(x.float(), weight.float())
+    x = x.float()
+    if weight.dtype == torch.float32:
+        return functional.linear(x, weight)
+    # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
+    rows = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
+    return torch.cat([functional.linear(x, part.float()) for part in weight.split(rows)], dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
