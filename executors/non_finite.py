@@ -58,7 +58,8 @@ def blame(weights: Weights, ops: Ops, rerun: Callable[[Ops], object]) -> NonFini
         for argument in found.args_of_op:
             if isinstance(argument, Tensor) and id(argument) in names and not torch.isfinite(argument).all():
                 return NonFiniteError(_describe(names[id(argument)], argument))
-        if not stored_layers and found.op == "rms_norm" and not torch.isfinite(weights.embedding).all():
+        # Before the first residual, what an op is handed has been made by an op, or is rows of the embedding.
+        if not stored_layers and not torch.isfinite(found.args_of_op[0]).all():
             return NonFiniteError(_describe("model.embed_tokens.weight", weights.embedding))
         where = f"after layer {stored_layers[-1]}'s K and V were stored" if stored_layers else "in layer 0"
         return NonFiniteError(

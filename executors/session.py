@@ -114,6 +114,8 @@ class Session:
         if max_context is not None and not 1 <= max_context <= limit:
             raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
         context = max_context or min(limit, longest + max_new_tokens)
+        if longest > limit:
+            raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
         if longest > context:
             raise InputError(f"the longest prompt has {longest} tokens, the cache holds {context}; raise --max-context")
         cache, paging = self.new_cache(len(prompts), context)

@@ -27,7 +27,11 @@ def folder_of(name: str) -> Path | None:
     if name.startswith(_RANDOM):
         return None
     folder = TINY if name == "tiny" else Path(name)
-    if not folder.is_dir():
+    try:
+        found = folder.is_dir()
+    except OSError:  # a name that no folder can have
+        found = False
+    if not found:
         raise InputError(f"no such model: {name}; give tiny, random:SIZE or a folder in Hugging Face format")
     return folder
 

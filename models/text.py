@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from models.catalog import folder_of
-from models.qwen3_14b.config import Qwen3Config, token_ids
+from models.qwen3_14b.config import Qwen3Config, eos_token_ids
 from tq_ops.errors import InputError
 
 
@@ -57,14 +57,20 @@ class HFTokenizer:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise InputError(f"{path} cannot be read: {error}") from None
-        if self._tokenizer.get_vocab_size() > config.vocab_size:
-            raise InputError(f"{path} has {self._tokenizer.get_vocab_size()} tokens, the model only {config.vocab_size}")
+        # What training may have left switched on would shorten prompts in silence, or lengthen them.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        largest = max(self._tokenizer.get_vocab().values(), default=0)
+        if largest >= config.vocab_size:
+            raise InputError(f"{path} has a token {largest}, the model has only {config.vocab_size} of them")
         settings = _optional_json(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, settings)
-        self._special = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
+        texts = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        self._special = {key: text for key, text in texts.items() if text is not None}
         self.has_chat_template = self._template is not None
-        generation = token_ids(_optional_json(folder / "generation_config.json").get("eos_token_id"))
-        self.eos_token_ids = generation or config.eos_token_ids
+        generation = folder / "generation_config.json"
+        self.eos_token_ids = eos_token_ids(_optional_json(generation), generation) or config.eos_token_ids
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -72,9 +78,11 @@ class HFTokenizer:
     def encode_chat(self, text: str) -> list[int]:
         if self._template is None:
             raise InputError("this model has no chat template")
-        rendered = self._template.render(
-            messages=[{"role": "user", "content": text}], add_generation_prompt=True, **self._special
-        )
+        messages = [{"role": "user", "content": text}]
+        try:
+            rendered = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        except Exception as error:  # whatever the expressions in it can raise
+            raise InputError(f"the chat template refuses this prompt: {error}; --no-chat goes without it") from None
         return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -142,11 +150,16 @@ def _text(token: object) -> str | None:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> Any:
     """The compiled template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    except (UnicodeDecodeError, AttributeError, KeyError) as error:
+        raise InputError(f"{path if path.is_file() else folder}: the chat template cannot be read: {error}") from None
     if not source:
         return None
+    if not isinstance(source, str):
+        raise InputError(f"{folder}: the chat template is not text: {source!r}")
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -154,6 +167,12 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> Any:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.globals["raise_exception"] = _refuse
         return environment.from_string(source)
     except TemplateError as error:
         raise InputError(f"{folder}: the chat template cannot be read: {error}") from None
+
+
+def _refuse(reason: str) -> None:
+    """What templates call `raise_exception`."""
+    raise ValueError(reason)

@@ -19,7 +19,7 @@ def err() -> Console:
     """The console on stderr."""
     from rich.console import Console
 
-    return Console(file=sys.stderr, soft_wrap=True)
+    return Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
@@ -39,8 +39,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     # A pipe or a file has no width; 140 columns keep every table in one piece.
-    target = console or (Console() if sys.stdout.isatty() else Console(width=140))
-    target.print(title, highlight=False)
+    # Names of folders may look like markup and are none.
+    target = console or Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+    target.print(title, highlight=False, soft_wrap=True)
     target.print(table)
 
 
@@ -49,7 +50,7 @@ def loading(model: str) -> Iterator[Progress]:
     """A progress bar on stderr while weights come in; silent when stderr is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
         task = bar.add_task(model, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -50,24 +50,24 @@ class Qwen3Config:
         """
         raw = _read_json(path)
         _refuse_what_is_not_built(raw, path)
-        required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        missing = [key for key in required if not isinstance(raw.get(key), int) or raw[key] < 1]
-        if missing:
-            raise InputError(f"{path}: {', '.join(missing)} is missing or not a positive number")
-        heads = raw["num_attention_heads"]
+
+        def count(key: str, default: int | None = None) -> int:
+            return int(_positive(raw, key, path, default, int))
+
+        heads, rope = count("num_attention_heads"), _rope(raw)
         config = cls(
-            hidden_size=raw["hidden_size"],
-            num_layers=raw["num_hidden_layers"],
+            hidden_size=count("hidden_size"),
+            num_layers=count("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or 128,  # Qwen3's own default, whatever hidden_size / heads may be
-            intermediate_size=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
-            rope_theta=float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or 1e4),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=count("num_key_value_heads", heads),
+            head_dim=count("head_dim", 128),  # Qwen3's own default, whatever hidden_size / heads may be
+            intermediate_size=count("intermediate_size"),
+            vocab_size=count("vocab_size"),
+            rope_theta=_positive(raw if rope.get("rope_theta") is None else rope, "rope_theta", path, 1e4),
+            rms_norm_eps=_positive(raw, "rms_norm_eps", path, 1e-6),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
-            eos_token_ids=token_ids(raw.get("eos_token_id")),
+            max_position_embeddings=count("max_position_embeddings", 32768),
+            eos_token_ids=eos_token_ids(raw, path),
         )
         if config.num_heads % config.num_kv_heads:
             raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
@@ -84,11 +84,28 @@ class Qwen3Config:
         return self.num_layers * layer + embeddings + self.hidden_size
 
 
-def token_ids(value: object) -> tuple[int, ...]:
-    """A token id, a list of them or nothing, as Hugging Face's JSON has it, as a tuple."""
-    if isinstance(value, int):
-        return (value,)
-    return tuple(int(v) for v in value) if isinstance(value, list) else ()
+def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """Tokens that end a text, from a file's `eos_token_id`: an id, a list of them or nothing.
+
+    Raises:
+        InputError: it is something else.
+    """
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise InputError(f"{path}: eos_token_id {value!r} is neither a token id nor a list of them")
+    return tuple(ids)
+
+
+def _positive(
+    raw: Mapping[str, Any], key: str, path: Path, default: float | None, kind: type[int] | type[float] = float
+) -> float:
+    """A number above 0; an absent or null one is `default`, and an error where there is none."""
+    value = default if raw.get(key) is None else raw[key]
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
+        raise InputError(f"{path}: {key} is missing or not a positive {'integer' if kind is int else 'number'}")
+    return kind(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -96,7 +113,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; a model is a folder in Hugging Face format, tiny, or random:SIZE") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a model's configuration")
@@ -112,8 +129,12 @@ def _refuse_what_is_not_built(raw: Mapping[str, Any], path: Path) -> None:
     kind = raw.get("model_type")
     if kind != "qwen3":
         raise InputError(f"{path} is a {kind or 'nameless'} model; this project runs dense Qwen3 (model_type qwen3)")
+    if not isinstance(_rope(raw), dict):
+        raise InputError(f"{path}: its rope parameters {_rope(raw)!r} are not an object")
     rope_type = _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
-    windowed = raw.get("use_sliding_window") or any(t != "full_attention" for t in raw.get("layer_types") or [])
+    # Anything else than a list of "full_attention" describes another attention.
+    kinds = raw.get("layer_types") or []
+    windowed = raw.get("use_sliding_window") or not isinstance(kinds, list) or any(t != "full_attention" for t in kinds)
     reasons = {
         f"rope scaling {rope_type!r}": rope_type != "default",
         "sliding-window attention": windowed,

@@ -175,7 +175,7 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): folder / str(file) for name, file in names.items()}
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"{index} is not an index of safetensors shards: {error}") from None
         for path in sorted(set(files.values())):
             if not path.is_file():
@@ -203,8 +203,10 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for entry in header.values():
-                entry["data_offsets"] = [offset + 8 + length for offset in entry["data_offsets"]]
-        except (ValueError, TypeError, KeyError, AttributeError):
+                begin, end = entry["data_offsets"]
+                entry["data_offsets"] = [begin + 8 + length, end + 8 + length]
+                entry["dtype"], entry["shape"] = str(entry["dtype"]), list(entry["shape"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InputError(f"{path} is not a safetensors file") from None
     return dict(header)
 

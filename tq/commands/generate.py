@@ -70,7 +70,7 @@ def command(
         on_token=writer.push if writer else None,
     )  # fmt: skip
     if writer is None:
-        print(json.dumps(_as_json(session, result), ensure_ascii=False))
+        print(json.dumps(_as_json(session, result)))
         return
     writer.finish(result)
     _print_cost(session, result)
@@ -82,6 +82,8 @@ def _read_prompt(file: str) -> str:
     Raises:
         click.ClickException: it cannot be read, or is not UTF-8.
     """
+    if file == "-" and sys.stdin is None:
+        raise click.UsageError("--prompt-file -: stdin is closed")
     try:
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return raw.decode()
@@ -109,19 +111,19 @@ class _Writer:
 
     def _write(self, text: str) -> None:
         self._written += text
-        click.echo(text, nl=False)
-        sys.stdout.flush()
+        # Not click.echo, which takes colours out of the text when nobody watches.
+        print(text, end="", flush=True)
 
     def finish(self, result: Result) -> None:
         if self._single:
             # A text cut inside a character still owes what the stream held back.
             self._write(result.texts[0].removeprefix(self._written))
-            click.echo()
+            print()
             return
         if self._tokens:
             print(file=sys.stderr)
         for number, text in enumerate(result.texts, 1):
-            click.echo(f"── prompt {number}\n{text}")
+            print(f"── prompt {number}\n{text}")
 
 
 def _describe(completion: Completion, text: str) -> dict[str, Any]:

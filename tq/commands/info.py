@@ -28,7 +28,10 @@ class _Memory(click.ParamType[int]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
         if not match:
             self.fail(f"{value!r} is not an amount of memory; write it like 24GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        size = float(match[1]) * _UNITS[match[2].upper()]
+        if size == float("inf"):
+            self.fail("so much memory cannot be counted", param, ctx)
+        return int(size)
 
 
 @click.command("info")
