@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from models.qwen3_14b.weights import Progress
 
 
+# A pipe or a file has no width; so many columns keep every table in one piece.
+_WIDE = 140
+
+
 @cache
 def err() -> Console:
     """The console on stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
+    width = None if sys.stderr.isatty() else _WIDE
+    return Console(stderr=True, width=width, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
@@ -38,9 +43,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(columns[index] if columns else "", justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # A pipe or a file has no width; 140 columns keep every table in one piece.
     # Names of folders may look like markup and are none.
-    target = console or Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+    target = console or Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(title, highlight=False, soft_wrap=True)
     target.print(table)
 

@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return functional.linear(x, weight)
     # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
     rows = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
-    return torch.cat([functional.linear(x, part.float()) for part in weight.split(rows)], dim=-1)
+    return torch.cat([functional.linear(x, part.float()) for part in torch.split(weight, rows)], dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template, or do not [default: if there is one].")
 @click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; 1 is best for tiny on a busy machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
     model: str,
@@ -48,6 +49,7 @@ def command(
     seed: int,
     chat: bool | None,
     layers: int | None,
+    threads: int | None,
     as_json: bool,
 ) -> None:
     """Continue prompts and stream the text.
@@ -58,9 +60,13 @@ def command(
     texts = [*prompts, *(_read_prompt(file) for file in files)]
     if not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    import torch
+
     from executors.sampling import Sampling
     from executors.session import load
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     sampling = Sampling(temperature, top_k, top_p, seed)
     with loading(model) as progress:
         session = load(model, kv=kv, executor=executor, dtype=dtype, layers=layers, progress=progress)
