@@ -116,8 +116,6 @@ class Session:
         context = max_context or min(limit, longest + max_new_tokens)
         if longest > limit:
             raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
-        if longest > context:
-            raise InputError(f"the longest prompt has {longest} tokens, the cache holds {context}; raise --max-context")
         cache, paging = self.new_cache(len(prompts), context)
         completions, timing = generate(
             self.executor, cache, paging, ids,

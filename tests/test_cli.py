@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -99,8 +100,10 @@ def assert_refused(ran, *words):
 
 
 def start(*args, code=None, **kwargs):
+    """A process of its own, whose output is buffered as it is for users: what is left at exit is where it goes wrong."""
     command = [sys.executable, *(["-c", code] if code else ["-m", "tq"]), *args]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, **kwargs)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, **kwargs)
 
 
 # -- Refused: the checkpoint ----------------------------------------------------------------------------------------------
@@ -278,7 +281,7 @@ REFUSED = {
     "executor": (["--executor", "abacus"], ["abacus", "reference"]),
     "dtype": (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
     "prompt_beyond_cache": (["--prompt", "abcde", "--max-context", "4"], ["5 tokens", "4", "--max-context"]),
-    "prompt_beyond_model": (["--prompt", "a" * 1025], ["1025 tokens", "1024"]),
+    "prompt_beyond_model": (["--prompt", "a" * 1025], ["1025 tokens", "context only 1024"]),
     "context_beyond_model": (["--max-context", "1025"], ["1024", "--max-context"]),
     "context_zero": (["--max-context", "0"], ["--max-context"]),
     "empty_prompt": (["--prompt", ""], ["prompt 2", "empty"]),
