@@ -81,6 +81,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
         fast.save_pretrained(scratch)
         for path in Path(scratch).iterdir():
+            path.chmod(0o644)
             path.replace(out / path.name)
 
 
