@@ -14,7 +14,7 @@ from executors.base import Executor
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.layer import RopeTable
 from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.weights import LayerWeights, checkpoint_shapes, random_weights
+from models.qwen3_14b.weights import LayerWeights, random_weights
 from tq_ops import formats
 from tq_ops.batch import PagedSequences
 from tq_ops.cache import PagedKVCache
@@ -80,13 +80,6 @@ def weights_as_numpy(model: Qwen3) -> dict[str, Any]:
         "final_norm": array(weights.final_norm),
         "lm_head": array(weights.lm_head),
     }
-
-
-def hf_tensors(model: Qwen3) -> dict[str, Tensor]:
-    """The weights by Hugging Face name, as a checkpoint or a state dict holds them."""
-    tensors = dict(model.weights.named())
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == checkpoint_shapes(model.config)
-    return tensors
 
 
 def random_tokens(config: Qwen3Config, count: int, seed: int = 0) -> list[int]:

@@ -28,25 +28,7 @@ from tq_ops.batch import Batch, CacheFullError, PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import NonFiniteError
 from tq_ops.formats import NonFiniteVectorError
-
-# -- Tolerances (their place is validation/bounds.py) ------------------------------------------------------------------
-# The same forward in FP32 whose sums were taken in another order (other chunk, other batch), whatever was rounded on the
-# way: logits of size 1, absolute. Measured: 4e-6 for every KV format.
-REORDERED_LOGITS = 3e-5
-# The published layout restores to BF16; a restored number beside a rounding point may fall the other way, which no cache
-# shows. Measured: 4e-6 where none does, 2e-4 where one did.
-REORDERED_LOGITS_RESTORED_TO_BF16 = 1e-3
-# K and V of such a forward, relative to the vector's length. Measured: 2e-6.
-REORDERED_KV = 1e-5
-# Cosine of a 4-bit round trip of whatever Hypothesis draws. Measured: 0.990 at the lowest (0.995 is the mean of Gaussian
-# vectors). The worst vector lies along an axis of the rotation, which nothing ordinary does; by head_dim.
-LOWEST_COSINE = 0.97
-ALONG_AN_AXIS = {64: 0.937, 128: 0.884, 256: 0.800}
-# Length of a round trip where the scale is a normal FP16 number: 2**-11 of FP16 and what a BF16 rotation is off.
-# Measured: 8e-4.
-LENGTH = 4e-3
-# A format's own FP32 arithmetic, relative to the vector's length. Measured: 2e-7.
-FORMAT = 1e-6
+from validation import bounds
 
 
 def cases(count: int, shrink: bool = False):
@@ -68,7 +50,7 @@ BLOCK = 8
 
 
 def logits_bound(kv: str) -> float:
-    return REORDERED_LOGITS_RESTORED_TO_BF16 if kv == "tq4_seed" else REORDERED_LOGITS
+    return bounds.REORDERED_LOGITS_RESTORED_TO_BF16 if kv == "tq4_seed" else bounds.REORDERED_LOGITS
 
 
 # -- Forwards through a cache ----------------------------------------------------------------------------------------------
@@ -142,7 +124,7 @@ class Run:
         layer, side, _, _ = key
         like_x, like_fields = self.like.kept[key]
         kv_format = getattr(self.cache, f"{side}_format").name
-        assert ((x - like_x).norm(dim=-1) <= REORDERED_KV * like_x.norm(dim=-1)).all(), key
+        assert ((x - like_x).norm(dim=-1) <= bounds.REORDERED_KV * like_x.norm(dim=-1)).all(), key
         for head in range(len(x)):
             mine = {name: tensor[head] for name, tensor in here.items()}
             theirs = {name: tensor[head] for name, tensor in like_fields.items()}
@@ -150,7 +132,7 @@ class Run:
                 continue
             mine_numpy = {name: as_numpy(tensor) for name, tensor in mine.items()}
             vector, t = like_x[head].double().numpy(), tables(layer, x.shape[-1])
-            assert oracles.judge(kv_format, vector, mine_numpy, t, REORDERED_KV).unexplained == 0, key
+            assert oracles.judge(kv_format, vector, mine_numpy, t, bounds.REORDERED_KV).unexplained == 0, key
             self.ties += 1
             for name, tensor in mine.items():
                 tensor.copy_(theirs[name])
@@ -383,7 +365,7 @@ def test_blocks_are_handed_out_in_the_order_asked_for():
 def test_a_full_cache_is_usable_after_the_refusal():
     run = Run("tq4", num_blocks=2)
     run.prefill(a=tokens_of(9, 0))
-    with pytest.raises(CacheFullError, match="the KV cache is full: 17 tokens need 1 more blocks of 8, 0 are free"):
+    with pytest.raises(CacheFullError, match="the KV cache is full: 1 more blocks of 8 tokens are needed, 0 are free"):
         run.paging.batch([run.ids["a"]], [8])
     assert run.paging.length(run.ids["a"]) == 9
     fresh = Run("tq4", num_blocks=2)
@@ -415,8 +397,8 @@ def check_round_trip(x: np.ndarray, layer: int) -> None:
     length = np.linalg.norm(exact)
     assert np.isfinite(restored).all()
     fields = {"codes": codes, "scale": np.float16(scale)}
-    assert oracles.judge("tq4", exact, fields, t, FORMAT).unexplained == 0
-    assert oracles.judge_restored("tq4", restored, fields, t, FORMAT).unexplained == 0
+    assert oracles.judge("tq4", exact, fields, t, bounds.FORMAT_FP32).unexplained == 0
+    assert oracles.judge_restored("tq4", restored, fields, t, bounds.FORMAT_FP32).unexplained == 0
     assert 0 <= scale <= 65504
     if not x.any():
         assert scale == 0
@@ -424,9 +406,9 @@ def check_round_trip(x: np.ndarray, layer: int) -> None:
         assert not restored.any()
         assert length < 1e-7
         return
-    assert restored @ exact / (np.linalg.norm(restored) * length) >= LOWEST_COSINE
+    assert restored @ exact / (np.linalg.norm(restored) * length) >= bounds.TQ4_LOWEST_COSINE
     if 2.0**-14 <= scale < 65504:
-        assert np.linalg.norm(restored) == pytest.approx(length, rel=LENGTH)
+        assert np.linalg.norm(restored) == pytest.approx(length, rel=bounds.TQ4_LENGTH)
     elif scale == 65504:
         assert length >= 65504 * 0.99
 
@@ -460,7 +442,7 @@ def test_tq4_codes_do_not_depend_on_length(x, power):
         np.testing.assert_array_equal(codes, scaled)
 
 
-@pytest.mark.parametrize("head_dim", ALONG_AN_AXIS)
+@pytest.mark.parametrize("head_dim", bounds.TQ4_COSINE_ALONG_AN_AXIS)
 def test_the_worst_vector_lies_along_an_axis_of_the_rotation(head_dim):
     """One rotated coordinate of 1 and the rest 0 is what no codebook for Gaussian coordinates is made for.
 
@@ -473,7 +455,7 @@ def test_the_worst_vector_lies_along_an_axis_of_the_rotation(head_dim):
     centroids = tables(0, head_dim).centroids
     theory = centroids[-1] / np.hypot(centroids[-1], (head_dim - 1) ** 0.5 * centroids[8])
     assert cosine == pytest.approx(theory, abs=0.002)
-    assert cosine == pytest.approx(ALONG_AN_AXIS[head_dim], abs=0.002)
+    assert cosine == pytest.approx(bounds.TQ4_COSINE_ALONG_AN_AXIS[head_dim], abs=0.002)
 
 
 @pytest.mark.parametrize("kv", ["tq4", "tq4_seed"])
@@ -527,3 +509,45 @@ def test_the_published_layout_refuses_what_its_norm_cannot_hold():
     tq4 = new_cache(SMALL, "tq4", num_blocks=2)
     tq4.write(2, k, torch.ones(2, 2, 128), torch.tensor([3, 9]))
     assert tq4.k_fields(2)["scale"][1, 0, 1] == 65504
+
+
+def test_a_batch_that_does_not_fit_advances_none_of_its_sequences():
+    paging = PagedSequences(4, BLOCK)
+    first, second = paging.add(), paging.add()
+    paging.batch([first], [3])
+    with pytest.raises(CacheFullError):
+        paging.batch([first, second], [BLOCK, 3 * BLOCK])  # either would fit alone
+    assert (paging.length(first), paging.length(second)) == (3, 0)
+    # Nothing was reserved either: all three free blocks still go to one sequence.
+    assert paging.batch([second], [3 * BLOCK]).seq_lens.tolist() == [3 * BLOCK]
+
+
+@pytest.mark.parametrize("counts", [[], [0], [2, 0]])
+def test_a_batch_without_a_token_of_each_sequence_is_refused(counts):
+    paging = PagedSequences(4, BLOCK)
+    with pytest.raises(ValueError, match="at least one"):
+        paging.batch([paging.add() for _ in counts], counts)
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_infinities_left_in_slots_of_nobody_do_not_leak(kv):
+    """A freed or unwritten slot may hold anything; the same forward beside it gives the same bits."""
+    results = []
+    for leftover in (0.0, float("inf"), float("nan")):
+        k_format, v_format = formats.parse(kv)
+        config = MODEL.config
+        cache = PagedKVCache(
+            k_format, v_format, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, num_blocks=6, block_size=BLOCK,
+        )  # fmt: skip
+        for layer in range(config.num_layers):
+            for tensor in (*cache.k_fields(layer).values(), *cache.v_fields(layer).values()):
+                tensor.fill_(leftover if tensor.is_floating_point() else 0)
+        paging = PagedSequences(6, BLOCK, order=[3, 1, 0, 4, 2, 5])
+        batch = paging.batch([paging.add(), paging.add()], [BLOCK + 3, 2])
+        tokens = torch.arange(BLOCK + 5) % config.vocab_size
+        with torch.inference_mode():
+            results.append(prefilling.prefill(MODEL, tokens, batch, cache, reference))
+    assert torch.isfinite(results[0]).all()
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

@@ -73,17 +73,16 @@ class PagedSequences:
         self._free.extend(reversed(self._blocks.pop(sequence)))
         del self._lengths[sequence]
 
-    def _reserve(self, sequence: int, length: int) -> None:
-        """Give a sequence blocks for `length` tokens."""
-        blocks = self._blocks[sequence]
-        needed = -(-length // self.block_size) - len(blocks)
-        if needed > len(self._free):
+    def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """Give sequences the blocks that so many tokens need, all of them or none."""
+        needed = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
+        if sum(needed) > len(self._free):
             raise CacheFullError(
-                f"the KV cache is full: {length} tokens need {needed} more blocks of {self.block_size}, "
+                f"the KV cache is full: {sum(needed)} more blocks of {self.block_size} tokens are needed, "
                 f"{len(self._free)} are free; raise --max-context or send fewer prompts"
             )
-        for _ in range(needed):
-            blocks.append(self._free.pop())
+        for sequence, count in zip(sequences, needed, strict=True):
+            self._blocks[sequence].extend(self._free.pop() for _ in range(count))
 
     def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
         """Reserve room for the next tokens of some sequences and describe them.
@@ -94,12 +93,15 @@ class PagedSequences:
         Returns:
             the batch on the CPU; the sequences' lengths are already advanced.
         Raises:
-            CacheFullError: not enough free blocks; nothing was advanced for the sequence it met.
+            CacheFullError: not enough free blocks for all; nothing was reserved or advanced.
+            ValueError: a sequence would get no token.
         """
+        if min(new_tokens, default=0) < 1:
+            raise ValueError("a batch has at least one new token of each of its sequences")
+        self._reserve(sequences, [self._lengths[s] + n for s, n in zip(sequences, new_tokens, strict=True)])
         positions, slots, starts = [], [], [0]
         for sequence, count in zip(sequences, new_tokens, strict=True):
             begin = self._lengths[sequence]
-            self._reserve(sequence, begin + count)
             self._lengths[sequence] = begin + count
             position = torch.arange(begin, begin + count)
             blocks = torch.tensor(self._blocks[sequence])

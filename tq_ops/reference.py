@@ -106,6 +106,8 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     stored = torch.arange(k.shape[2], device=q.device)
     hidden = (stored > position.unsqueeze(-1)).repeat(1, q.shape[1] // cache.num_kv_heads, 1)  # [B, G*Q, S]
     scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    # What lies behind a sequence's end is someone's leftover: probability 0 does not silence an infinity there.
+    v = v.masked_fill((stored >= batch.seq_lens.unsqueeze(1))[:, None, :, None], 0.0)
     if q.dtype == torch.float32:
         out = torch.softmax(scores, dim=-1) @ v
     else:

@@ -59,7 +59,7 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
         x: [..., D] fp32, finite.
     Returns:
         unit: [..., D] fp32; zeros where x is zero.
-        norm: [..., 1] fp32, in units of x; inf if it exceeds FP32.
+        norm: [..., 1] fp32, in units of x; inf if it or the largest value's next power of two exceeds FP32.
     """
     # Denormals first become normal numbers; 2**64 keeps every step a power of two inside FP32's exponents.
     tiny = x.abs().amax(-1, keepdim=True) < 2.0**-100
