@@ -18,7 +18,7 @@ help:
 	@echo "make clean   remove .venv"
 
 run: $(VENV)/run.stamp
-	@$(BIN)/tq generate --model tiny --kv tq4 --prompt '$(PROMPT)' --max-new-tokens 128 --temperature 0.8 --top-p 0.9
+	@$(BIN)/tq generate --model tiny --kv tq4 --prompt '$(PROMPT)' --max-new-tokens 96 --temperature 0.6 --top-p 0.9
 
 test: lint
 	$(BIN)/pytest -n 2
