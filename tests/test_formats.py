@@ -116,7 +116,7 @@ def test_a_zero_vector_gets_level_8_everywhere():
 
 
 def test_tq4_seed_has_the_published_faults():
-    """As FORMATS says: zero comes back with norm 1e-3, short vectors shrink, overflow is refused instead of stored."""
+    """As its docstring says: zero comes back with norm 1e-3, short vectors shrink, overflow is refused instead of stored."""
     seed = formats.get("tq4_seed")
     unit = torch.nn.functional.normalize(torch.randn(1, 128, generator=torch.Generator().manual_seed(3)), dim=-1)
 
