@@ -39,9 +39,12 @@ def test_seed_levels_norms_and_values_equal_the_device_golden(golden, layer):
     assert compared.unexplained == 0
     assert compared.match > 0.9999
     np.testing.assert_allclose(fields["norm"].numpy(), data["npugolden_decode_scale"][finite.numpy()], rtol=3e-7)
-    if compared.different == 0:
-        restored = seed.dequantize(fields, layer).numpy()
-        np.testing.assert_allclose(restored, data["kernel_emulated_dequant_bf16_as_f32"][finite.numpy()], rtol=2**-7)
+    equal = (fields["codes"] == theirs).all(-1).numpy()
+    assert equal.sum() >= len(equal) - 2
+    restored = seed.dequantize(fields, layer).numpy()
+    golden_restored = data["kernel_emulated_dequant_bf16_as_f32"][finite.numpy()]
+    # Equal to the bit here; elsewhere a value may fall to the other side of its last BF16 rounding.
+    np.testing.assert_allclose(restored[equal], golden_restored[equal], rtol=2**-7)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

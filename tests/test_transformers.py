@@ -59,8 +59,6 @@ def build(heads, kv_heads, head_dim, tied, theta):
 class Bf16Cache(DynamicCache):
     """Rounds K and V to BF16 as they are stored; a value within rounding noise of a BF16 tie is settled as `ours` has it."""
 
-    NOISE = 2.0**-20  # of the vector's largest value: FP32 sums in another order, 1/4000 of a BF16 step
-
     def __init__(self, ours):
         super().__init__()
         self.ours, self.ties, self.values = ours, 0, 0
@@ -72,7 +70,7 @@ class Bf16Cache(DynamicCache):
         for x, paged in zip((key_states, value_states), stored, strict=True):
             r, mine = x.bfloat16().float(), paged[:, :, begin : begin + x.shape[2]]
             middle = (r + mine) / 2
-            tie = (r != mine) & ((x - middle).abs() <= self.NOISE * x.abs().amax(-1, keepdim=True))
+            tie = (r != mine) & ((x - middle).abs() <= bounds.BF16_TIE_NOISE * x.abs().amax(-1, keepdim=True))
             self.ties += int(tie.sum())
             self.values += x.numel()
             rounded.append(torch.where(tie, mine, r))

@@ -1,4 +1,6 @@
-"""Every tolerance of the project, with where it comes from. Nothing else may hold one.
+"""Every tolerance by which an executor, a model or an outside implementation is judged, with where it comes from.
+
+Tests of a single formula state theirs beside the formula.
 
 Two questions are never mixed: *fast against reference* (tight, of one op or one layer) and *quantised against full
 precision* (fidelity, a distribution). Measured figures are from torch 2.13 on x86-64; each bound leaves a margin for
@@ -13,6 +15,8 @@ TRANSFORMERS_LOGITS = 1e-4
 # Share of K and V values that may round to the other BF16 neighbour, since FP32 sums run in another order: relative noise
 # of about 1e-6 against BF16 steps of 2**-8.
 BF16_TIES = 1e-3
+# How near a BF16 tie such a value lies, as a share of its vector's largest: 1/4000 of a BF16 step.
+BF16_TIE_NOISE = 2.0**-20
 
 # -- Levels ------------------------------------------------------------------------------------------------------------
 # Two computations of a rotated coordinate from the same K or V, in FP32 with different orders of summation, differ by

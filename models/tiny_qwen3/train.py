@@ -1,8 +1,9 @@
 """Train `tiny_qwen3`, or train it further: `python -m models.tiny_qwen3.train`.
 
 Data: `corpus.py`. Tokenizer: byte-level BPE of 4,096 with single digits, trained on the same files. Windows of 512 tokens
-for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. With the defaults it repeats the run that
-made the first checkpoint (1,660 steps of 4,096 tokens, held-out loss 2.81); `--resume` starts from the weights that ship.
+for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. The defaults are the recipe of the
+first checkpoint (1,660 steps of 4,096 tokens, held-out loss 2.81), counted in steps where that run followed the clock;
+`--resume` starts from the weights that ship.
 The result replaces `--out` only if its held-out loss is below that of the weights already there.
 """
 
@@ -151,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(texts)} files, {len(tokens)} tokens to train on, {len(held_out)} held out", flush=True)
     before = math.inf
     if (args.out / "model.safetensors").exists():
+        if Tokenizer.from_file(str(args.out / "tokenizer.json")).get_vocab() != tokenizer.get_vocab():
+            raise SystemExit(f"{args.out} has another tokenizer, so losses a token cannot be compared; give another --out")
         before = held_out_loss(Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(args.device), held_out)
         print(f"held-out loss of {args.out} now: {before:.4f}", flush=True)
     train(model, tokens, held_out, args)
