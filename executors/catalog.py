@@ -24,7 +24,13 @@ def _npu(model: Qwen3, device: str | None) -> Executor:
     return NpuExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu}
+def _cuda(model: Qwen3, device: str | None) -> Executor:
+    from executors.cuda import CudaExecutor
+
+    return CudaExecutor(model, device)
+
+
+_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu, "cuda": _cuda}
 NAMES = tuple(_BUILDERS)
 
 
@@ -40,7 +46,7 @@ def default_dtype(name: str) -> str:
     Raises:
         InputError: no such executor.
     """
-    return "bfloat16" if _known(name) == "npu" else "float32"
+    return "bfloat16" if _known(name) in ("npu", "cuda") else "float32"
 
 
 def create(name: str, model: Qwen3, plan: KVPlan, device: str | None = None) -> Executor:

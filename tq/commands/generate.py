@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @kv_options()
 @click.option("--executor", default="reference", show_default=True)
 @click.option("--device", help="Where the executor runs; for npu: sim or npu:N.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu, else float32]")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu and cuda, else float32]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens the cache holds for each prompt.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")

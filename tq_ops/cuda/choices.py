@@ -19,24 +19,26 @@ class AttentionTile:
     """Sizes of one attention launch.
 
     Attributes:
-        rows: queries times heads of a group; one tensor-core tile of 16 in decode.
+        columns: queries times heads of a group. From 16 on the product runs on whole warp groups, operands in registers.
         tokens: stored tokens a step.
         warps, stages: of a program.
     """
 
-    rows: int
+    columns: int
     tokens: int
-    warps: int
-    stages: int
+    warps: int = 4
+    stages: int = 2
 
 
 def attention_tile(one_each: bool, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
-    """Sizes for decode (one new token a sequence) or prefill, of which no program spills: a test compiles them."""
-    rows = max(16 if one_each else 64, 1 << (group - 1).bit_length())
-    wide = head_dim > 128 or operand == tl.float32
-    if one_each:
-        return AttentionTile(rows, 32 if wide else 64, 4, 3)
-    return AttentionTile(rows, 32 if wide else 64, 4, 2)
+    """Sizes for decode (one new token a sequence) or prefill, of which no program spills: a test compiles them all."""
+    columns = max(16, 1 << (group - 1).bit_length()) if one_each else 16
+    if operand == tl.float32:
+        return AttentionTile(columns, 16 if head_dim > 128 else 32)
+    if head_dim > 128:
+        return AttentionTile(columns, 64)
+    # A wider tile of queries shares the look-up of a tile of codes; decode has no more than a group of them.
+    return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
 
 
 @cache
@@ -53,7 +55,7 @@ def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.d
     It knows the room of the block table and not the lengths, which stay on the device.
 
     Args:
-        tiles: row tiles times KV heads.
+        tiles: column tiles times KV heads.
         most_tokens: that a row of the block table has room for.
     """
     fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)

@@ -1,9 +1,7 @@
 """Centroids of two 4-bit levels a byte: by byte permutation on a GPU, by loads in FP32 and in Triton's interpreter."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 # Four bytes of codes in $4, their low levels' centroids in $0 and $1, their high levels' in $2 and $3, two FP16 each.
 # Level n >= 8 is +c[n & 7], level n < 8 is -c[~n & 7]: eight magnitudes fill two words of high bytes ($5, $9) and two of
@@ -38,27 +36,9 @@ _PERMUTE = tl.constexpr("""
 _OPERANDS = tl.constexpr("=r,=r,=r,=r,r" + ",r" * 20)
 
 
-def words_of(centroids: Tensor) -> Tensor:
-    """What `centroids_of` permutes: [5] int32, the eight magnitudes' high bytes, their low bytes, and the halved sign.
-
-    They are data and not constants of the kernel, or the compiler would load them anew into registers for every use.
-
-    Args:
-        centroids: [16] fp32, ascending, each half the other's negative in FP16.
-    Raises:
-        ValueError: they are not antisymmetric, which eight magnitudes and a sign ask for.
-    """
-    half = centroids.to(torch.float16)
-    if not torch.equal(half[:8].flip(0), -half[8:]):
-        raise ValueError("centroids must be antisymmetric in FP16")
-    low, high = half[8:].view(torch.uint8).view(8, 2).unbind(-1)
-    sign = torch.full((4,), 0x40, dtype=torch.uint8, device=centroids.device)
-    return torch.cat([high, low, sign]).view(torch.int32)
-
-
 @triton.jit
 def load_words(words):
-    """The five words of `words_of` as scalars, to be kept in registers."""
+    """The five words of `Layout.words` as scalars, to be kept in registers."""
     return tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), tl.load(words + 4)
 
 

@@ -7,8 +7,6 @@ rounded to FP16, products accumulate in FP32, and the sum of the probabilities i
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -17,12 +15,10 @@ from tq_ops import reference
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.cuda import attention, choices, elementwise, quantize
-from tq_ops.cuda.layout import Layout, layout_of
-from tq_ops.cuda.lookup import words_of
+from tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from tq_ops.cuda.rotate import rotate_kernel
 from tq_ops.errors import NonFiniteError
 
-NO_FAULT = 2**63 - 1
 LOG2_E = 1.4426950408889634
 _ROWS = 16
 
@@ -91,11 +87,6 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
-@cache
-def _words(layout: Layout) -> Tensor:
-    return words_of(layout.centroids)
-
-
 def append(
     k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True
 ) -> None:
@@ -161,8 +152,8 @@ def attend(
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand = tokens == sequences, choices.attention_operand(q)
     tile = choices.attention_tile(one_each, group, head_dim, operand)
-    # Ragged row tiles: a sequence wastes less than one.
-    tiles = sequences if one_each else triton.cdiv(tokens * group, tile.rows) + sequences
+    # Ragged column tiles: a sequence wastes less than one.
+    tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     table = batch.block_table.contiguous()
     splits = choices.count_splits(tiles * heads, table.shape[1] * cache.block_size, tile.tokens, q.device)
     parts = torch.empty(tokens, heads * group, splits, head_dim, dtype=torch.float32, device=q.device)
@@ -171,8 +162,8 @@ def attend(
     attention.attend_kernel[(tiles, heads, splits)](
         turned, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
-        of_k.centroids, of_v.centroids, _words(of_k), _words(of_v), softmax_scale * LOG2_E,
-        HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, SPLITS=splits, ROWS=tile.rows, TOKENS=tile.tokens,
+        of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
+        HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, SPLITS=splits, COLUMNS=tile.columns, TOKENS=tile.tokens,
         ONE_EACH=one_each, TYPE=operand, PERMUTE=choices.permutes(q),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -182,6 +173,12 @@ def attend(
         parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, TURNS_BACK=turn_back
     )
     return out
+
+
+def attend_turned(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """`paged_attention` whose result stays in V's turned domain, in the order of the bytes: for a projection that turns."""
+    of_k, _ = _layouts(cache, layer, q.device)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, turn_back=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
