@@ -5,9 +5,11 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from executors import catalog
 from models.qwen3_14b.layer import OP_NAMES, Ops
@@ -27,6 +29,10 @@ ONLY_IN = {
     "vllm": ["serving/"],
 }
 TABLES = [reference]
+if find_spec("triton"):
+    from tq_ops.cuda import ops as cuda_ops
+
+    TABLES.append(cuda_ops)
 
 
 def sources():
@@ -120,6 +126,8 @@ def test_every_named_executor_can_be_made(name):
 
     if name == "npu" and (reason := unavailable()):
         pytest.skip(reason)
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
     model = load_model("tiny", catalog.default_dtype(name))
     executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
     assert executor.name == name
