@@ -135,14 +135,21 @@ def attend_kernel(
 @triton.jit
 def merge_kernel(
     parts, maxima, sums, out, rotation, vectors,
-    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TURNS_BACK: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNS_BACK: tl.constexpr,
 ):  # fmt: skip
-    """out [vectors, D] of the parts of `attend_kernel`, turned back with TURNS_BACK. Grid: [vectors / ROWS]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """out [vectors, D] of the parts of `attend_kernel`, turned back with TURNS_BACK.
+
+    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and turns them into WIDTH columns.
+    """
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
     live = row < vectors
-    dims = tl.arange(0, D // 2)[None, :]
+    # What is not turned needs no other columns than its own, given twice.
+    span: tl.constexpr = D // 2 if TURNS_BACK else WIDTH
+    begin = 0 if TURNS_BACK else first
+    across: tl.constexpr = D // 2 if TURNS_BACK else 0
+    dims = begin + tl.arange(0, span)[None, :]
     m, l = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
+    low, high = tl.zeros((ROWS, span), tl.float32), tl.zeros((ROWS, span), tl.float32)
     for split in range(SPLITS):
         part = row.to(tl.int64) * SPLITS + split
         part_m, part_l = tl.load(maxima + part, live, -float("inf")), tl.load(sums + part, live, 0.0)
@@ -150,15 +157,14 @@ def merge_kernel(
         finite = tl.where(new_m == -float("inf"), 0.0, new_m)
         shrink, grow = tl.exp2(m - finite), tl.exp2(part_m - finite)
         l = l * shrink + part_l * grow
-        at, filled = parts + part[:, None] * D + dims, (part_l > 0)[:, None]
+        at, filled = parts + part[:, None] * D + dims, (part_m > -float("inf"))[:, None]
         low = low * shrink[:, None] + tl.load(at, filled, 0.0) * grow[:, None]
-        high = high * shrink[:, None] + tl.load(at + D // 2, filled, 0.0) * grow[:, None]
+        high = high * shrink[:, None] + tl.load(at + across, filled, 0.0) * grow[:, None]
         m = new_m
     # A row that saw nothing is a padding row.
-    total = tl.where(l > 0, l, 1.0)[:, None]
+    total = tl.where(l == 0, 1.0, l)[:, None]
     low, high = low / total, high / total
     if TURNS_BACK:
-        low, high = turn(low, high, rotation, ROWS, D, tl.float32, True)
-    at = out + row[:, None].to(tl.int64) * D + dims
+        low = turn(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
+    at = out + row[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(low, out.dtype.element_ty), live[:, None])
-    tl.store(at + D // 2, rounded(high, out.dtype.element_ty), live[:, None])

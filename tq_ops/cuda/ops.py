@@ -20,7 +20,8 @@ from tq_ops.cuda.rotate import rotate_kernel
 from tq_ops.errors import NonFiniteError
 
 LOG2_E = 1.4426950408889634
-_ROWS = 16
+_ROWS, _WIDTH = 16, 32
+"""Of the small products: a tensor-core tile of vectors, and few enough columns that decode's few vectors fill a GPU."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,8 +130,8 @@ def rotate(q: Tensor, layout: Layout) -> Tensor:
     out = torch.empty(q.shape, dtype=torch.float16 if q.dtype == torch.bfloat16 else torch.float32, device=q.device)
     vectors, head_dim = q.numel() // q.shape[-1], q.shape[-1]
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
-    rotate_kernel[(triton.cdiv(vectors, _ROWS),)](
-        q.contiguous(), out, layout.rotation, vectors, D=head_dim, TYPE=choices.rotation_operand(q, exact), ROWS=_ROWS
+    rotate_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
+        q.contiguous(), out, layout.rotation, vectors, D=head_dim, TYPE=choices.rotation_operand(q, exact), ROWS=_ROWS, WIDTH=_WIDTH
     )
     return out
 
@@ -169,9 +170,10 @@ def attend(
     )  # fmt: skip
     out = torch.empty_like(q)
     vectors = tokens * heads * group
-    attention.merge_kernel[(triton.cdiv(vectors, _ROWS),)](
-        parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, TURNS_BACK=turn_back
-    )
+    attention.merge_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
+        parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, WIDTH=_WIDTH,
+        TURNS_BACK=turn_back,
+    )  # fmt: skip
     return out
 
 

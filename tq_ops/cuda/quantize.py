@@ -63,8 +63,9 @@ def append(
     low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
     if ROUNDS_UNIT:
         low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    low, high = turn(low, high, rotation, ROWS, D, TYPE, False)
-    low, high = levels(low, boundaries), levels(high, boundaries)
+    turned_low = turn(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    turned_high = turn(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
+    low, high = levels(turned_low, boundaries), levels(turned_high, boundaries)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
     scale = tl.div_rn(norm, length)

@@ -26,36 +26,31 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 
 @triton.jit
-def turn(low, high, rotation, rows: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr):
-    """Both halves [rows, D/2] of `x @ rotation`, or of `x @ rotation.T` with BACK, in FP32.
+def turn(low, high, rotation, first, rows: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
+         BACK: tl.constexpr):  # fmt: skip
+    """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [rows, WIDTH] fp32.
 
     Args:
         low, high: [rows, D/2], the halves of x.
-        rotation: pointer to [D, D] fp32.
+        rotation: pointer to [D, D] bf16 or fp32.
     """
-    half: tl.constexpr = D // 2
-    i = tl.arange(0, half)
+    i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
     # BACK reads the same matrix along its other axis.
-    down: tl.constexpr = 1 if BACK else D
-    across: tl.constexpr = D if BACK else 1
-    corner = rotation + i[:, None] * down + i[None, :] * across
-    zero = tl.zeros((rows, half), tl.float32)
-    turned_low = dot(high, tl.load(corner + half * down), dot(low, tl.load(corner), zero, TYPE), TYPE)
-    right = corner + half * across
-    turned_high = dot(high, tl.load(right + half * down), dot(low, tl.load(right), zero, TYPE), TYPE)
-    return turned_low, turned_high
+    at = rotation + (column * D + i if BACK else i * D + column)
+    zero = tl.zeros((rows, WIDTH), tl.float32)
+    return dot(high, tl.load(at + (D // 2) * (1 if BACK else D)), dot(low, tl.load(at), zero, TYPE), TYPE)
 
 
 @triton.jit
 def rotate_kernel(
     q, out, rotation, vectors,
-    D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [vectors, D] = q [vectors, D] @ rotation, rounded to out's dtype. Grid: [vectors / ROWS]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-    live = row[:, None] < vectors
-    low, high = tl.load(q + at, live, 0.0), tl.load(q + at + D // 2, live, 0.0)
-    low, high = turn(low, high, rotation, ROWS, D, TYPE, False)
-    tl.store(out + at, rounded(low, out.dtype.element_ty), live)
-    tl.store(out + at + D // 2, rounded(high, out.dtype.element_ty), live)
+    """out [vectors, D] = q [vectors, D] @ rotation, rounded to out's dtype. Grid: [vectors / ROWS, D / WIDTH]."""
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
+    vector, live = row[:, None].to(tl.int64) * D, row[:, None] < vectors
+    at = q + vector + tl.arange(0, D // 2)[None, :]
+    low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
+    turned = turn(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
+    at = out + vector + first + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, rounded(turned, out.dtype.element_ty), live)
