@@ -7,12 +7,13 @@ PROMPT ?= def main(
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run test test-npu lint tables bench clean
+.PHONY: help run test test-npu test-gpu lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types and all tests"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
+	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
@@ -26,6 +27,9 @@ test: lint
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
+
+test-gpu: $(VENV)/dev.stamp
+	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

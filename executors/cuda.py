@@ -38,6 +38,8 @@ class CudaExecutor:
         folded: a plan whose V rotations are multiplied into the output projections as the model is loaded, which saves the
             turn back at the end of attention and rounds those weights once more. Only its caches can be run then.
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
+    Attributes:
+        step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
     """
@@ -66,7 +68,7 @@ class CudaExecutor:
         if folded:
             table["paged_attention"] = ops.attend_turned
         self._careful_ops = cast(Ops, SimpleNamespace(**table))
-        self._step_ops = cast(Ops, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
+        self.step_ops: Ops = cast(Ops, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
@@ -77,7 +79,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        logits = prefill(self._model, token_ids, batch, cache, self._step_ops)
+        logits = prefill(self._model, token_ids, batch, cache, self.step_ops)
         return self._checked(logits, self._all_sound(logits), partial(prefill, self._model, token_ids, batch, cache))
 
     @torch.inference_mode()
@@ -91,13 +93,13 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = run_layers(self._model, hidden, span, batch, cache, self._step_ops)
+        hidden = run_layers(self._model, hidden, span, batch, cache, self.step_ops)
         self._raise_fault(cache, batch)
         return hidden
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = decode(self._model, token_ids, batch, cache, self._step_ops)
+            logits = decode(self._model, token_ids, batch, cache, self.step_ops)
             return logits, self._all_sound(logits)
 
         return step

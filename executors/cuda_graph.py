@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class DecodeStep:
         pool: memory that graphs share; None runs the step as it is, without a graph.
     """
 
-    def __init__(self, size: int, cache: PagedKVCache, max_context: int, step: Step, pool: object | None) -> None:
+    def __init__(self, size: int, cache: PagedKVCache, max_context: int, step: Step, pool: Any) -> None:
         device, width = cache.device, min(cache.num_blocks, blocks_for(max_context, cache.block_size))
         self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self._batch = Batch(
@@ -49,9 +50,9 @@ class DecodeStep:
         )
         self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._batch)
 
-    def _captured(self, step: Step, pool: object) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _captured(self, step: Step, pool: Any) -> Callable[[], tuple[Tensor, Tensor]]:
         # What compiles or allocates once does so before; all sequences are dead, so nothing is stored.
-        aside = torch.cuda.Stream()
+        aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(2):

@@ -40,11 +40,11 @@ def attend_tile(
     Args:
         q_low, q_high: [D/2, columns], turned queries.
         position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
-        state: m [columns], l [columns], w scalar, low and high [D/2, columns]: maximum in units of log2, sum of
-            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of w.
+        state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
+            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
         scale: softmax_scale * log2(e).
     """
-    m, l, w, out_low, out_high = state
+    peak, total, widest, out_low, out_high = state
     token = begin + tl.arange(0, TOKENS)
     live = token < end
     if BLOCK % TOKENS == 0:
@@ -61,21 +61,21 @@ def attend_tile(
     logits = logits * (tl.load(k_scales + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
     if CAUSAL:
         logits = tl.where(token[:, None] <= position[None, :], logits, -float("inf"))
-    new_m = tl.maximum(m, tl.max(logits, 0))
-    finite = tl.where(new_m == -float("inf"), 0.0, new_m)
+    new_peak = tl.maximum(peak, tl.max(logits, 0))
+    finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(logits - finite[None, :])
-    shrink = tl.exp2(m - finite)
-    l = l * shrink + tl.sum(p, 0)
+    shrink = tl.exp2(peak - finite)
+    total = total * shrink + tl.sum(p, 0)
     # In units of the largest scale p * scale fits FP16 whatever the scales are.
     v_scale = tl.load(v_scales + row, live, 0.0).to(tl.float32)
-    new_w = tl.maximum(w, tl.max(v_scale, 0))
-    unit = 1.0 / tl.maximum(new_w, 5.9604644775390625e-08)
+    new_widest = tl.maximum(widest, tl.max(v_scale, 0))
+    unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
-    shrink = (shrink * (w * unit))[None, :]
+    shrink = (shrink * (widest * unit))[None, :]
     v_low, v_high = centroids_of(tl.load(v_codes + byte), v_centroids, v_words, TYPE, PERMUTE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
-    return new_m, l, new_w, out_low, out_high
+    return new_peak, total, new_widest, out_low, out_high
 
 
 @triton.jit
@@ -113,23 +113,23 @@ def attend_kernel(
     dims = tl.arange(0, D // 2)[:, None]
     at = q + vector[None, :] * D + dims
     q_low, q_high = tl.load(at, live[None, :], 0.0), tl.load(at + D // 2, live[None, :], 0.0)
-    m, l, w = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
+    peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
     table = block_table + sequence.to(tl.int64) * table_width
     k_words, v_words = load_words(k_words), load_words(v_words)
     for tile in tl.range(begin, end, TOKENS):
-        m, l, w, low, high = attend_tile(
-            q_low, q_high, position, (m, l, w, low, high),
+        peak, total, widest, low, high = attend_tile(
+            q_low, q_high, position, (peak, total, widest, low, high),
             tile, end, table, k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids,
             k_words, v_words, kv_head, scale, HEADS, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
         )  # fmt: skip
     part = vector * SPLITS + split
-    tl.store(maxima + part, m, live)
-    tl.store(sums + part, l, live)
+    tl.store(maxima + part, peak, live)
+    tl.store(sums + part, total, live)
     if begin < end:
         out = parts + part[None, :] * D + dims
-        tl.store(out, low * w, live[None, :])
-        tl.store(out + D // 2, high * w, live[None, :])
+        tl.store(out, low * widest, live[None, :])
+        tl.store(out + D // 2, high * widest, live[None, :])
 
 
 @triton.jit
@@ -148,21 +148,21 @@ def merge_kernel(
     begin = 0 if TURNS_BACK else first
     across: tl.constexpr = D // 2 if TURNS_BACK else 0
     dims = begin + tl.arange(0, span)[None, :]
-    m, l = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, span), tl.float32), tl.zeros((ROWS, span), tl.float32)
     for split in range(SPLITS):
         part = row.to(tl.int64) * SPLITS + split
-        part_m, part_l = tl.load(maxima + part, live, -float("inf")), tl.load(sums + part, live, 0.0)
-        new_m = tl.maximum(m, part_m)
-        finite = tl.where(new_m == -float("inf"), 0.0, new_m)
-        shrink, grow = tl.exp2(m - finite), tl.exp2(part_m - finite)
-        l = l * shrink + part_l * grow
-        at, filled = parts + part[:, None] * D + dims, (part_m > -float("inf"))[:, None]
+        part_peak, part_total = tl.load(maxima + part, live, -float("inf")), tl.load(sums + part, live, 0.0)
+        new_peak = tl.maximum(peak, part_peak)
+        finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        shrink, grow = tl.exp2(peak - finite), tl.exp2(part_peak - finite)
+        total = total * shrink + part_total * grow
+        at, filled = parts + part[:, None] * D + dims, (part_peak > -float("inf"))[:, None]
         low = low * shrink[:, None] + tl.load(at, filled, 0.0) * grow[:, None]
         high = high * shrink[:, None] + tl.load(at + across, filled, 0.0) * grow[:, None]
-        m = new_m
+        peak = new_peak
     # A row that saw nothing is a padding row.
-    total = tl.where(l == 0, 1.0, l)[:, None]
+    total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
     if TURNS_BACK:
         low = turn(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)

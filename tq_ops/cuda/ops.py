@@ -88,9 +88,7 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
-def append(
-    k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True
-) -> None:
+def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
     """Quantise K and V and store them, in one launch and without waiting for the device.
 
     Args:
@@ -131,7 +129,14 @@ def rotate(q: Tensor, layout: Layout) -> Tensor:
     vectors, head_dim = q.numel() // q.shape[-1], q.shape[-1]
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
     rotate_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
-        q.contiguous(), out, layout.rotation, vectors, D=head_dim, TYPE=choices.rotation_operand(q, exact), ROWS=_ROWS, WIDTH=_WIDTH
+        q.contiguous(),
+        out,
+        layout.rotation,
+        vectors,
+        D=head_dim,
+        TYPE=choices.rotation_operand(q, exact),
+        ROWS=_ROWS,
+        WIDTH=_WIDTH,
     )
     return out
 

@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def rounded(x, TYPE: tl.constexpr):
     """FP32 x as TYPE, to nearest, ties to even. Triton's interpreter would cut BF16 off instead of rounding it."""
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x).to(TYPE)
@@ -20,7 +20,7 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
     FP32 operands go through three TF32 products, which keep FP32's precision on tensor cores.
     """
-    if TYPE == tl.float32:
+    if tl.float32 == TYPE:
         return tl.dot(a.to(TYPE), b.to(TYPE), into, input_precision="tf32x3")
     return tl.dot(a.to(TYPE), b.to(TYPE), into)
 
