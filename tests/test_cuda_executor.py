@@ -15,7 +15,7 @@ import torch
 from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
 
 from executors import catalog
-from executors.cuda_graph import bucket_of
+from executors.cuda_graph import DecodeStep, bucket_of
 from executors.reference import ReferenceExecutor
 from models.catalog import load_model
 from tq_ops.batch import PagedSequences
@@ -116,6 +116,21 @@ def test_folded_projections_serve_their_own_plan_only():
     assert folded.supports(CONFIG, KVSpec("k=tbq4_0,v=tq4").plan(1)) != folded.supports(CONFIG, PLAN)
     assert folded.supports(CONFIG, PLAN) is None
     assert "another plan" in folded.supports(CONFIG, KVSpec("k=tq4,v=tbq4_0").plan(1))
+
+
+def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
+    cache, seen = new_cache(CONFIG), []
+
+    def step(token_ids, batch):
+        seen.append((batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
+        return token_ids.unsqueeze(1).float(), torch.tensor(True)
+
+    padded, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
+    ids = [paging.add() for _ in range(4)]
+    padded(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
+    logits, _ = padded(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
+    assert logits.flatten().tolist() == [9, 8, 7]
+    assert seen == [([0, 8, 16, 24], [1] * 4), ([9, 17, 25, -1], [2, 2, 2, 0])]
 
 
 def test_batches_share_few_sizes():

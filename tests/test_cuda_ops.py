@@ -120,15 +120,16 @@ def test_attention_equals_the_references_at_length(case):
     check_attention(case)
 
 
-def test_splits_of_the_context_are_merged(monkeypatch):
-    """One sequence whose splits include some without any token, and V whose scales differ by a factor of 1e8."""
+@pytest.mark.parametrize("splits", [1, 7])
+def test_tiles_and_splits_of_a_context_are_merged(monkeypatch, splits):
+    """Splits of which some have no token, and V whose scales grow from the first tile to the second."""
     case = Case("tq4", 64, 2, 1, 8, (150,), (1,))
     made, batch = filled(case)
-    made.v_fields(LAYER)["scale"][3] = 6e4
-    made.v_fields(LAYER)["scale"][5] = 6e-4
+    late = batch.block_table[0, 16:].long()
+    made.v_fields(LAYER)["scale"][late] *= 3
     copy, q = on_device(made, case), torch.randn(1, 2, 64)
     theirs = reference.paged_attention(q.bfloat16(), made, LAYER, batch, 0.125)
-    monkeypatch.setattr(choices, "count_splits", lambda *_: 7)
+    monkeypatch.setattr(choices, "count_splits", lambda *_: splits)
     ours = ops.paged_attention(q.bfloat16().to(DEVICE), copy, LAYER, batch.to(DEVICE), 0.125)
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
