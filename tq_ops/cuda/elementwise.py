@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, SwiGLU and residuals: what a layer does between its products, fused where one follows another."""
+"""Norms, rotary embedding and SwiGLU: what a layer does between its products."""
 
 import triton
 import triton.language as tl
@@ -13,21 +13,6 @@ def rms_norm_kernel(x, weight, out, width, eps, SIZE: tl.constexpr):
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(out + at, rounded(value, out.dtype.element_ty), inside)
-
-
-@triton.jit
-def add_rms_norm_kernel(hidden, added, weight, new_hidden, out, width, eps, SIZE: tl.constexpr):
-    """new_hidden = hidden + added, rounded; out = its norm. One row a program."""
-    column = tl.arange(0, SIZE)
-    inside = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
-    value = tl.load(hidden + at, inside, 0.0).to(tl.float32) + tl.load(added + at, inside, 0.0)
-    value = rounded(value, new_hidden.dtype.element_ty)
-    tl.store(new_hidden + at, value, inside)
-    value = value.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
     tl.store(out + at, rounded(value, out.dtype.element_ty), inside)
