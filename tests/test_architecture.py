@@ -12,6 +12,7 @@ import pytest
 from executors import catalog
 from models.qwen3_14b.layer import OP_NAMES, Ops
 from tq_ops import reference
+from tq_ops.cpu.ops import CpuOps
 from tq_ops.plan import KVSpec
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ ONLY_IN = {
     "transformers": ["models/tiny_qwen3/train.py", "benchmarks/", "tq/hf/"],
     "vllm": ["serving/"],
 }
-TABLES = [reference]
+TABLES = [reference, CpuOps]
 
 
 def sources():

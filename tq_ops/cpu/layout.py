@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tq_ops import formats
-from tq_ops.formats import KVFormat
 from tq_ops.formats.hadamard import HadamardTBQ4
 from tq_ops.formats.turboquant import codebook_on, rotation_on
+from tq_ops.plan import KVPlan
 
 HEAD_DIMS = (64, 128, 256)
 _CPU = torch.device("cpu")
@@ -64,10 +64,13 @@ def layout(name: str, layer: int, head_dim: int) -> Layout:
     return Layout(rotation[:, order].contiguous(), rotation.T[planes].contiguous(), centroids.contiguous())
 
 
-def unsupported(kv_format: KVFormat, head_dim: int) -> str | None:
-    """None, or in one sentence why the kernels cannot read a format."""
-    if kv_format.name not in NAMES:
-        return f"the CPU kernels read {' and '.join(NAMES)}, not {kv_format.name}; the reference executor runs every format"
+def unsupported(plan: KVPlan, head_dim: int) -> str | None:
+    """None, or in one sentence why the kernels cannot read a cache of this plan."""
+    for kv_format in plan.formats:
+        if kv_format.name not in NAMES:
+            return f"the CPU kernels read {' and '.join(NAMES)}, not {kv_format.name}; --executor reference runs every format"
+    if plan.windowed:
+        return "the CPU kernels read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
     if head_dim not in HEAD_DIMS:
         return f"the CPU kernels are made for a head_dim of 64, 128 or 256, not {head_dim}"
     return None

@@ -1,4 +1,4 @@
-"""The op table of CPUs: attention over packed codes, quantise-append and BF16 projections in C++, the rest as in the reference.
+"""The op table of CPUs: attention over packed codes, quantise-append and BF16 projections in C++, the rest by the reference.
 
 Signatures and rounding points are those of `tq_ops.reference`; where they differ, it is said.
 """
@@ -65,19 +65,20 @@ class CpuOps:
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
-        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, other formats as the reference does.
+    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, all else as the reference does.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
-            slot_mapping: [T] int64.
+            batch: says where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
         Rounding points: those of `tq4`; a level may differ from the reference's where FP32 sums in another order decide.
         """
-        if not (cache.k_format.name == cache.v_format.name == "tq4" and unsupported(cache.k_format, cache.head_dim) is None):
-            return reference.store_kv(k, v, cache, layer, slot_mapping)
-        k, v, slots = k.contiguous(), v.contiguous(), slot_mapping.contiguous()
+        names = {cache.k_format(layer).name, cache.v_format(layer).name}
+        if names != {"tq4"} or unsupported(cache.plan, cache.head_dim):
+            return reference.store_kv(k, v, cache, layer, batch)
+        k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
         book = codebook_on(cache.head_dim, cache.device)
         call = library.Store(
@@ -93,7 +94,7 @@ class CpuOps:
         )  # fmt: skip
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written: the reference finds the fault again and names it.
-            reference.store_kv(k, v, cache, layer, slot_mapping)
+            reference.store_kv(k, v, cache, layer, batch)
         return None
 
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
@@ -111,17 +112,16 @@ class CpuOps:
         Returns:
             [T, Hq, D] of q's dtype.
         Raises:
-            InputError: a format or head_dim that the kernels cannot read.
+            InputError: a plan or head_dim that the kernels cannot read.
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
         of the rounded ones; blocks merged in FP32; the output to BF16. The turned q stays in FP32.
         """
-        for kv_format in (cache.k_format, cache.v_format):
-            if reason := unsupported(kv_format, cache.head_dim):
-                raise InputError(reason)
+        if reason := unsupported(cache.plan, cache.head_dim):
+            raise InputError(reason)
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)
-        keys, values = (layout(f.name, layer, cache.head_dim) for f in (cache.k_format, cache.v_format))
+        keys, values = (layout(f(layer).name, layer, cache.head_dim) for f in (cache.k_format, cache.v_format))
         call = library.Attention(
             cache=library.Cache(
                 k=_side(cache.k_fields(layer), keys.centroids), v=_side(cache.v_fields(layer), values.centroids),
