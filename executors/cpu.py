@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from executors.reference import ReferenceExecutor
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.layer import Ops
@@ -28,7 +26,7 @@ class CpuExecutor(ReferenceExecutor):
         ops: Ops
         try:
             ops = CpuOps()
-            self.description = f"C++ on the CPU ({ops.level}, {torch.get_num_threads()} threads)"
+            self.description = f"C++ kernels ({ops.level}) on the CPU"
         except KernelsMissingError as missing:
             ops = reference
             self.description = f"the reference's plain torch on the CPU, slowly: {missing}"

@@ -1,8 +1,8 @@
 """Compile the kernels with the system's C++ compiler: `python -m tq_ops.cpu.build`. Installing the package does the same.
 
 One translation unit an instruction level, each with its own flags; the level is chosen when the library runs. Nothing but the
-compiler is needed: no headers of torch or Python, since the library is plain C to those who load it. This file imports nothing of
-the project, so that it can run before the project is installed.
+compiler is needed: no headers of torch or Python, since the library is plain C to those who load it. This file imports nothing
+of the project, so that it can run before the project is installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the kernels see a format: its turned domain as two matrices in their own order of coordinates, and its centroids.
 
-The kernels read a packed vector as D / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest bits, and know no
-format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's rotation and its way of
-packing are folded into the columns and rows of the matrices.
+The kernels read a packed vector as D / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest bits, and know
+no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's rotation and its way
+of packing are folded into the columns and rows of the matrices.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Layout:
 
 
 def _tq4(layer: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    # byte[j] = level[j] | level[j + D/2] << 4
+    # A byte holds a coordinate of the vector's first half below one of its second.
     order = torch.arange(head_dim).view(2, -1).T.flatten()
     return rotation_on(layer, head_dim, _CPU), codebook_on(head_dim, _CPU).centroids, order
 
 
-def _tbq4_0(layer: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    # One transform for all layers; bytes hold neighbours.
+def _tbq4_0(_layer: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    # One transform for all layers; a byte holds neighbours.
     kv_format = formats.get("tbq4_0")
     assert isinstance(kv_format, HadamardTBQ4)
     return kv_format.turn(torch.eye(head_dim)), torch.tensor(kv_format.centroids), torch.arange(head_dim)
