@@ -66,7 +66,7 @@ def build(target: Path = LIBRARY) -> Path:
             for (name, flags), made in zip(units().items(), objects, strict=True)
         )
         linked = Path(folder) / target.name
-        _run_all([[found, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
+        _run_all([[found, "-shared", "-pthread", *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target
 

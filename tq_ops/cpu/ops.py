@@ -19,7 +19,7 @@ from tq_ops.errors import InputError
 from tq_ops.formats.turboquant import codebook_on, rotation_on
 
 # From so many tokens on the matrix product of torch overtakes reading the weight by rows.
-_MOST_TOKENS_BY_ROWS = 12
+_MOST_TOKENS_BY_ROWS = 64
 
 
 class CpuOps:

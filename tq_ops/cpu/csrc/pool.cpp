@@ -3,11 +3,16 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <link.h>
+#endif
 
 namespace haarkv {
 namespace {
@@ -83,11 +88,54 @@ class Pool {
     int seats_ = 0, active_ = 0;
 };
 
+// GNU OpenMP's entry to a parallel region, as compilers call it.
+using Region = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+// That of the OpenMP which torch has loaded, under whatever name. Its threads spin for milliseconds after each of torch's own
+// loops; beside them on the same cores a second set of threads would get half of the time.
+Region loaded_openmp() {
+#ifdef __linux__
+    auto find = [](dl_phdr_info* info, size_t, void* region) -> int {
+        if (std::strstr(info->dlpi_name, "libgomp") == nullptr) return 0;
+        void* library = dlopen(info->dlpi_name, RTLD_NOLOAD | RTLD_NOW);
+        if (library == nullptr) return 0;
+        *static_cast<Region*>(region) = reinterpret_cast<Region>(dlsym(library, "GOMP_parallel"));
+        return *static_cast<Region*>(region) != nullptr;
+    };
+    Region region = nullptr;
+    dl_iterate_phdr(find, &region);
+    return region;
+#else
+    return nullptr;
+#endif
+}
+
+struct Loop {
+    Body body;
+    void* context;
+    int64_t items;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> seat{0};
+};
+
+void take_part(void* argument) {
+    Loop& loop = *static_cast<Loop*>(argument);
+    const int thread = loop.seat.fetch_add(1);
+    for (int64_t item; (item = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.items;)
+        loop.body(loop.context, item, thread);
+}
+
 } // namespace
 
 void parallel_for(int threads, int64_t items, Body body, void* context) {
     if (threads <= 1 || items <= 1) {
         for (int64_t item = 0; item < items; ++item) body(context, item, 0);
+        return;
+    }
+    static const Region openmp = loaded_openmp();
+    if (openmp != nullptr) {
+        Loop loop{body, context, items};
+        openmp(take_part, &loop, static_cast<unsigned>(threads), 0);
         return;
     }
     // Never destroyed: its threads live as long as the process. A fork has none of them and gets a pool of its own.

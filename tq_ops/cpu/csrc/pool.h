@@ -1,4 +1,4 @@
-// A few threads that stay, for parallel loops of microseconds.
+// Parallel loops of microseconds, on the threads of the OpenMP that torch brings where there is one, and else on a few of our own.
 #pragma once
 
 #include <cstdint>
