@@ -12,6 +12,9 @@ template <int N> struct Int {
 // Accumulators that leave room for operands in the register file.
 template <class L> constexpr int kAccumulators = L::registers - 8;
 
+constexpr int kLine = 64; // bytes of a cache line
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
 
@@ -44,12 +47,13 @@ template <class L, int LEVEL, bool BEHIND> inline typename L::F look_up(typename
 // transposed, [word][tile][lane]; each look-up serves R rows.
 template <class L, int R, int TILES>
 inline void score(const uint32_t* words, int stride, int begin, int end, const float* q, typename L::Table table,
-                  const float* scale, float softmax_scale, float* logits, bool add) {
+                  const float* scale, float softmax_scale, float* logits, bool add, const uint8_t* ahead) {
     typename L::F acc[TILES][R];
     for (int t = 0; t < TILES; ++t)
         for (int r = 0; r < R; ++r) acc[t][r] = L::zero();
     for (int j = begin; j < end; ++j) {
         const uint32_t* word = words + j * stride;
+        for (int byte = 0; byte < TILES * L::width * 4; byte += kLine) fetch(ahead + j * TILES * L::width * 4 + byte);
         const float* column = q + j * 8 * R;
         auto level = [&](auto k) __attribute__((always_inline)) {
             typename L::F value[TILES];
@@ -75,10 +79,11 @@ inline void score(const uint32_t* words, int stride, int begin, int end, const f
     }
 }
 
-// Logits [R, stride] of the block's first n keys; what stands behind them is not to be used.
+// Logits [R, stride] of the block's first n keys; what stands behind them is not to be used. Meanwhile the codes at `ahead`, as
+// many, come in from memory.
 template <class L, int R>
 void score_block(const Cache& cache, Place at, int n, const float* q, float softmax_scale, int stride, uint32_t* words,
-                 float* scale, float* logits) {
+                 float* scale, float* logits, const uint8_t* ahead) {
     constexpr int kTiles = R * 4 <= kAccumulators<L> ? 4 : R * 2 <= kAccumulators<L> ? 2 : 1;
     const int count = cache.head_dim / 8, segments = cache.k.scales_per_vector;
     const typename L::Table table = L::table(cache.k.centroids);
@@ -89,9 +94,11 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
         const int begin = s * count / segments, end = (s + 1) * count / segments;
         int key = 0;
         for (; key + (kTiles - 1) * L::width < n; key += kTiles * L::width)
-            score<L, R, kTiles>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale, logits + key, s);
+            score<L, R, kTiles>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale, logits + key, s,
+                                ahead + static_cast<int64_t>(key) * count * 4);
         for (; key < n; key += L::width)
-            score<L, R, 1>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale, logits + key, s);
+            score<L, R, 1>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale, logits + key, s,
+                                ahead + static_cast<int64_t>(key) * count * 4);
     }
 }
 
@@ -140,16 +147,17 @@ void soften(const float* logits, int n, const int* seen, bool round, int stride,
     }
 }
 
-// sums[r] += weights[r] @ values of n vectors, for PLANES of the eight levels a word, words [0, width) of a vector.
+// sums[r] = sums[r] * shrink[r] + weights[r] @ values of n vectors, for PLANES of the eight levels a word, words [0, width) of a vector.
 template <class L, int R, int FIRST, int PLANES>
 inline void mix(const uint8_t* codes, int64_t bytes, int n, const float* weights, int stride, typename L::Table table,
-                const float* shrink, float* sums, int words, int head_dim) {
+                const float* shrink, float* sums, int words, int head_dim, const uint8_t* ahead) {
     typename L::F acc[PLANES][R];
     for (int k = 0; k < PLANES; ++k)
         for (int r = 0; r < R; ++r)
             acc[k][r] = L::mul(L::load(sums + r * head_dim + (FIRST + k) * words), L::set1(shrink[r]));
     auto add = [&](int key, auto behind) __attribute__((always_inline)) {
         constexpr bool kBehind = decltype(behind)::value;
+        if constexpr (FIRST == 0) fetch(ahead + key * bytes);
         typename L::F value[PLANES];
         auto expand = [&](auto k) __attribute__((always_inline)) {
             constexpr int kPlane = decltype(k)::value;
@@ -172,7 +180,8 @@ inline void mix(const uint8_t* codes, int64_t bytes, int n, const float* weights
 }
 
 template <class L, int R>
-void mix_block(const Cache& cache, Place at, int n, const float* weights, int stride, const float* shrink, float* sums) {
+void mix_block(const Cache& cache, Place at, int n, const float* weights, int stride, const float* shrink, float* sums,
+               const uint8_t* ahead) {
     constexpr int kPlanes = R * 8 <= kAccumulators<L> ? 8 : R * 4 <= kAccumulators<L> ? 4 : R * 2 <= kAccumulators<L> ? 2 : 1;
     const int words = cache.head_dim / 8, segments = cache.v.scales_per_vector;
     const typename L::Table table = L::table(cache.v.centroids);
@@ -181,7 +190,7 @@ void mix_block(const Cache& cache, Place at, int n, const float* weights, int st
         auto pass = [&](auto first) __attribute__((always_inline)) {
             if constexpr (decltype(first)::value % kPlanes == 0)
                 mix<L, R, decltype(first)::value, kPlanes>(at.codes + word * 4, words * 4, n, own, stride, table, shrink,
-                                                           sums + word, words, cache.head_dim);
+                                                           sums + word, words, cache.head_dim, ahead + word * 4);
         };
         pass(Int<0>{}), pass(Int<1>{}), pass(Int<2>{}), pass(Int<3>{});
         pass(Int<4>{}), pass(Int<5>{}), pass(Int<6>{}), pass(Int<7>{});
@@ -214,16 +223,20 @@ template <class L, class Narrow, int R> void attend_rows(const Cache& cache, con
         if (n <= 0) break;
         const Place k = place(cache.k, cache, tile.block_table[block], tile.kv_head);
         const Place v = place(cache.v, cache, tile.block_table[block], tile.kv_head);
-        score_block<L, R>(cache, k, n, q, tile.softmax_scale, stride, words, k_scale, p);
+        // The next keys are fetched while these values are mixed, the values while the keys are scored: a block's codes lie
+        // apart from the next one's, where the processor does not see them coming.
+        const int next = block + 1 < tile.end_block ? block + 1 : block;
+        const uint8_t* next_keys = place(cache.k, cache, tile.block_table[next], tile.kv_head).codes;
+        score_block<L, R>(cache, k, n, q, tile.softmax_scale, stride, words, k_scale, p, v.codes);
         widen_scales<L>(v.scales, segments, n, stride, v_scale);
         int seen[R];
         float shrink[R];
         for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
         soften<L, R>(p, n, seen, tile.round_probabilities, stride, v_scale, segments, weights, tile.maxima, tile.totals, shrink);
         if (dim / 8 % L::width == 0)
-            mix_block<L, R>(cache, v, n, weights, stride, shrink, tile.sums);
+            mix_block<L, R>(cache, v, n, weights, stride, shrink, tile.sums, next_keys);
         else
-            mix_block<Narrow, R>(cache, v, n, weights, stride, shrink, tile.sums);
+            mix_block<Narrow, R>(cache, v, n, weights, stride, shrink, tile.sums, next_keys);
     }
 }
 
