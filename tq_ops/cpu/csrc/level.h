@@ -102,12 +102,15 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
     }
 }
 
-// exp(-inf - most) is 0 also where `most` is -inf: a row that has seen nothing.
-template <class L> void exponentials(int rows, const float* x, const float* most, float* out) {
-    float power[kMaxKeysTile];
-    for (int r = 0; r < kMaxKeysTile; ++r) power[r] = r < rows ? x[r] - most[r] : 0.0f;
-    for (int r = 0; r < kMaxKeysTile; r += L::width) L::store(power + r, L::expf(L::load(power + r)));
-    for (int r = 0; r < rows; ++r) out[r] = x[r] == -INFINITY ? 0.0f : power[r];
+// shrink[r] = exp(before[r] - now[r]), factor[r] = exp(block[r] - now[r]), all in one register or two; 0 of a maximum of nothing.
+template <class L> void exponentials(int rows, const float* before, const float* block, const float* now, float* shrink, float* factor) {
+    float power[2 * kMaxRows] = {};
+    for (int r = 0; r < rows; ++r) power[r] = before[r] - now[r], power[kMaxRows + r] = block[r] - now[r];
+    for (int i = 0; i < 2 * kMaxRows; i += L::width) L::store(power + i, L::expf(L::load(power + i)));
+    for (int r = 0; r < rows; ++r) {
+        shrink[r] = before[r] == -INFINITY ? 0.0f : power[r];
+        factor[r] = block[r] == -INFINITY ? 0.0f : power[kMaxRows + r];
+    }
 }
 
 // Logits [R, stride] of a block of n keys, of which row r sees seen[r], to what V's vectors are weighted by, online:
@@ -128,8 +131,7 @@ void soften(const float* logits, int n, const int* seen, bool round, int stride,
         block_max[r] = L::reduce_max(most[r]);
         new_max[r] = block_max[r] > maxima[r] ? block_max[r] : maxima[r];
     }
-    exponentials<L>(R, maxima, new_max, shrink);
-    exponentials<L>(R, block_max, new_max, factor);
+    exponentials<L>(R, maxima, block_max, new_max, shrink, factor);
     for (int i = 0; i < n; i += L::width)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
