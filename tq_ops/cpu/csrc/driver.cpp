@@ -2,9 +2,11 @@
 // the caller can see for itself.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -51,6 +53,18 @@ void widen(const void* x, bool bf16, int64_t n, float* out) {
 }
 
 const void* at(const void* x, bool bf16, int64_t index) { return static_cast<const char*>(x) + index * (bf16 ? 2 : 4); }
+
+struct Free {
+    void operator()(float* p) const { std::free(p); }
+};
+using Floats = std::unique_ptr<float[], Free>;
+
+// On a cache line's boundary: a load across two costs two.
+Floats floats(int64_t n) {
+    void* p = std::aligned_alloc(64, static_cast<size_t>((n * 4 + 63) / 64 * 64));
+    if (p == nullptr) throw std::bad_alloc();
+    return Floats(static_cast<float*>(p));
+}
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -113,7 +127,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     };
     std::vector<RowTile> tiles;
     std::vector<Split> splits;
-    std::unique_ptr<float[]> rotated(new float[tokens * a->num_heads * dim]);
+    const Floats rotated = floats(tokens * a->num_heads * dim);
     for (int b = 0; b < a->sequences; ++b) {
         const int64_t begin = a->query_start[b], rows = (a->query_start[b + 1] - begin) * group;
         for (int64_t row = 0; row < rows; row += kMaxRows)
@@ -142,9 +156,9 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     }
 
     const int64_t per_split = kMaxRows * (dim + 2);
-    std::unique_ptr<float[]> partials(new float[splits.size() * per_split]);
+    const Floats partials = floats(splits.size() * per_split);
     const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), 2 * kMaxRows * dim);
-    std::unique_ptr<float[]> scratch(new float[a->threads * scratch_size]);
+    const Floats scratch = floats(a->threads * scratch_size);
 
     auto rotate = [&](int64_t item, int thread) {
         float* x = scratch.get() + thread * scratch_size;
@@ -211,7 +225,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     }
     const Kernels& kernels = kernels_of(s->level);
     const int64_t tiles = divide_up(heads, kMaxRows), scratch_size = 3 * kMaxRows * dim;
-    std::unique_ptr<float[]> scratch(new float[s->threads * scratch_size]);
+    const Floats scratch = floats(s->threads * scratch_size);
     auto quantize = [&](int64_t item, int thread) {
         const bool v = item & 1;
         const int64_t token = item / 2 / tiles, head = item / 2 % tiles * kMaxRows;
@@ -236,7 +250,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
 __attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* p) {
     const Kernels& kernels = kernels_of(p->level);
     const int64_t half = p->in / 2;
-    std::unique_ptr<float[]> numbers(new float[p->tokens * (p->in + 2 * half)]);
+    const Floats numbers = floats(p->tokens * (p->in + 2 * half));
     float *x = numbers.get(), *even = x + p->tokens * p->in, *odd = even + p->tokens * half;
     widen(p->x, p->bf16, p->tokens * p->in, x);
     for (int64_t t = 0; t < p->tokens; ++t)
