@@ -89,13 +89,17 @@ def sdpa_forms(context: int) -> dict[str, Run]:
     flat = rows.view(1, HEADS, 1, DIM)
 
     def products(turn: int) -> Tensor:
-        k, v = half[turn % layers]
-        return torch.softmax(rows @ k.transpose(-1, -2) * SCALE, dim=-1) @ v
+        k, v = half[turn % layers].unbind()
+        return torch.matmul(torch.softmax(torch.matmul(rows, k.transpose(-1, -2)) * SCALE, dim=-1), v)
+
+    def sdpa(q: Tensor, kv: list[Tensor], turn: int, gqa: bool = False) -> Tensor:
+        k, v = kv[turn % layers].unbind()
+        return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
 
     return {
-        "sdpa bf16, heads as rows": lambda turn: scaled_dot_product_attention(rows, *half[turn % layers]),
-        "sdpa fp32, heads as rows": lambda turn: scaled_dot_product_attention(rows.float(), *full[turn % layers]),
-        "sdpa bf16, enable_gqa": lambda turn: scaled_dot_product_attention(flat, *half[turn % layers], enable_gqa=True),
+        "sdpa bf16, heads as rows": lambda turn: sdpa(rows, half, turn),
+        "sdpa fp32, heads as rows": lambda turn: sdpa(rows.float(), full, turn),
+        "sdpa bf16, enable_gqa": lambda turn: sdpa(flat, half, turn, gqa=True),
         "matmul and softmax, bf16": products,
     }
 

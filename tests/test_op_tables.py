@@ -251,6 +251,19 @@ def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_noth
 
 
 @every_table
+def test_a_value_on_a_boundary_gets_the_level_above_it(table, monkeypatch):
+    ours, batch, k, v = new_tokens(STORES[1])
+    book = codebook_on(128, ours.device)
+    middle = book.boundaries.clone()
+    middle[7] = 0.0
+    for module in ("tq_ops.formats.turboquant", f"{type(table.open()).__module__}"):
+        monkeypatch.setattr(f"{module}.codebook_on", lambda *_: book._replace(boundaries=middle))
+    table.open().store_kv(torch.zeros_like(k), torch.zeros_like(v), ours, LAYER, batch)
+    block, offset = batch.slot_mapping // ours.block_size, batch.slot_mapping % ours.block_size
+    assert (ours.k_fields(LAYER)["codes"][block, :, offset] == 0x88).all()
+
+
+@every_table
 @pytest.mark.parametrize("slot", [-1, 16 * 5])
 def test_a_slot_outside_the_cache_is_refused(table, slot):
     ours, batch, k, v = new_tokens(STORES[2])
