@@ -64,8 +64,9 @@ def layout(name: str, layer: int, head_dim: int) -> Layout:
     return Layout(rotation[:, order].contiguous(), rotation.T[planes].contiguous(), centroids.contiguous())
 
 
+@cache
 def unsupported(plan: KVPlan, head_dim: int) -> str | None:
-    """None, or in one sentence why the kernels cannot read a cache of this plan."""
+    """None, or in one sentence why the kernels cannot read a cache of this plan; asked by every op, answered once."""
     for kv_format in plan.formats:
         if kv_format.name not in NAMES:
             return f"the CPU kernels read {' and '.join(NAMES)}, not {kv_format.name}; --executor reference runs every format"
