@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 PROMPT ?= def main(
 VENV := .venv
 BIN := $(VENV)/bin
+# What is compiled into the package.
+KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
 .PHONY: help run test test-npu test-gpu lint tables bench clean
 
@@ -49,8 +51,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "haarkv needs Python 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# What is installed depends on these two files alone; the project itself is installed editable.
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+# What is installed depends on these files alone; the project itself is installed editable.
+$(VENV)/run.stamp: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 

@@ -18,6 +18,14 @@ def _reference(model: Qwen3, device: str | None) -> Executor:
     return ReferenceExecutor(model)
 
 
+def _cpu(model: Qwen3, device: str | None) -> Executor:
+    if device not in (None, "cpu"):
+        raise InputError(f"the executor cpu runs on the cpu, not on {device!r}")
+    from executors.cpu import CpuExecutor
+
+    return CpuExecutor(model)
+
+
 def _npu(model: Qwen3, device: str | None) -> Executor:
     from executors.npu import NpuExecutor
 
@@ -30,7 +38,12 @@ def _cuda(model: Qwen3, device: str | None) -> Executor:
     return CudaExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu, "cuda": _cuda}
+_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {
+    "reference": _reference,
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "npu": _npu,
+}
 NAMES = tuple(_BUILDERS)
 
 

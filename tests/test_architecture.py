@@ -14,6 +14,7 @@ import torch
 from executors import catalog
 from models.qwen3_14b.layer import OP_NAMES, Ops
 from tq_ops import reference
+from tq_ops.cpu.ops import CpuOps
 from tq_ops.plan import KVSpec
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ ONLY_IN = {
     "transformers": ["models/tiny_qwen3/train.py", "benchmarks/", "tq/hf/"],
     "vllm": ["serving/"],
 }
-TABLES = [reference]
+TABLES = [reference, CpuOps]
 if find_spec("triton"):
     from tq_ops.cuda import ops as cuda_ops
 
