@@ -18,7 +18,7 @@ class CustomBuildHook(BuildHookInterface):
             return
         builder = runpy.run_path(str(Path(self.root, "tq_ops", "cpu", "build.py")))
         try:
-            library = builder["build"]()
+            library = builder["LIBRARY"] if builder["is_fresh"]() else builder["build"]()
         except builder["BuildError"] as error:
             self.app.display_warning(f"installed without the CPU kernels: {error}; later: python -m tq_ops.cpu.build")
             return

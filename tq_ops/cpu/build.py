@@ -48,6 +48,12 @@ def units() -> dict[str, tuple[str, ...]]:
     return {"driver": (), "pool": (), "portable": (), **levels}
 
 
+def is_fresh(target: Path = LIBRARY) -> bool:
+    """Whether the library is newer than everything that it is made of."""
+    sources = (Path(__file__), *SOURCES.iterdir())
+    return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
 def build(target: Path = LIBRARY) -> Path:
     """Compile and link the library, whole or not at all.
 
