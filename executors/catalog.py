@@ -24,7 +24,16 @@ def _npu(model: Qwen3, device: str | None) -> Executor:
     return NpuExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu}
+def _onnx(model: Qwen3, device: str | None) -> Executor:
+    try:
+        from executors.onnx import OnnxExecutor
+    except ImportError as error:
+        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+
+    return OnnxExecutor(model, device)
+
+
+_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu, "onnx": _onnx}
 NAMES = tuple(_BUILDERS)
 
 

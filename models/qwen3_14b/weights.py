@@ -51,13 +51,13 @@ class Weights:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) in the order in which a forward meets them."""
-        yield _EMBEDDING, self.embedding
+        yield EMBEDDING, self.embedding
         for index, layer in enumerate(self.layers):
             for field in fields(layer):
                 yield _LAYER.format(index, _HF_NAMES[field.name]), getattr(layer, field.name)
-        yield _FINAL_NORM, self.final_norm
+        yield FINAL_NORM, self.final_norm
         if self.lm_head is not self.embedding:
-            yield _HEAD, self.lm_head
+            yield HEAD, self.lm_head
 
     def to(self, device: torch.device) -> Weights:
         """Copies on another device; a tied head stays tied."""
@@ -69,7 +69,7 @@ class Weights:
         return Weights(embedding, layers, self.final_norm.to(device), head)
 
 
-_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}.weight"
 _HF_NAMES = {
     "input_norm": "input_layernorm",
@@ -86,6 +86,11 @@ _HF_NAMES = {
 }
 
 
+def layer_names(index: int) -> dict[str, str]:
+    """Hugging Face name of each field of a layer's `LayerWeights`."""
+    return {field: _LAYER.format(index, name) for field, name in _HF_NAMES.items()}
+
+
 def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     """Shape of each field of `LayerWeights`."""
     hidden, dim = config.hidden_size, config.head_dim
@@ -99,25 +104,25 @@ def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
 
 def checkpoint_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor a checkpoint of this config must hold."""
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         for field, shape in layer_shapes(config).items():
             shapes[_LAYER.format(index, _HF_NAMES[field])] = shape
-    shapes[_FINAL_NORM] = (config.hidden_size,)
+    shapes[FINAL_NORM] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes[_HEAD] = (config.vocab_size, config.hidden_size)
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
 def assemble(config: Qwen3Config, get: Callable[[str], Tensor]) -> Weights:
     """Build `Weights` from a lookup by Hugging Face name."""
-    embedding = get(_EMBEDDING)
+    embedding = get(EMBEDDING)
     layers = tuple(
         LayerWeights(**{field: get(_LAYER.format(index, name)) for field, name in _HF_NAMES.items()})
         for index in range(config.num_layers)
     )
-    final_norm = get(_FINAL_NORM)
-    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(_HEAD))
+    final_norm = get(FINAL_NORM)
+    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(HEAD))
 
 
 def random_weights(config: Qwen3Config, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
@@ -226,7 +231,7 @@ def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config asks for")
     # Some checkpoints of tied models carry a copy of the embedding as a head; it is not read.
-    extra = [name for name in files if name not in shapes and not (tied and name == _HEAD)]
+    extra = [name for name in files if name not in shapes and not (tied and name == HEAD)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise InputError(f"{files[extra[0]]} holds {extra[0]}{more}, which the config does not know")
