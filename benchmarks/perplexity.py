@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="append the JSON line to benchmarks/results")
     args = parser.parse_args(argv)
     model = load_model("tiny")
-    sessions = {kv: load("tiny", kv=kv) for kv in formats.names(in_cache=True)}
+    sessions = {kv: load("tiny", kv=kv) for kv in formats.names()}
     tokenizer = sessions["bf16"].tokenizer
     stream = torch.tensor(
         [i for text in held_out_texts().values() for i in [*tokenizer.encode(text), *tokenizer.eos_token_ids]]
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print()
     perplexity = {kv: math.exp(loss) for kv, loss in losses.items()}
     rows = [
-        (kv, f"{sessions[kv].k_format.bytes_per_vector(128):.0f}", f"{value:.4f}", f"{value / perplexity['bf16'] - 1:+.4%}")
+        (kv, f"{sessions[kv].plan.k(0).bytes_per_vector(128):.0f}", f"{value:.4f}", f"{value / perplexity['bf16'] - 1:+.4%}")
         for kv, value in perplexity.items()
     ]
     title = f"tiny, {args.windows} held-out windows of {args.tokens} tokens"

@@ -11,7 +11,7 @@ from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.layer import Ops
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan
 
 
 class Executor(Protocol):
@@ -33,7 +33,7 @@ class Executor(Protocol):
     def ops(self) -> Ops | None:
         """The op table it runs, so that a recorder can wrap it; None if its layers are fused programs."""
 
-    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache."""
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from executors.base import Executor
 from models.qwen3_14b.model import Qwen3
 from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan
 
 
 def _reference(model: Qwen3, device: str | None) -> Executor:
@@ -52,16 +52,15 @@ def default_dtype(name: str) -> str:
     return "bfloat16" if _known(name) == "npu" else "float32"
 
 
-def create(name: str, model: Qwen3, k_format: KVFormat, v_format: KVFormat, device: str | None = None) -> Executor:
-    """An executor for a model and a pair of KV formats.
+def create(name: str, model: Qwen3, plan: KVPlan, device: str | None = None) -> Executor:
+    """An executor for a model and a KV plan.
 
     Args:
         device: where it runs, in the executor's own words; its default unless given.
     Raises:
-        InputError: no such executor or device, or it cannot run this model with these formats, with its reason.
+        InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
     executor = _BUILDERS[_known(name)](model, device)
-    for kv_format in (k_format, v_format):
-        if reason := executor.supports(model.config, kv_format):
-            raise InputError(f"executor {name} cannot run this: {reason}")
+    if reason := executor.supports(model.config, plan):
+        raise InputError(f"executor {name} cannot run this: {reason}")
     return executor

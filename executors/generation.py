@@ -63,12 +63,13 @@ def prefill_in_chunks(
     cache: PagedKVCache,
     chunk: int = PREFILL_CHUNK,
 ) -> Tensor:
-    """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time.
+    """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
     Returns:
         [B, vocab] fp32, the logits after each prompt's last token.
     """
     last: dict[int, Tensor] = {}
+    chunk = min(chunk, cache.most_new_tokens or chunk)
     for begin in range(0, max(map(len, prompts)), chunk):
         rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
         pieces = [prompts[row][begin : begin + chunk] for row in rows]

@@ -14,8 +14,8 @@ from models.qwen3_14b.npu.programs import LayerProgram
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError, NonFiniteError
-from tq_ops.formats import KVFormat
 from tq_ops.npu.device import Runner, open_runner
+from tq_ops.plan import KVPlan
 
 
 class NpuExecutor:
@@ -54,9 +54,12 @@ class NpuExecutor:
         ]
         self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
 
-    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
-        if kv_format.name != "tq4":
-            return f"its programs read and write tq4, not {kv_format.name}"
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+        for kv_format in plan.formats:
+            if kv_format.name != "tq4":
+                return f"its programs read and write tq4, not {kv_format.name}"
+        if plan.windowed:
+            return "its programs read tq4 alone, no tokens in BF16 beside it; leave out the tail and the sinks"
         return programs.unsupported(config)
 
     @torch.inference_mode()

@@ -13,12 +13,12 @@ from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.npu import inputs, programs
 from models.qwen3_14b.npu.programs import LayerProgram
 from models.qwen3_14b.weights import assemble, checkpoint_shapes
-from tq_ops import formats
 from tq_ops.batch import PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError
 from tq_ops.npu.program import Program
 from tq_ops.npu.simulator import Mode, Simulator
+from tq_ops.plan import KVSpec
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def _blank(config: Qwen3Config) -> Qwen3:
 
 def _layer_call(program: LayerProgram, model: Qwen3) -> list[torch.Tensor]:
     """Arguments of a layer for one token in an empty cache."""
-    tq4, config = formats.get("tq4"), model.config
+    config = model.config
     heads, dim = config.num_kv_heads, config.head_dim
-    cache = PagedKVCache(tq4, tq4, num_layers=1, num_kv_heads=heads, head_dim=dim, num_blocks=1)
+    cache = PagedKVCache(KVSpec("tq4").plan(1), num_kv_heads=heads, head_dim=dim, num_blocks=1)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [1])
     tiling = inputs.tile(batch, program, model.rope.at(batch.positions))

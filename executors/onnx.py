@@ -17,7 +17,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from executors.onnx_model import FIELDS, Plan, Sizes, build, cache_name, new_name, offsets_of, unsupported
+from executors.onnx_model import FIELDS, GraphPlan, Sizes, build, cache_name, new_name, offsets_of, unsupported
 from executors.onnx_model import weight_types, weight_values
 from executors.onnx_qwen3 import Qwen3Scopes
 from models.qwen3_14b.config import Qwen3Config
@@ -25,7 +25,7 @@ from models.qwen3_14b.model import Qwen3
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError, NonFiniteError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan
 from tq_ops.reference import pad_queries
 
 DEFAULT_OPSET = 23
@@ -96,10 +96,10 @@ class OnnxExecutor:
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
         self._element = model.dtype
         self._weights = {name: _shared(tensor) for name, tensor in weight_values(model)}
-        self._sessions: dict[Plan, Any] = {}
+        self._sessions: dict[GraphPlan, Any] = {}
 
-    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
-        return unsupported(config, kv_format)
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+        return unsupported(config, plan)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -115,14 +115,14 @@ class OnnxExecutor:
         token, _, valid = pad_queries(batch)
         out = torch.empty_like(hidden[token])
         for layer in span:
-            plan = Plan(range(layer, layer + 1), embed=False, head=False, opset=DEFAULT_OPSET)
+            plan = GraphPlan(range(layer, layer + 1), embed=False, head=False, opset=DEFAULT_OPSET)
             self._run(plan, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
 
     def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, tokens: int | str) -> Tensor:
         token, _, valid = pad_queries(batch)
-        plan = Plan(range(self.config.num_layers), embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens))
+        plan = GraphPlan(range(self.config.num_layers), embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens))
         inputs = {"input_ids": token_ids[token]}
         if tokens != 1:
             rows = torch.arange(token.shape[0], device=self.device) * token.shape[1]
@@ -134,7 +134,7 @@ class OnnxExecutor:
         return logits
 
     def _run(
-        self, plan: Plan, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
+        self, plan: GraphPlan, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
     ) -> None:
         """Run a graph on tensors where they lie, and store what it made of the new tokens."""
         _, _, valid = pad_queries(batch)
@@ -166,7 +166,7 @@ class OnnxExecutor:
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()
 
-    def _session(self, plan: Plan) -> Any:
+    def _session(self, plan: GraphPlan) -> Any:
         """The session of a graph, opened when it is first run; its weights are the model's own memory."""
         if plan not in self._sessions:
             types = weight_types(self._scopes, plan.span, embed=plan.embed, head=plan.head)

@@ -18,8 +18,8 @@ from executors.onnx_qwen3 import Qwen3Scopes, rotation_name
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.weights import EMBEDDING, FINAL_NORM, HEAD, layer_names, layer_shapes
-from tq_ops import formats
 from tq_ops.errors import InputError
+from tq_ops.plan import KVPlan
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
@@ -50,7 +50,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GraphPlan:
     """What goes into one model.
 
     Attributes:
@@ -74,10 +74,13 @@ class Plan:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-def unsupported(config: Qwen3Config, kv_format: formats.KVFormat) -> str | None:
-    """Why there is no graph for a model with a cache of this format, or None."""
-    if kv_format.name != "tq4":
-        return f"its graphs read and write tq4, not {kv_format.name}"
+def unsupported(config: Qwen3Config, plan: KVPlan) -> str | None:
+    """In one sentence why there is no graph for a model with such a cache, or None."""
+    for kv_format in plan.formats:
+        if kv_format.name != "tq4":
+            return f"its graphs read and write tq4, not {kv_format.name}"
+    if plan.windowed:
+        return "its graphs read tq4 alone, no tokens in BF16 beside it; leave out the tail and the sinks"
     if config.head_dim not in HEAD_DIMS:
         return f"its graphs are made for a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     return None
@@ -131,7 +134,7 @@ def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
 
 
 # -- Graphs --------------------------------------------------------------------------------------------------------------
-def build(scopes: Qwen3Scopes, plan: Plan, file: str, offsets: dict[str, int]) -> onnx.ModelProto:
+def build(scopes: Qwen3Scopes, plan: GraphPlan, file: str, offsets: dict[str, int]) -> onnx.ModelProto:
     """One model.
 
     Args:
@@ -150,7 +153,7 @@ NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
 
 
 class _Model:
-    def __init__(self, scopes: Qwen3Scopes, plan: Plan) -> None:
+    def __init__(self, scopes: Qwen3Scopes, plan: GraphPlan) -> None:
         self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
         self.g = Graph(plan.opset, plan.functions)
         self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head)

@@ -17,7 +17,7 @@ from tq_ops import reference
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import NonFiniteError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan
 
 Forward = Callable[[Qwen3, Tensor, Batch, PagedKVCache, Ops], Tensor]
 
@@ -39,7 +39,7 @@ class ReferenceExecutor:
         self.ops = ops
         self._model = model
 
-    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
         return None
 
     @torch.inference_mode()

@@ -15,9 +15,9 @@ from models.qwen3_14b.weights import Progress
 from models.text import Tokenizer, load_tokenizer
 from tq_ops import formats
 from tq_ops.batch import PagedSequences
-from tq_ops.cache import PagedKVCache, blocks_for, bytes_per_token
+from tq_ops.cache import PagedKVCache, blocks_for
 from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan, KVSpec, ModelShape
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class KVUsage:
     """What the KV cache of a run cost.
 
     Attributes:
-        format: as `--kv` takes it.
-        bytes_per_token: K and V of all layers and heads, scales included.
-        bytes: really allocated.
+        format: the KV plan in words; of a plain one as `--kv` takes it.
+        bytes_per_token: of one more token: K and V of all layers and heads, scales included, tokens in BF16 not.
+        bytes: really allocated, all included.
         bf16_bytes: the same slots in bf16.
     """
 
@@ -55,21 +55,19 @@ class Session:
     config: Qwen3Config
     executor: Executor
     tokenizer: Tokenizer
-    k_format: KVFormat
-    v_format: KVFormat
+    plan: KVPlan
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         """An empty paged cache for so many sequences of so many tokens, and its bookkeeping."""
         cache = PagedKVCache(
-            self.k_format,
-            self.v_format,
-            num_layers=self.config.num_layers,
+            self.plan,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             num_blocks=sequences * blocks_for(max_context),
+            num_rows=sequences,
             device=self.executor.device,
         )
-        return cache, PagedSequences(cache.num_blocks, cache.block_size)
+        return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
     def encode(self, prompts: Sequence[str], *, chat: bool | None = None) -> list[list[int]]:
         """Token ids of prompts.
@@ -127,20 +125,32 @@ class Session:
         return Result(texts, completions, timing, self._usage(cache))
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
-        shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
-        bf16 = formats.get("bf16")
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        bf16 = KVSpec("bf16").plan(self.config.num_layers)
         return KVUsage(
-            format=formats.describe(self.k_format, self.v_format),
-            bytes_per_token=bytes_per_token(self.k_format, self.v_format, *shape),
+            format=self.plan.describe(),
+            bytes_per_token=self.plan.bytes_per_token(*shape),
             bytes=cache.nbytes,
-            bf16_bytes=round(cache.num_slots * bytes_per_token(bf16, bf16, *shape)),
+            bf16_bytes=round(cache.num_slots * bf16.bytes_per_token(*shape)),
         )
+
+
+def plan_for(spec: KVSpec, config: Qwen3Config) -> KVPlan:
+    """The KV plan of a model that was asked for.
+
+    Raises:
+        InputError: it does not fit the model.
+    """
+    shape = ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
+    plan = spec.plan(config.num_layers, shape)
+    plan.require_layout(config.head_dim)
+    return plan
 
 
 def load(
     model: str = "tiny",
     *,
-    kv: str = "tq4",
+    kv: str | KVSpec = "tq4",
     executor: str = "reference",
     device: str | None = None,
     dtype: str | None = None,
@@ -151,7 +161,7 @@ def load(
 
     Args:
         model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
-        kv: a KV format, or `k=NAME,v=NAME`.
+        kv: a KV format, `k=NAME,v=NAME`, or more than that in a `KVSpec`.
         executor: who runs the forwards.
         device: where the executor runs, its default unless given; for `npu`: sim or npu:N.
         dtype: float32 or bfloat16; the executor's default unless given (npu: bfloat16, all others: float32).
@@ -160,13 +170,14 @@ def load(
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
-    k_format, v_format = formats.parse(kv)
+    spec = KVSpec(kv) if isinstance(kv, str) else kv
+    formats.parse(spec.kv)  # a slip is told before the model is loaded
     loaded = load_model(model, dtype or default_dtype(executor), layers, progress)
+    plan = plan_for(spec, loaded.config)
     return Session(
         name=model,
         config=loaded.config,
-        executor=create(executor, loaded, k_format, v_format, device),
+        executor=create(executor, loaded, plan, device),
         tokenizer=load_tokenizer(model, loaded.config),
-        k_format=k_format,
-        v_format=v_format,
+        plan=plan,
     )

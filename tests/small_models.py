@@ -15,9 +15,9 @@ from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.layer import RopeTable
 from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.weights import LayerWeights, random_weights
-from tq_ops import formats
-from tq_ops.batch import PagedSequences
+from tq_ops.batch import Batch, PagedSequences
 from tq_ops.cache import PagedKVCache
+from tq_ops.plan import KVSpec
 
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
@@ -87,11 +87,11 @@ def random_tokens(config: Qwen3Config, count: int, seed: int = 0) -> list[int]:
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def new_cache(config: Qwen3Config, kv: str = "tq4", num_blocks: int = 12, block_size: int = 8) -> PagedKVCache:
-    """An empty cache for a model; `kv` as `formats.parse` takes it."""
+def new_cache(config: Qwen3Config, kv: str | KVSpec = "tq4", num_blocks: int = 12, block_size: int = 8) -> PagedKVCache:
+    """An empty cache for a model; `kv` as `formats.parse` takes it, or a whole spec."""
+    spec = KVSpec(kv) if isinstance(kv, str) else kv
     return PagedKVCache(
-        *formats.parse(kv),
-        num_layers=config.num_layers,
+        spec.plan(config.num_layers),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         num_blocks=num_blocks,
@@ -102,6 +102,14 @@ def new_cache(config: Qwen3Config, kv: str = "tq4", num_blocks: int = 12, block_
 def new_paging(cache: PagedKVCache, order: Sequence[int] | None = None) -> PagedSequences:
     """Bookkeeping of a whole cache, its blocks handed out in `order`."""
     return PagedSequences(cache.num_blocks, cache.block_size, order)
+
+
+def at_slots(slots: Sequence[int] | Tensor) -> Batch:
+    """The tokens of one sequence, stored at these slots."""
+    slots = torch.as_tensor(slots)
+    count = torch.tensor([len(slots)], dtype=torch.int32)
+    starts = torch.nn.functional.pad(count, (1, 0))
+    return Batch(torch.arange(len(slots)), slots, torch.zeros(1, 1, dtype=torch.int32), count, starts, torch.tensor([0]))
 
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:

@@ -12,6 +12,7 @@ import pytest
 from executors import catalog
 from models.qwen3_14b.layer import OP_NAMES, Ops
 from tq_ops import reference
+from tq_ops.plan import KVSpec
 
 ROOT = Path(__file__).parents[1]
 ORDER = ["codebooks", "tq_ops", "models", "executors", "validation", "benchmarks", "serving", "tq"]
@@ -115,12 +116,11 @@ def test_everything_imports_without_the_extras():
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_every_named_executor_can_be_made(name):
     from models.catalog import load_model
-    from tq_ops import formats
     from tq_ops.npu.simulator import unavailable
 
     if name == "npu" and (reason := unavailable()):
         pytest.skip(reason)
     model = load_model("tiny", catalog.default_dtype(name))
-    executor = catalog.create(name, model, formats.get("tq4"), formats.get("tq4"))
+    executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
     assert executor.name == name
     assert executor.config == model.config

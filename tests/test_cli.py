@@ -691,7 +691,7 @@ def test_info_tiny_counts_every_kv_byte(tq):
         assert fits - 128 < row["max_tokens"] <= fits
 
 
-@pytest.mark.parametrize("name", formats.names(in_cache=True))
+@pytest.mark.parametrize("name", formats.names())
 def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name):
     from executors.session import load
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from checkpoints import FINAL_NORM, saying, write_checkpoint
 
-from tq_ops import formats
 from tq_ops.errors import InputError, NonFiniteError
+from tq_ops.plan import KVSpec
 from validation import evaluation, fidelity
 from validation.evaluation import Window, common_prefix, evaluate, make_plan
 from validation.evaluation_partial import Partial
@@ -310,7 +310,9 @@ def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
     ):
         with pytest.raises(InputError, match=f"another .*{word}"):
             kept_by(other, of_plan, saved)
-    changed = replace(setup, caches={"tq2": replace(setup.base, k_format=formats.get("tq3"), v_format=formats.get("tq2"))})
+    changed = replace(
+        setup, caches={"tq2": replace(setup.base, plan=KVSpec("k=tq3,v=tq2").plan(setup.base.config.num_layers))}
+    )
     with pytest.raises(InputError, match="tq2 had other code or tables"):
         kept_by(changed, plan, saved)
 

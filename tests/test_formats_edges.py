@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import CONFIGS, SMALL, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, prefill, random_tokens, small_model
 
 from executors.reference import ReferenceExecutor
 from tq_ops import formats
 from tq_ops.errors import InputError
 from tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, turboquant
 from tq_ops.formats.kivi import groups_to_flush
+from tq_ops.plan import KVSpec
 from validation import validate
 from validation.compare import compare_stored
 
@@ -19,7 +20,7 @@ EVERY = [
     (name, side) for name in formats.names() for side in "kv" if side == "k" or formats.get(name, "v") is not formats.get(name)
 ]
 LOSSY = [(name, side) for name, side in EVERY if name not in ("bf16", "fp32")]
-IN_CACHE = formats.names(in_cache=True)
+ALONE = [name for name in formats.names() if formats.get(name).group_tokens == 1]
 MODEL = small_model(SMALL)
 MODELS = {shape: small_model(CONFIGS[shape]) for shape in ("mha_d64", "gqa2_d256_tied")}
 DOCS = Path(__file__).parents[1] / "docs" / "formats.md"
@@ -43,7 +44,7 @@ def test_names():
         "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
         "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128", "q4_0", "q8_0", "fp8_e4m3", "bf16", "fp32",
     }  # fmt: skip
-    assert set(formats.names()) - set(IN_CACHE) == {name for name in formats.names() if name.startswith("kivi")}
+    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
     for name in formats.names():
         assert formats.get(name).name == formats.get(name, "v").name == name
     assert formats.get("kivi2", "k").group_tokens == 32
@@ -74,11 +75,7 @@ def test_a_head_dim_that_a_format_cannot_hold_is_refused(name, side, head_dim, m
         assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("spec", ["kivi2", "kivi4_g64", "k=kivi2,v=tq4"])
-def test_keys_in_groups_are_refused_for_a_cache(spec):
-    with pytest.raises(InputError, match=r"^kivi\w+ quantises \d+ keys together and needs the full-precision tail") as caught:
-        formats.parse(spec)
-    assert "\n" not in str(caught.value)
+def test_k_and_v_of_one_name_may_be_stored_differently():
     k_format, v_format = formats.parse("k=tq4,v=kivi2")
     assert (k_format, v_format) == (formats.get("tq4"), formats.get("kivi2", "v"))
     assert formats.describe(k_format, v_format) == "k=tq4,v=kivi2"
@@ -294,16 +291,16 @@ def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
 
 
 # -- In a cache --------------------------------------------------------------------------------------------------------------
-IN_CACHE_MIXED = [*IN_CACHE, "k=tq4,v=kivi2", "k=bf16,v=kivi4_g64"]
+ALONE_MIXED = [*ALONE, "k=tq4,v=kivi2", "k=bf16,v=kivi4_g64"]
 
 
-@pytest.mark.parametrize("kv", IN_CACHE_MIXED)
+@pytest.mark.parametrize("kv", ALONE_MIXED)
 def test_a_cache_holds_what_the_format_stores(kv):
     k_format, v_format = formats.parse(kv)
     cache = new_cache(SMALL, kv, num_blocks=3)
     k, v = gaussian(9, 2, 128, seed=1), gaussian(9, 2, 128, seed=2)
     slots = torch.tensor([17, 3, 8, 0, 23, 22, 9, 5, 12])
-    cache.write(1, k, v, slots)
+    cache.write(1, k, v, at_slots(slots))
     for kv_format, x, restored in zip((k_format, v_format), (k, v), cache.read(1, torch.tensor([[0, 1, 2]])), strict=True):
         expected = kv_format.dequantize(kv_format.quantize(x, 1), 1)
         # A matrix product of more rows may add in another order.
@@ -313,14 +310,16 @@ def test_a_cache_holds_what_the_format_stores(kv):
     assert formats.parse(formats.describe(k_format, v_format)) == (k_format, v_format)
 
 
-@pytest.mark.parametrize("kv", IN_CACHE_MIXED)
+@pytest.mark.parametrize("kv", ALONE_MIXED)
 def test_the_validator_passes_the_reference_with_every_format(kv):
     prompts = [random_tokens(SMALL, 3), random_tokens(SMALL, 2, seed=1)]
-    report = validate(ReferenceExecutor(MODEL), ReferenceExecutor(MODEL), MODEL, prompts, 1, *formats.parse(kv))
+    report = validate(
+        ReferenceExecutor(MODEL), ReferenceExecutor(MODEL), MODEL, prompts, 1, KVSpec(kv).plan(MODEL.config.num_layers)
+    )
     assert report.passed
 
 
-@pytest.mark.parametrize("kv", IN_CACHE_MIXED)
+@pytest.mark.parametrize("kv", ALONE_MIXED)
 @pytest.mark.parametrize("shape", ["mha_d64", "gqa2_d256_tied"])
 def test_a_model_of_another_head_dim_runs_with_every_format(shape, kv):
     config = CONFIGS[shape]
@@ -342,7 +341,7 @@ def test_what_is_too_large_names_its_place():
     k[1, 0, 3] = 1e30
     place = r"layer 2: K of token 1 of the batch \(slot 9\), KV head 0 is not finite or too large for tq3_0$"
     with pytest.raises(InputError, match=place):
-        cache.write(2, k, torch.ones(2, 2, 128), torch.tensor([3, 9]))
+        cache.write(2, k, torch.ones(2, 2, 128), at_slots([3, 9]))
 
 
 # -- The page ---------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import format_oracles as slow
 import numpy as np
 import pytest
 import torch
+from small_models import at_slots
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from codebooks.lloyd_max import Codebook, converged_unit_centroids, gaussian_distortion
@@ -14,6 +15,7 @@ from tq_ops.cache import PagedKVCache
 from tq_ops.formats.kivi import KiviKeys, KiviValues
 from tq_ops.formats.manthan import BOUNDARIES, CENTROIDS
 from tq_ops.formats.packing import pack_stream, unpack_stream
+from tq_ops.plan import KVPlan
 
 DISTORTION = {1: 0.3634, 2: 0.11748, 3: 0.03455, 4: 0.009497}  # of a Gaussian: Max, 1960
 MANTHAN = formats.get("manthan3")
@@ -92,9 +94,9 @@ def test_5_the_factor_sqrt_d_is_needed():
 
 def test_6_kv_as_models_make_them(golden):
     """Through a paged cache; and with outlier channels, where a format that does not rotate loses the vector."""
-    cache = PagedKVCache(MANTHAN, MANTHAN, num_layers=1, num_kv_heads=2, head_dim=128, num_blocks=3)
+    cache = PagedKVCache(KVPlan.uniform(MANTHAN, MANTHAN, 1), num_kv_heads=2, head_dim=128, num_blocks=3)
     k, v = gaussian(200, 256, 1).view(200, 2, 128), gaussian(200, 256, 2).view(200, 2, 128)
-    cache.write(0, k, v, torch.arange(200) + 100)
+    cache.write(0, k, v, at_slots(torch.arange(200) + 100))
     restored_k, restored_v = (x[0, :, 100:300].transpose(0, 1) for x in cache.read(0, torch.tensor([[0, 1, 2]])))
     assert torch.equal(restored_k, round_trip("manthan3", k))
     assert torch.equal(restored_v, round_trip("manthan3", v))

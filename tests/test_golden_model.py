@@ -19,6 +19,7 @@ from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.formats import turboquant
 from tq_ops.formats.turboquant import codebook_on, rotation_on
+from tq_ops.plan import KVPlan
 from validation import bounds
 from validation.compare import compare_levels
 
@@ -81,7 +82,7 @@ class Run:
 
 def run_mini_model(data):
     model, seed = mini_model(data), formats.get("tq4_seed")
-    cache = PagedKVCache(seed, seed, num_layers=2, num_kv_heads=2, head_dim=128, num_blocks=4)
+    cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), num_kv_heads=2, head_dim=128, num_blocks=4)
     seen = {}
 
     class Watching:
@@ -90,16 +91,18 @@ def run_mini_model(data):
         def __getattr__(self, name):
             return getattr(reference, name)
 
-        def store_kv(self, k, v, cache, layer, slots):
+        def store_kv(self, k, v, cache, layer, batch):
             for side, x in (("k", k), ("v", v)):
                 unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
                 seen[side, layer] = unit.bfloat16().float() @ rotation_on(layer, 128, x.device)
-            reference.store_kv(k, v, cache, layer, slots)
+            reference.store_kv(k, v, cache, layer, batch)
 
     def forward(hidden, ops, positions, slots, lengths, starts):
         table = torch.from_numpy(data["block_table"]).view(2, 2)
         starts = torch.tensor(starts, dtype=torch.int32)
-        batch = Batch(positions, torch.from_numpy(slots).long(), table, torch.from_numpy(lengths), starts)
+        batch = Batch(
+            positions, torch.from_numpy(slots).long(), table, torch.from_numpy(lengths), starts, torch.arange(len(lengths))
+        )
         hidden = run_layers(model, bf16(hidden), range(2), batch, cache, ops)
         return head(model, hidden[starts[1:].long() - 1], reference)
 

@@ -24,6 +24,7 @@ from tq.commands.diff import _head, _tail
 from tq_ops import formats, reference
 from tq_ops.cache import BLOCK_SIZE
 from tq_ops.errors import InputError, NonFiniteError
+from tq_ops.plan import KVSpec
 from validation import bounds
 from validation import greedy_diff as module
 from validation.fidelity import Scored, score, summarize, teacher_forced
@@ -39,7 +40,7 @@ GARBAGE = 7
 def session(kv="fp32", executor=None, eos=()):
     tokenizer = ByteTokenizer()
     tokenizer.eos_token_ids = eos
-    return Session("small", CONFIG, executor or ReferenceExecutor(MODEL), tokenizer, *formats.parse(kv))
+    return Session("small", CONFIG, executor or ReferenceExecutor(MODEL), tokenizer, KVSpec(kv).plan(CONFIG.num_layers))
 
 
 def table(**ops):
@@ -136,12 +137,12 @@ def late_rope(x, cos, sin):
     return reference.rope(x, cos.roll(1, 0), sin.roll(1, 0))
 
 
-def v_for_k(k, v, cache, layer, slot_mapping):
-    reference.store_kv(v, k, cache, layer, slot_mapping)
+def v_for_k(k, v, cache, layer, batch):
+    reference.store_kv(v, k, cache, layer, batch)
 
 
-def next_slot(k, v, cache, layer, slot_mapping):
-    reference.store_kv(k, v, cache, layer, slot_mapping ^ 1)
+def next_slot(k, v, cache, layer, batch):
+    reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=batch.slot_mapping ^ 1))
 
 
 def other_scale(q, cache, layer, batch, softmax_scale):
@@ -489,7 +490,7 @@ def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(
     assert len(loaded) == 1
     assert all(args[1] is MODEL for args in made)
     assert [(args[0], args[-1]) for args in made] == [("reference", None), ("npu", "sim")]
-    assert (a.k_format.name, b.k_format.name) == ("bf16", "tq4")
+    assert (a.plan.describe(), b.plan.describe()) == ("bf16", "tq4")
 
 
 # -- The command ----------------------------------------------------------------------------------------------------------

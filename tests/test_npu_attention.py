@@ -11,6 +11,7 @@ from tq_ops.npu.program import ordered
 from tq_ops.npu.scopes import VARIANTS, AttentionProgram
 from tq_ops.npu.simulator import Mode, Simulator
 from tq_ops.npu.verify import check_verified
+from tq_ops.plan import KVPlan
 
 pytestmark = needs_pypto
 HEADS, KV_HEADS, LAYER = 10, 2, 1
@@ -29,7 +30,7 @@ def attention_case(variant, lengths, step):
     program = AttentionProgram.tuned(variant, HEADS, KV_HEADS, step)
     kv = formats.get("bf16" if variant == "bf16" else "tq4")
     blocks = sum(-(-n // 128) for n in lengths) + 1
-    cache = PagedKVCache(kv, kv, num_layers=LAYER + 1, num_kv_heads=KV_HEADS, head_dim=128, num_blocks=blocks)
+    cache = PagedKVCache(KVPlan.uniform(kv, kv, LAYER + 1), num_kv_heads=KV_HEADS, head_dim=128, num_blocks=blocks)
     generator = torch.Generator().manual_seed(11)
     # Leftovers of others in every slot that is not written.
     for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):
@@ -38,9 +39,9 @@ def attention_case(variant, lengths, step):
     paging = PagedSequences(blocks, 128, torch.randperm(blocks, generator=generator).tolist())
     sequences = [paging.add() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
-        slots = paging.batch([sequence], [length]).slot_mapping
+        batch = paging.batch([sequence], [length])
         k, v = (torch.randn(length, KV_HEADS, 128, generator=generator) for _ in "kv")
-        cache.write(LAYER, k, v, slots)
+        cache.write(LAYER, k, v, batch)
     q = torch.randn(len(lengths), HEADS, 128, generator=generator).bfloat16()
     # The batch of a decode step whose tokens are stored already.
     table = torch.nn.utils.rnn.pad_sequence(

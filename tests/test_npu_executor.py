@@ -12,13 +12,13 @@ from small_models import SMALL, cache_tensors, new_cache, small_model
 from executors import catalog
 from executors.reference import ReferenceExecutor
 from models.qwen3_14b.npu import inputs, programs
-from tq_ops import formats
 from tq_ops.batch import PagedSequences
 from tq_ops.errors import InputError
 from tq_ops.npu import device, simulator
+from tq_ops.plan import KVSpec
 from validation.bounds import LAYER_BF16
 
-TQ4 = formats.get("tq4")
+TQ4 = KVSpec("tq4").plan(SMALL.num_layers)
 CONFIG = replace(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
 
 
@@ -102,12 +102,12 @@ def test_the_cache_is_handed_over_as_it_is():
 )
 def test_a_model_without_programs_is_refused_by_name(config, said):
     with pytest.raises(InputError, match=said):
-        catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, TQ4, "sim")
+        catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
 
 
 def test_fp32_is_refused():
     with pytest.raises(InputError, match="bfloat16 only"):
-        catalog.create("npu", small_model(CONFIG), TQ4, TQ4, "sim")
+        catalog.create("npu", small_model(CONFIG), TQ4, "sim")
 
 
 @needs_pypto[0]
@@ -115,8 +115,10 @@ def test_fp32_is_refused():
 def test_another_format_and_another_block_size_are_refused():
     model = small_model(CONFIG, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="read and write tq4, not bf16"):
-        catalog.create("npu", model, TQ4, formats.get("bf16"), "sim")
-    executor = catalog.create("npu", model, TQ4, TQ4, "sim")
+        catalog.create("npu", model, KVSpec("k=tq4,v=bf16").plan(CONFIG.num_layers), "sim")
+    with pytest.raises(InputError, match=r"executor npu cannot run this: its programs read tq4 alone, no tokens in BF16"):
+        catalog.create("npu", model, KVSpec("tq4", sink=1).plan(CONFIG.num_layers), "sim")
+    executor = catalog.create("npu", model, TQ4, "sim")
     with pytest.raises(InputError, match="128-token blocks, not 8"):
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
 
@@ -191,10 +193,10 @@ def filled(config, lengths, seed):
     generator = torch.Generator().manual_seed(seed)
     for sequence, length in zip(sequences, lengths, strict=True):
         if length:
-            slots = paging.batch([sequence], [length]).slot_mapping
+            batch = paging.batch([sequence], [length])
             for layer in range(config.num_layers):
                 k, v = (torch.randn(length, config.num_kv_heads, 128, generator=generator) for _ in "kv")
-                cache.write(layer, k, v, slots)
+                cache.write(layer, k, v, batch)
     return cache, paging, sequences
 
 
@@ -215,7 +217,7 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, ne
     model = small_model(config, seed=3, dtype=torch.bfloat16)
     hidden = torch.randn(sum(new), config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
     results = []
-    for executor in (ReferenceExecutor(model), catalog.create("npu", model, TQ4, TQ4, "sim")):
+    for executor in (ReferenceExecutor(model), catalog.create("npu", model, TQ4, "sim")):
         cache, paging, sequences = filled(config, stored, seed=7)
         out = executor.layers(hidden, range(1, 2), paging.batch(sequences, new), cache)
         results.append((out.float(), [tensor for *_, tensor in cache_tensors(cache)]))

@@ -8,7 +8,18 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, small_model, weights_as_numpy
+from small_models import (
+    CONFIGS,
+    SMALL,
+    at_slots,
+    decode,
+    new_cache,
+    new_paging,
+    prefill,
+    random_tokens,
+    small_model,
+    weights_as_numpy,
+)
 
 from codebooks import Codebook, haar_rotation, lloyd_max
 from executors.generation import generate
@@ -53,7 +64,7 @@ class FromCache:
         assert len(set(self.slots)) == count
 
     def __call__(self, layer, side, head, position, x):
-        kv_format = getattr(self.cache, f"{side}_format").name
+        kv_format = getattr(self.cache, f"{side}_format")(layer).name
         stored = getattr(self.cache, f"{side}_fields")(layer)
         place = (self._block[position], head, self._offset[position])
         fields = {name: as_numpy(tensor[place]) for name, tensor in stored.items()}
@@ -242,8 +253,8 @@ def wrong_reader(side, dequantize):
         def read(inner, fields, asked):
             return dequantize(inner, fields, asked) if asked == layer else inner.dequantize(fields, asked)
 
-        name = f"{side}_format"
-        setattr(cache, name, WrongReader(getattr(cache, name), read))
+        sides = getattr(cache, f"_{side}")
+        sides[layer] = replace(sides[layer], kv_format=WrongReader(sides[layer].kv_format, read))
 
     return fault
 
@@ -478,7 +489,7 @@ def attention_case(config, lengths, new_tokens, block_size, order=None):
     batch = paging.batch(sequences, new_tokens)
     new_slots = batch.slot_mapping.split(list(new_tokens))
     slots = torch.cat([torch.cat(pair) for pair in zip(old_slots, new_slots, strict=True)])
-    reference.store_kv(k, v, cache, 1, slots)
+    reference.store_kv(k, v, cache, 1, at_slots(slots))
     q = normal(sum(new_tokens), config.num_heads, config.head_dim, seed=3)
     return (
         cache,
@@ -548,13 +559,13 @@ def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(cas
 def test_store_kv_puts_each_token_at_its_slot():
     cache = new_cache(SMALL, "fp32", num_blocks=3, block_size=4)
     k, v = normal(3, 2, 128, seed=1), normal(3, 2, 128, seed=2)
-    reference.store_kv(k, v, cache, 1, torch.tensor([11, 0, 6]))
+    reference.store_kv(k, v, cache, 1, at_slots([11, 0, 6]))
     for token, (block, offset) in enumerate([(2, 3), (0, 0), (1, 2)]):
         assert torch.equal(cache.k_fields(1)["data"][block, :, offset], k[token])
         assert torch.equal(cache.v_fields(1)["data"][block, :, offset], v[token])
     assert sum(int((tensor != 0).sum()) for layer in (0, 2) for tensor in cache.k_fields(layer).values()) == 0
     with pytest.raises(IndexError, match="0 … 11"):
-        reference.store_kv(k, v, cache, 1, torch.tensor([0, 1, 12]))
+        reference.store_kv(k, v, cache, 1, at_slots([0, 1, 12]))
 
 
 def test_the_oracles_bf16_is_torchs():

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from small_models import CONFIGS, KV_FORMATS, SMALL, cache_tensors, new_cache, new_paging, random_tokens, small_model
+from small_models import CONFIGS, KV_FORMATS, SMALL, at_slots, cache_tensors, new_cache, new_paging, random_tokens, small_model
 from torch import Tensor
 
 from codebooks import haar_rotation, lloyd_max
@@ -108,12 +108,12 @@ class Run:
             logits = forward(self.model, ids, batch, self.cache, self._ops)
         return dict(zip(tokens, logits, strict=True))
 
-    def _store(self, k, v, cache, layer, slot_mapping):
-        reference.store_kv(k, v, cache, layer, slot_mapping)
+    def _store(self, k, v, cache, layer, batch):
+        reference.store_kv(k, v, cache, layer, batch)
         for side, x in (("k", k), ("v", v)):
             stored = getattr(cache, f"{side}_fields")(layer)
             for token, (name, position) in enumerate(self._now):
-                block, offset = divmod(int(slot_mapping[token]), cache.block_size)
+                block, offset = divmod(int(batch.slot_mapping[token]), cache.block_size)
                 here = {field_name: tensor[block, :, offset] for field_name, tensor in stored.items()}
                 key = (layer, side, name, position)
                 if self.like is not None and key in self.like.kept:
@@ -123,7 +123,7 @@ class Run:
     def _take_over(self, key, x, here):
         layer, side, _, _ = key
         like_x, like_fields = self.like.kept[key]
-        kv_format = getattr(self.cache, f"{side}_format").name
+        kv_format = getattr(self.cache, f"{side}_format")(layer).name
         assert ((x - like_x).norm(dim=-1) <= bounds.REORDERED_KV * like_x.norm(dim=-1)).all(), key
         for head in range(len(x)):
             mine = {name: tensor[head] for name, tensor in here.items()}
@@ -495,7 +495,7 @@ def test_a_write_of_what_is_not_finite_names_its_place_and_changes_nothing(kv, b
     (k if side == "K" else v)[token, head, 77] = bad
     place = rf"layer {layer}: {side} of token {token} of the batch \(slot {slots[token]}\), KV head {head} .*{kv}$"
     with pytest.raises(NonFiniteError, match=place):
-        cache.write(layer, k, v, torch.tensor(slots[:5]))
+        cache.write(layer, k, v, at_slots(slots[:5]))
     for old, (*_, new) in zip(before, cache_tensors(cache), strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
@@ -505,9 +505,9 @@ def test_the_published_layout_refuses_what_its_norm_cannot_hold():
     k = torch.ones(2, 2, 128)
     k[1, 0] = 1e30
     with pytest.raises(NonFiniteError, match=r"layer 2: K of token 1 of the batch \(slot 9\), KV head 0"):
-        cache.write(2, k, torch.ones(2, 2, 128), torch.tensor([3, 9]))
+        cache.write(2, k, torch.ones(2, 2, 128), at_slots([3, 9]))
     tq4 = new_cache(SMALL, "tq4", num_blocks=2)
-    tq4.write(2, k, torch.ones(2, 2, 128), torch.tensor([3, 9]))
+    tq4.write(2, k, torch.ones(2, 2, 128), at_slots([3, 9]))
     assert tq4.k_fields(2)["scale"][1, 0, 1] == 65504
 
 
@@ -534,12 +534,8 @@ def test_infinities_left_in_slots_of_nobody_do_not_leak(kv):
     """A freed or unwritten slot may hold anything; the same forward beside it gives the same bits."""
     results = []
     for leftover in (0.0, float("inf"), float("nan")):
-        k_format, v_format = formats.parse(kv)
         config = MODEL.config
-        cache = PagedKVCache(
-            k_format, v_format, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, num_blocks=6, block_size=BLOCK,
-        )  # fmt: skip
+        cache = new_cache(config, kv, 6, BLOCK)
         for layer in range(config.num_layers):
             for tensor in (*cache.k_fields(layer).values(), *cache.v_fields(layer).values()):
                 tensor.fill_(leftover if tensor.is_floating_point() else 0)

@@ -17,9 +17,9 @@ from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.layer import RopeTable
 from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.weights import assemble
-from tq_ops import formats
 from tq_ops.batch import PagedSequences
 from tq_ops.cache import PagedKVCache
+from tq_ops.plan import KVSpec
 from validation import bounds
 
 STEPS = 32
@@ -79,11 +79,11 @@ class Bf16Cache(DynamicCache):
 
 def worst_error(theirs, ours, kv, prompt):
     """Largest absolute difference of logits over prefill and STEPS greedy steps, and the ties that were settled."""
-    kv_format, executor = formats.get(kv), ReferenceExecutor(ours)
+    executor = ReferenceExecutor(ours)
     blocks = -(-(prompt.shape[1] + STEPS) // 128)
     cache = PagedKVCache(
-        kv_format, kv_format, num_layers=ours.config.num_layers, num_kv_heads=ours.config.num_kv_heads,
-        head_dim=ours.config.head_dim, num_blocks=blocks,
+        KVSpec(kv).plan(ours.config.num_layers), num_kv_heads=ours.config.num_kv_heads, head_dim=ours.config.head_dim,
+        num_blocks=blocks,
     )  # fmt: skip
     paging = PagedSequences(blocks, 128)
     sequence = paging.add()

@@ -18,6 +18,7 @@ from models.qwen3_14b.layer import OP_NAMES
 from models.qwen3_14b.model import head
 from tq_ops import formats, reference
 from tq_ops.errors import InputError
+from tq_ops.plan import KVSpec
 from validation import bounds, validate
 from validation.ascend import ascend_metrics
 from validation.compare import compare_numbers, compare_stored, compare_vectors
@@ -33,7 +34,15 @@ PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
 
 
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **kwargs):
-    return validate(trusted or ReferenceExecutor(model), candidate, model, prompts, steps, *formats.parse(kv), **kwargs)
+    return validate(
+        trusted or ReferenceExecutor(model),
+        candidate,
+        model,
+        prompts,
+        steps,
+        KVSpec(kv).plan(model.config.num_layers),
+        **kwargs,
+    )
 
 
 def candidate_with(model=MODEL, **ops):
@@ -97,7 +106,7 @@ def test_a_tie_is_taken_over_into_what_follows():
     """In fp32 one level that falls the other way moves attention a hundred times as far as rounding may; it is a tie."""
     flipped = []
 
-    def store_kv(k, v, cache, layer, slots):
+    def store_kv(k, v, cache, layer, batch):
         # The level of layer 1's K that lies nearest to its boundary, on the other side of it.
         x = k.clone()
         if layer == 1 and len(k) > 2:
@@ -105,17 +114,17 @@ def test_a_tie_is_taken_over_into_what_follows():
             away = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1)
             token, head, coordinate = (int(i) for i in (away == away.min()).nonzero()[0])
             level = int((choice.value[token, head, coordinate] >= choice.boundaries).sum())
-            fields = cache.k_format.quantize(x, layer)
-            reference.store_kv(x, v, cache, layer, slots)
+            fields = cache.k_format(layer).quantize(x, layer)
+            reference.store_kv(x, v, cache, layer, batch)
             levels = formats.get("tq4").levels(fields)
             distance = choice.value[token, head, coordinate] - choice.boundaries
             levels[token, head, coordinate] = level + (1 if distance[distance.abs().argmin()] < 0 else -1)
             low, high = levels.chunk(2, dim=-1)
-            block, offset = slots // cache.block_size, slots % cache.block_size
+            block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
             cache.k_fields(layer)["codes"][block, :, offset] = low | (high << 4)
             flipped.append(float(away.min()))
             return
-        reference.store_kv(x, v, cache, layer, slots)
+        reference.store_kv(x, v, cache, layer, batch)
 
     limits = replace(bounds.LAYER_FP32, kv_noise=1e-3, same_kv_noise=1e-3, length=1e-1)
     with pytest.MonkeyPatch.context() as patch:
@@ -207,13 +216,13 @@ def test_a_small_error_of_one_head_is_not_hidden_by_the_others():
 def test_a_rotated_value_rounded_to_bf16_is_no_tie(side):
     """The published CPU path: its levels differ by one and half a percent only, and are unexplained all the same."""
 
-    def store_kv(k, v, cache, layer, slots):
-        reference.store_kv(k, v, cache, layer, slots)
+    def store_kv(k, v, cache, layer, batch):
+        reference.store_kv(k, v, cache, layer, batch)
         x, fields = (k, cache.k_fields(layer)) if side == "k" else (v, cache.v_fields(layer))
         choice = formats.get("tq4").choice(x, layer, 0.0)
         level = torch.bucketize(choice.value.bfloat16().float(), choice.boundaries).to(torch.uint8)
         low, high = level.chunk(2, dim=-1)
-        block, offset = slots // cache.block_size, slots % cache.block_size
+        block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
         fields["codes"][block, :, offset] = low | (high << 4)
 
     prompts = [random_tokens(SMALL, 40)]
@@ -226,8 +235,8 @@ def test_a_rotated_value_rounded_to_bf16_is_no_tie(side):
 @pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("factor", [1.01, 0.99])
 def test_a_wrong_scale_is_found_in_every_format(kv, factor):
-    def store_kv(k, v, cache, layer, slots):
-        reference.store_kv(k, v * factor, cache, layer, slots)
+    def store_kv(k, v, cache, layer, batch):
+        reference.store_kv(k, v * factor, cache, layer, batch)
 
     assert where(run(candidate_with(store_kv=store_kv), steps=0, kv=kv)) == (0, "store_kv.v")
 
@@ -297,7 +306,7 @@ def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
     v[2, 0, :5] = 0
     v[3, 1] = 0
     bad = poison(cache, 1, k, v)
-    for kv_format, side, x in ((cache.k_format, "k", k), (cache.v_format, "v", v)):
+    for kv_format, side, x in ((cache.k_format(1), "k", k), (cache.v_format(1), "v", v)):
         right = kv_format.quantize(x, 1)
         levels = kv_format.levels(right)
         if levels is None:
@@ -415,8 +424,9 @@ def test_nan_anywhere_fails(bad):
     json.dumps(as_json(report), allow_nan=False)
     page(report)
 
-    def scale(k, v, cache, layer, slots):
-        reference.store_kv(k, v, cache, layer, slots)
+    def scale(k, v, cache, layer, batch):
+        slots = batch.slot_mapping
+        reference.store_kv(k, v, cache, layer, batch)
         cache.v_fields(layer)["scale"][slots[0] // cache.block_size, 0, slots[0] % cache.block_size] = bad
 
     assert where(run(WholeLayers(candidate_with(store_kv=scale)), steps=0)) == (0, "store_kv.v")
@@ -520,8 +530,8 @@ def test_nothing_compared_is_not_passed(monkeypatch):
 
 def test_what_cannot_be_run_is_refused():
     class Picky(ReferenceExecutor):
-        def supports(self, config, kv_format):
-            return "it knows no 4 bits" if kv_format.name == "tq4" else None
+        def supports(self, config, plan):
+            return "it knows no 4 bits" if plan.k(0).name == "tq4" else None
 
     with pytest.raises(InputError, match="4 bits"):
         run(Picky(MODEL))

@@ -25,10 +25,10 @@ from executors.reference import ReferenceExecutor
 from models.catalog import load_model
 from models.qwen3_14b.config import FAMILY, QWEN3_14B, Qwen3Config
 from models.qwen3_14b.weights import checkpoint_shapes, load_weights, random_weights, read_header
-from tq_ops import formats
 from tq_ops.batch import PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError, NonFiniteError
+from tq_ops.plan import KVSpec
 
 TIED = CONFIG | {"tie_word_embeddings": True}
 BYTES = list(b"every byte counts")
@@ -36,12 +36,9 @@ BYTES = list(b"every byte counts")
 
 def first_logits(model, kv="tq4", prompt=BYTES):
     """Logits [vocab] after a prompt."""
-    k_format, v_format = formats.parse(kv)
     config = model.config
-    cache = PagedKVCache(
-        k_format, v_format, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, num_blocks=1,
-    )  # fmt: skip
+    plan = KVSpec(kv).plan(config.num_layers)
+    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=1)
     paging = PagedSequences(1, cache.block_size)
     batch = paging.batch([paging.add()], [len(prompt)])
     return ReferenceExecutor(model).prefill(torch.tensor(prompt), batch, cache)[0]

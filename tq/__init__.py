@@ -22,6 +22,8 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 _PUBLIC = {
     "Batch": "tq_ops.batch",
     "InputError": "tq_ops.errors",
+    "KVPlan": "tq_ops.plan",
+    "KVSpec": "tq_ops.plan",
     "PagedKVCache": "tq_ops.cache",
     "PagedSequences": "tq_ops.batch",
     "Qwen3Config": "models.qwen3_14b.config",
@@ -34,7 +36,8 @@ _PUBLIC = {
 
 # Without TQCache and generate, so that `from tq import *` needs no extra.
 __all__ = [
-    "Batch", "InputError", "PagedKVCache", "PagedSequences", "Qwen3Config", "Sampling", "Session", "formats", "load",
+    "Batch", "InputError", "KVPlan", "KVSpec", "PagedKVCache", "PagedSequences", "Qwen3Config", "Sampling", "Session",
+    "formats", "load",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class Batch:
         block_table: [B, max_blocks] int32, each sequence's blocks in order; -1 pads.
         seq_lens: [B] int32, tokens of each sequence after this forward.
         query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
+        rows: [B] int64, each sequence's row among those that a cache keeps tokens in BF16 for.
     """
 
     positions: Tensor
@@ -31,6 +32,7 @@ class Batch:
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
+    rows: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
@@ -48,18 +50,30 @@ class PagedSequences:
         num_blocks: blocks in the cache.
         block_size: tokens a block.
         order: the order in which free blocks are handed out; ascending unless given.
+        num_rows: sequences at a time; as many as there are blocks unless given.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, order: Sequence[int] | None = None, num_rows: int | None = None
+    ) -> None:
         self.block_size = block_size
         self._free = list(reversed(order if order is not None else range(num_blocks)))
         self._blocks: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        self._free_rows = list(reversed(range(num_blocks if num_rows is None else num_rows)))
+        self._rows: dict[int, int] = {}
         self._next_id = 0
 
     def add(self) -> int:
-        """Begin an empty sequence and return its id."""
+        """Begin an empty sequence and return its id.
+
+        Raises:
+            CacheFullError: there are as many sequences as the cache has rows for.
+        """
+        if not self._free_rows:
+            raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
         sequence = self._next_id
+        self._rows[sequence] = self._free_rows.pop()
         self._next_id += 1
         self._blocks[sequence], self._lengths[sequence] = [], 0
         return sequence
@@ -71,6 +85,7 @@ class PagedSequences:
     def free(self, sequence: int) -> None:
         """End a sequence; its blocks may be handed out again."""
         self._free.extend(reversed(self._blocks.pop(sequence)))
+        self._free_rows.append(self._rows.pop(sequence))
         del self._lengths[sequence]
 
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
@@ -115,4 +130,5 @@ class PagedSequences:
             block_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1),
             seq_lens=torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32),
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            rows=torch.tensor([self._rows[sequence] for sequence in sequences]),
         )

@@ -73,23 +73,23 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     return (functional.silu(gate) * up).to(dtype)
 
 
-def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
     """Quantise K and V and store them, each once, at their slots.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
-        slot_mapping: [T] int64.
+        batch: says where they go.
     Raises:
         NonFiniteError: naming layer, token, slot and head.
     """
-    cache.write(layer, k, v, slot_mapping)
+    cache.write(layer, k, v, batch)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """Causal attention of new tokens over everything stored of their sequences, themselves included.
 
     The oracle of the rotated-domain kernels: it de-quantises, then attends. KV head g serves the query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1.
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `Window.seen` says.
 
     Args:
         q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -102,17 +102,27 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     blocks = -(-int(batch.seq_lens.max()) // cache.block_size)
     k, v = cache.read(layer, batch.block_table[:, :blocks])
     token, position, valid = pad_queries(batch)
-    scores = _group_heads(q[token].float(), cache.num_kv_heads) @ k.transpose(-1, -2) * softmax_scale
+    queries, group = _group_heads(q[token].float(), cache.num_kv_heads), q.shape[1] // cache.num_kv_heads
+    k_window, v_window = cache.windows(layer)
+    scores = queries @ k.transpose(-1, -2)
+    if k_window:
+        exact = queries @ k_window.read(batch, k.shape[2]).transpose(-1, -2)
+        scores = torch.where(_for_heads(k_window.seen(position, k.shape[2]), group), exact, scores)
     stored = torch.arange(k.shape[2], device=q.device)
-    hidden = (stored > position.unsqueeze(-1)).repeat(1, q.shape[1] // cache.num_kv_heads, 1)  # [B, G*Q, S]
-    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    hidden = _for_heads(stored > position.unsqueeze(-1), group)
+    scores = (scores * softmax_scale).masked_fill(hidden, -torch.inf)
     # What lies behind a sequence's end is someone's leftover: probability 0 does not silence an infinity there.
     v = v.masked_fill((stored >= batch.seq_lens.unsqueeze(1))[:, None, :, None], 0.0)
     if q.dtype == torch.float32:
-        out = torch.softmax(scores, dim=-1) @ v
+        weights, total = torch.softmax(scores, dim=-1), torch.ones((), device=q.device)
     else:
         weights, total = _rounded_softmax(scores, cache.block_size, q.dtype)
-        out = weights @ v / total
+    if v_window:
+        seen = _for_heads(v_window.seen(position, v.shape[2]), group)
+        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_window.read(batch, v.shape[2])
+    else:
+        out = weights @ v
+    out = out / total
     return _ungroup_heads(out, q.shape[1])[valid].to(q.dtype)
 
 
@@ -122,6 +132,11 @@ def pad_queries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     steps = torch.arange(int((ends - starts).max()), device=starts.device)
     token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
     return token, batch.positions[token], steps < (ends - starts).unsqueeze(1)
+
+
+def _for_heads(mask: Tensor, group: int) -> Tensor:
+    """[B, Q, S] -> [B, 1, G*Q, S]: a mask of queries, for the rows of `_group_heads`."""
+    return mask.repeat(1, group, 1).unsqueeze(1)
 
 
 def _group_heads(x: Tensor, num_kv_heads: int) -> Tensor:

@@ -20,7 +20,6 @@ from executors.generation import generate
 from executors.session import Session
 from models.qwen3_14b.model import Qwen3, embed, head
 from tq_ops import reference
-from tq_ops.cache import bytes_per_token
 from tq_ops.errors import InputError, NonFiniteError
 from validation.evaluation_partial import Partial
 from validation.fidelity import Scores, join, nearest_rank, score_text
@@ -93,7 +92,7 @@ class Row:
 
     Attributes:
         kv: the cache's name.
-        bytes_per_token: K and V of all layers and heads, scales included.
+        bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
         bits_per_value: the same, for one number of K or V.
         kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
         top1: share of the positions at which both like the same token best.
@@ -184,7 +183,8 @@ def evaluate(setup: Setup, plan: Plan, *, partial: Partial | None = None, on_ste
         matches = dict(_greedy(setup, plan, partial, on_step))
     finally:
         partial.flush()
-    return [_row(name, side, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
+    size = plan.windows[0].length
+    return [_row(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
 
 
 @torch.inference_mode()
@@ -196,7 +196,7 @@ def _logits(model: Qwen3, side: Session, plan: Plan, window: Window) -> Iterator
     device = side.executor.device
     cache, paging = side.new_cache(1, window.length)
     sequence = paging.add()
-    for chunk in torch.split(plan.tokens[window.begin : window.begin + window.length], CHUNK):
+    for chunk in torch.split(plan.tokens[window.begin : window.begin + window.length], cache.most_new_tokens or CHUNK):
         batch = paging.batch([sequence], [len(chunk)]).to(device)
         hidden = side.executor.layers(embed(model, chunk).to(device), range(model.config.num_layers), batch, cache)
         yield head(model, hidden.to(model.weights.lm_head.device), reference)
@@ -205,12 +205,24 @@ def _logits(model: Qwen3, side: Session, plan: Plan, window: Window) -> Iterator
 def _score_window(setup: Setup, name: str, side: Session, plan: Plan, window: Window, base: Tensor) -> Scores:
     begin = window.begin + 1
     of_base, targets = (torch.split(x, CHUNK) for x in (base, plan.tokens[begin : begin + window.length]))
-    # The baseline as one of the caches is what it has just been.
-    logits = iter(of_base) if side is setup.base else _logits(setup.model, side, plan, window)
+    # The baseline as one of the caches is what it has just been; the others may come in smaller pieces.
+    logits = iter(of_base) if side is setup.base else _in_chunks(_logits(setup.model, side, plan, window))
     try:
         return join([score_text(a, b, t) for a, b, t in zip(of_base, logits, targets, strict=True)])
     except NonFiniteError as error:
         raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
+
+
+def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same rows, `CHUNK` at a time."""
+    held: list[Tensor] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(map(len, held)) >= CHUNK:
+            yield torch.cat(held)
+            held = []
+    if held:
+        yield torch.cat(held)
 
 
 def _greedy(setup: Setup, plan: Plan, partial: Partial, on_step: OnStep) -> Iterator[tuple[str, list[int]]]:
@@ -242,9 +254,10 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _row(name: str, side: Session, scores: Scores, matches: Sequence[int]) -> Row:
+def _row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int]) -> Row:
     config = side.config
-    size = bytes_per_token(side.k_format, side.v_format, config.num_layers, config.num_kv_heads, config.head_dim)
+    cache, _ = side.new_cache(1, tokens)
+    size = cache.nbytes / cache.num_slots
     kl = scores.kl.sort().values.tolist()
     ppl = math.exp(-scores.log_p_b.mean().item())
     return Row(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import torch
 
 from executors import catalog
 from executors.base import Executor
-from executors.session import Session
+from executors.session import Session, plan_for
 from models.catalog import load_model
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.model import Qwen3
@@ -19,7 +20,7 @@ from models.qwen3_14b.weights import Progress
 from models.text import load_tokenizer
 from tq_ops import formats
 from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan, KVSpec
 from validation.evaluation import Plan, Setup
 
 BASELINE = "bf16"
@@ -53,6 +54,8 @@ def load_setup(
     model: str,
     kvs: Sequence[str] = (),
     *,
+    spec: KVSpec | None = None,
+    plans: Mapping[str, KVSpec] | None = None,
     executor: str = "reference",
     device: str | None = None,
     dtype: str | None = None,
@@ -64,49 +67,51 @@ def load_setup(
     The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
 
     Args:
-        kvs: formats as `formats.parse` takes them; every format that the cache, the model and the executor take unless given.
+        kvs: formats as `formats.parse` takes them; every format that the model and the executor take unless these or `plans`
+            are given.
+        spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
+        plans: other caches, by the name that their rows get.
         model, executor, device, dtype, layers, progress: as in `executors.session.load`.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
-    wanted = [formats.parse(kv) for kv in kvs]
     loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
-    tokenizer = load_tokenizer(model, loaded.config)
+    tokenizer, config, spec = load_tokenizer(model, loaded.config), loaded.config, spec or KVSpec()
+    wanted = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
+        n: plan_for(s, config) for n, s in (plans or {}).items()
+    }
     # One executor serves every cache; the default format stands for the others until they are known.
-    runner = catalog.create(executor, loaded, *(wanted or [formats.parse(formats.names()[0])])[0], device)
-    wanted = wanted or _all(runner, loaded.config)
-    for pair in wanted:
-        for kv_format in pair:
-            kv_format.fields(loaded.config.head_dim)  # refuses a head_dim without a layout
-            if reason := runner.supports(loaded.config, kv_format):
-                raise InputError(f"executor {executor} cannot run this: {reason}")
+    runner = catalog.create(
+        executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(formats.names()[0]), config)), device
+    )
+    wanted = wanted or _all(runner, config, spec)
+    for plan in wanted.values():
+        if reason := runner.supports(config, plan):
+            raise InputError(f"executor {executor} cannot run this: {reason}")
 
-    def session(who: Executor, k_format: KVFormat, v_format: KVFormat) -> Session:
-        return Session(model, loaded.config, who, tokenizer, k_format, v_format)
+    def session(who: Executor, plan: KVPlan) -> Session:
+        return Session(model, config, who, tokenizer, plan)
 
-    bf16 = formats.parse(BASELINE)
-    without = runner.supports(loaded.config, bf16[0])
-    base = session(catalog.create("reference", loaded, *bf16) if without else runner, *bf16)
-    caches = {formats.describe(*pair): session(runner, *pair) for pair in wanted}
+    bf16 = plan_for(KVSpec(BASELINE), config)
+    without = runner.supports(config, bf16)
+    base = session(catalog.create("reference", loaded, bf16) if without else runner, bf16)
+    caches = {name: session(runner, plan) for name, plan in wanted.items()}
     if BASELINE in caches:
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
-    ends = Qwen3(loaded.config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
+    ends = Qwen3(config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
     return Setup(ends, base, caches, weights_fingerprint(loaded))
 
 
-def _all(runner: Executor, config: Qwen3Config) -> list[tuple[KVFormat, KVFormat]]:
+def _all(runner: Executor, config: Qwen3Config, spec: KVSpec) -> dict[str, KVPlan]:
     """Every format that has a layout for this model, and that this executor runs."""
-    pairs = [formats.parse(name) for name in formats.names(in_cache=True)]
-    return [pair for pair in pairs if all(_fits(kv_format, runner, config) for kv_format in pair)]
-
-
-def _fits(kv_format: KVFormat, runner: Executor, config: Qwen3Config) -> bool:
-    try:
-        kv_format.fields(config.head_dim)
-    except InputError:
-        return False
-    return runner.supports(config, kv_format) is None
+    plans = {}
+    for name in formats.names():
+        with suppress(InputError):  # of a format that cannot hold this head_dim or needs a longer tail
+            plan = plan_for(replace(spec, kv=name), config)
+            if runner.supports(config, plan) is None:
+                plans[name] = plan
+    return plans
 
 
 # -- Fingerprints: what a partial result belongs to -------------------------------------------------------------------------
@@ -138,13 +143,15 @@ def cache_fingerprint(side: Session) -> str:
     """Digest of what a cache makes of fixed vectors: another code or table of a format, another digest."""
     x = torch.randn(4, side.config.head_dim, generator=torch.Generator().manual_seed(0))
     digest = hashlib.sha256()
-    for kv_format in (side.k_format, side.v_format):
-        stored = kv_format.quantize(x, 0)
+    digest.update(side.plan.describe().encode())
+    for kv_format in side.plan.formats:
+        vectors = x if kv_format.group_tokens == 1 else x.repeat(kv_format.group_tokens // len(x), 1)
+        stored = kv_format.quantize(vectors, 0)
         for name, tensor in sorted(stored.items()):
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
         # Restored numbers may differ in their last bits from machine to machine; four digits of their sum do not.
         restored = kv_format.dequantize(stored, 0).double()
-        digest.update(f"{(restored * x.double()).sum().item():.4g}".encode())
+        digest.update(f"{(restored * vectors.double()).sum().item():.4g}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as memoised
 from types import SimpleNamespace
 from typing import Any, cast
@@ -102,17 +102,18 @@ def reordered() -> Ops:
 def _storing(name: str, at: int, alter: Alter | None, stage: str = "store_kv.k") -> Fault:
     """A layer that stores what `alter` makes of its K and V, or nothing at all."""
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         if layer != at:
-            reference.store_kv(k, v, cache, layer, slot_mapping)
+            reference.store_kv(k, v, cache, layer, batch)
         elif alter is not None:
-            put(cache, layer, slot_mapping, alter(k, v, cache, layer))
+            put(cache, layer, batch.slot_mapping, alter(k, v, cache, layer))
 
     return Fault(name, at, stage, stage, {"store_kv": store_kv})
 
 
 def _quantized(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-    return {"k": cache.k_format.quantize(k, layer), "v": cache.v_format.quantize(v, layer)}
+    # Every layer's formats are the same; `layer` may be one that the model has not.
+    return {"k": cache.k_format(0).quantize(k, layer), "v": cache.v_format(0).quantize(v, layer)}
 
 
 def _swapped_nibbles(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
@@ -128,8 +129,8 @@ def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stor
 
 
 def _off_by_one(at: int) -> Callable[..., None]:
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
-        reference.store_kv(k, v, cache, layer, slot_mapping + (layer == at))
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=batch.slot_mapping + (layer == at)))
 
     return store_kv
 
@@ -185,8 +186,8 @@ def _sequential(dim: int) -> Table:
     def back(x: Tensor, layer: int) -> Tensor:
         return x if layer == 0 else x.float() @ haar_rotation(layer, dim).float() @ _sequential_rotation(layer, dim).T
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
-        reference.store_kv(there(k, layer), there(v, layer), cache, layer, slot_mapping)
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        reference.store_kv(there(k, layer), there(v, layer), cache, layer, batch)
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         turned = there(q, layer).to(q.dtype)

@@ -18,7 +18,7 @@ from tq_ops import reference as spec
 from tq_ops.batch import Batch, PagedSequences
 from tq_ops.cache import PagedKVCache, blocks_for
 from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan
 from validation.record import Call, Recorder, table_of
 from validation.trial import Stored, Trial, load, new_cache_like, put, snapshot, take
 
@@ -69,12 +69,11 @@ class Schedule:
     def __len__(self) -> int:
         return -(-max(map(len, self.prompts)) // PREFILL_CHUNK) + self.steps
 
-    def new_cache(self, k_format: KVFormat, v_format: KVFormat, model: Qwen3) -> PagedKVCache:
+    def new_cache(self, plan: KVPlan, model: Qwen3) -> PagedKVCache:
         """An empty cache with room for all of it and one block that nobody owns."""
         config = model.config
         return PagedKVCache(
-            k_format, v_format, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            num_blocks=sum(self._blocks) + 1,
+            plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=sum(self._blocks) + 1
         )  # fmt: skip
 
     def paging(self, cache: PagedKVCache) -> PagedSequences:

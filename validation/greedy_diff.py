@@ -11,7 +11,7 @@ from torch import Tensor
 from executors import catalog
 from executors.base import Executor
 from executors.generation import Completion
-from executors.session import Session
+from executors.session import Session, plan_for
 from models.catalog import load_model
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.weights import Progress
@@ -20,7 +20,7 @@ from tq_ops import formats
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError, NonFiniteError
-from tq_ops.formats import KVFormat
+from tq_ops.plan import KVPlan, KVSpec
 from validation import bounds
 from validation.fidelity import Candidate, Fidelity, Scored, summarize, teacher_forced
 
@@ -145,6 +145,7 @@ def load_sides(
     dtype: str,
     device: str | None = None,
     layers: int | None = None,
+    spec: KVSpec | None = None,
     progress: Progress | None = None,
 ) -> tuple[Session, Session]:
     """Load a model once and set up both sides with it.
@@ -153,18 +154,20 @@ def load_sides(
         model, layers, progress: as in `executors.session.load`.
         dtype: of both sides; float32 or bfloat16.
         device: of every executor but the reference, which has only one.
+        spec: tail, sinks and layers left in bf16, of both sides; its `kv` gives way to theirs.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
     loaded = load_model(model, dtype, layers, progress)
     tokenizer = load_tokenizer(model, loaded.config)
     only_reference = {side_a.executor, side_b.executor} == {"reference"}
+    spec = spec or KVSpec()
 
     def session(side: Side) -> Session:
-        k_format, v_format = formats.parse(side.kv)
+        plan = plan_for(replace(spec, kv=side.kv), loaded.config)
         where = device if only_reference or side.executor != "reference" else None
-        executor = catalog.create(side.executor, loaded, k_format, v_format, where)
-        return Session(model, loaded.config, executor, tokenizer, k_format, v_format)
+        executor = catalog.create(side.executor, loaded, plan, where)
+        return Session(model, loaded.config, executor, tokenizer, plan)
 
     return session(side_a), session(side_b)
 
@@ -189,8 +192,8 @@ def greedy_diff(
         NonFiniteError: a side gave a logit that is not finite.
     """
     side_a, side_b = (replace(s, executor=_Finite(s.executor, f"side {n}")) for s, n in ((side_a, "A"), (side_b, "B")))
-    name_a, name_b = (str(Side(s.executor.name, formats.describe(s.k_format, s.v_format))) for s in (side_a, side_b))
-    same_format = formats.describe(side_a.k_format, side_a.v_format) == formats.describe(side_b.k_format, side_b.v_format)
+    name_a, name_b = (str(Side(side.executor.name, side.plan.describe())) for side in (side_a, side_b))
+    same_format = side_a.plan.describe() == side_b.plan.describe()
     bound = bounds.EXECUTOR_LOGITS[dtype]
     a, b = (
         side.generate(prompts, max_new_tokens=max_new_tokens, on_token=lambda *_, name=name: on_step(f"{name} generates"))
@@ -265,8 +268,8 @@ class _Finite:
         self.config, self.device, self.ops = executor.config, executor.device, executor.ops
         self._executor, self._side = executor, side
 
-    def supports(self, config: Qwen3Config, kv_format: KVFormat) -> str | None:
-        return self._executor.supports(config, kv_format)
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+        return self._executor.supports(config, plan)
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._check(self._executor.prefill(token_ids, batch, cache))

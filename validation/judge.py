@@ -98,8 +98,8 @@ def compare_both(
         k, v: [T, Hkv, D] fp32, what `ours` was quantised from.
         noise: as in `KVFormat.choice`.
     """
-    k_compared, k_length = compare_stored(cache.k_format, layer, ours["k"], theirs["k"], k, noise)
-    v_compared, v_length = compare_stored(cache.v_format, layer, ours["v"], theirs["v"], v, noise)
+    k_compared, k_length = compare_stored(cache.k_format(layer), layer, ours["k"], theirs["k"], k, noise)
+    v_compared, v_length = compare_stored(cache.v_format(layer), layer, ours["v"], theirs["v"], v, noise)
     return StoredComparison(k_compared, v_compared, k_length, v_length)
 
 

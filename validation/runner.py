@@ -11,7 +11,7 @@ from executors.base import Executor
 from models.qwen3_14b.model import Qwen3, embed, head
 from models.qwen3_14b.weights import Weights
 from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat, describe
+from tq_ops.plan import KVPlan
 from validation import bounds
 from validation.ascend import ascend_metrics
 from validation.compare import compare_vectors
@@ -41,8 +41,7 @@ def validate(
     model: Qwen3,
     prompts: Sequence[Sequence[int]],
     steps: int,
-    k_format: KVFormat,
-    v_format: KVFormat,
+    plan: KVPlan,
     on_row: OnRow | None = None,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
@@ -58,7 +57,7 @@ def validate(
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, k_format, v_format, on_row or (lambda _: None)).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None)).run()
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int) -> int:
@@ -69,14 +68,13 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int) ->
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: Qwen3, prompts: Sequence[Sequence[int]], steps: int,
-        k_format: KVFormat, v_format: KVFormat, on_row: OnRow,
+        plan: KVPlan, on_row: OnRow,
     ) -> None:  # fmt: skip
-        _check((reference, candidate), model, prompts, steps, (k_format, v_format))
-        self.formats = {"k": k_format, "v": v_format}
-        self.names, self.kv, self.on_row = (reference.name, candidate.name), describe(k_format, v_format), on_row
+        _check((reference, candidate), model, prompts, steps, plan)
+        self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps), model
         self.limits = bounds_of(model.dtype)
-        cache = self.schedule.new_cache(k_format, v_format, model)
+        cache = self.schedule.new_cache(plan, model)
         self.reference = Reference(reference, model, cache)
         self.ops = candidate.ops if self.reference.records else None
         self.forced, self.free, self.whole = (Trial(candidate, cache) for _ in range(3))
@@ -104,8 +102,8 @@ class _Validation:
         faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
         order = {stage: place for place, stage in enumerate(STAGES)}
         return Report(
-            *self.names, self.kv, str(self.model.dtype).removeprefix("torch."), tuple(map(len, self.schedule.prompts)),
-            self.schedule.steps,
+            *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
+            tuple(map(len, self.schedule.prompts)), self.schedule.steps,
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows),
@@ -222,7 +220,7 @@ class _Validation:
             ]
         for index in layers:
             ours, theirs = (take(trial.cache, index, slots) for trial in (self.free, self.whole))
-            for side, kv_format in self.formats.items():
+            for side, kv_format in (("k", self.plan.k(index)), ("v", self.plan.v(index))):
                 compared = compare_vectors(*(kv_format.dequantize(stored[side], index) for stored in (ours, theirs)))
                 if not compared.rel_l2 <= bounds.SAME_KV:
                     detail = f"the whole forward stores another {side.upper()} in layer {index} than the layer run alone"
@@ -257,19 +255,18 @@ class _Validation:
         self.on_row(row)
 
 
-def _check(
-    executors: Sequence[Executor], model: Qwen3, prompts: Sequence[Sequence[int]], steps: int, kv: Sequence[KVFormat]
-) -> None:
+def _check(executors: Sequence[Executor], model: Qwen3, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> None:
     """Refuse what cannot be run, and what would prove nothing."""
     for executor in executors:
         if executor.config != model.config:
             raise InputError(f"executor {executor.name} was made for another model")
-        for kv_format in kv:
-            if reason := executor.supports(model.config, kv_format):
-                raise InputError(f"executor {executor.name} cannot run this: {reason}")
-    for kv_format in kv:
+        if reason := executor.supports(model.config, plan):
+            raise InputError(f"executor {executor.name} cannot run this: {reason}")
+    for kv_format in plan.formats:
         if kv_format.group_tokens != 1:
             raise InputError(f"{kv_format.name} quantises tokens together, which cannot be validated token by token")
+    if plan.windowed:
+        raise InputError("a tail or sinks in BF16 hide what is packed, which is what a validation compares; leave them out")
     if steps < 0:
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):

@@ -9,7 +9,7 @@ from executors.base import Executor
 from executors.reference import ReferenceExecutor
 from models.qwen3_14b.layer import Ops
 from models.qwen3_14b.model import Qwen3
-from tq_ops import formats
+from tq_ops.plan import KVSpec
 from validation.faults import planted, reordered, table_with
 from validation.report import Report
 from validation.runner import validate
@@ -77,8 +77,7 @@ def _report(model: Qwen3, table: Ops, driven: str, prompts: Sequence[Sequence[in
     candidate: Executor = ReferenceExecutor(model, table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
-    tq4 = formats.get("tq4")
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, tq4, tq4)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, KVSpec("tq4").plan(model.config.num_layers))
 
 
 def _row(report: Report, driven: str, name: str, planted_at: str) -> SelfTestRow:

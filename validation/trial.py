@@ -21,8 +21,8 @@ Stored = dict[str, dict[str, Tensor]]
 def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
     """An empty cache of the same shape on another device."""
     return PagedKVCache(
-        cache.k_format, cache.v_format, num_layers=cache.num_layers, num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim, num_blocks=cache.num_blocks, block_size=cache.block_size, device=device,
+        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+        block_size=cache.block_size, device=device,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> Stored:
     def opposite(kv_format: KVFormat, x: Tensor) -> dict[str, Tensor]:
         return kv_format.quantize(torch.where(x == 0, 1.0, -x / 3), layer)
 
-    return {"k": opposite(cache.k_format, k), "v": opposite(cache.v_format, v)}
+    return {"k": opposite(cache.k_format(layer), k), "v": opposite(cache.v_format(layer), v)}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompt
+from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _SHOWN = 56
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
 @click.option("--device", help="Where executors other than the reference run; for npu: sim or npu:N.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 if a side is npu, else float32]")
+@kv_options(kv=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; 1 is best for tiny on a busy machine.")
@@ -54,6 +56,7 @@ def command(
     layers: int | None,
     threads: int | None,
     as_json: bool,
+    **kv: Any,
 ) -> int:
     """Show where two executors or KV formats first choose another token.
 
@@ -63,6 +66,8 @@ def command(
     \b
       tq diff --a bf16 --b tq4
       tq diff --a reference:k=bf16,v=tq4 --b npu:k=bf16,v=tq4 --device sim
+
+    Tail, sinks and layers left in bf16 are those of both sides.
 
     Exit code 1 if both sides store the same format and yet disagree by more than a near tie; between formats a
     difference is what one looks for, and the exit code 0.
@@ -77,7 +82,9 @@ def command(
     side_a, side_b = parse_side(spec_a), parse_side(spec_b)
     dtype = dtype or default_dtype(side_a, side_b)
     with loading(model) as progress:
-        a, b = load_sides(model, side_a, side_b, dtype=dtype, device=device, layers=layers, progress=progress)
+        a, b = load_sides(
+            model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=kv_spec(kv), progress=progress
+        )
     with _counting() as on_step:
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
     if as_json:

@@ -15,6 +15,7 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
+from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _WIDTH = 120
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, commas between; repeat it at will [default: all].")
+@kv_options(kv=False)
+@click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan of `tq plan` as one more row.")
 @click.option("--window", type=int, metavar="W", help="Tokens of a window [default: 1024, or the model's context].")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Score N tokens at most, spread over the text.")
 @click.option("--greedy-prompts", type=click.IntRange(min=0), default=16, show_default=True, help="Pieces continued greedily.")
@@ -46,6 +49,7 @@ def command(
     text_file: str,
     model: str,
     kvs: tuple[str, ...],
+    plan_files: tuple[str, ...],
     window: int | None,
     tokens: int | None,
     greedy_prompts: int,
@@ -57,6 +61,7 @@ def command(
     resume_file: Path | None,
     plot_file: Path | None,
     as_json: bool,
+    **kv: Any,
 ) -> None:
     """Measure what KV formats change, against the same model with its K and V in bf16.
 
@@ -66,6 +71,8 @@ def command(
     \b
       tq eval --text held_out.txt --kv tq4,k=q8_0,v=tq4,tq2     # three formats
       tq eval --text held_out.txt --resume run.json --plot kl.svg
+
+    Tail, sinks and layers left in bf16 are those of every format; a plan brings its own.
     """
     text = read_prompt(text_file, "--text")
     if not text:
@@ -77,6 +84,8 @@ def command(
         check_writable(file)
     import torch
 
+    from tq_ops import formats
+    from tq_ops.plan_file import load
     from validation.evaluation import evaluate, make_plan
     from validation.evaluation_plot import require_matplotlib, svg
     from validation.evaluation_setup import load_setup, parse_list
@@ -85,9 +94,22 @@ def command(
         require_matplotlib()
     if threads is not None:
         torch.set_num_threads(threads)
-    names = parse_list(kvs)
+    names, spec = parse_list(kvs), kv_spec(kv)
+    plans = {Path(file).stem: load(file) for file in plan_files}
+    if len(plans) < len(plan_files) or plans.keys() & {*names, *formats.names()}:
+        raise click.UsageError("rows are named by --kv and the names of the plan files: give each its own")
     with loading(model) as progress:
-        setup = load_setup(model, names, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress)
+        setup = load_setup(
+            model,
+            names,
+            spec=spec,
+            plans=plans,
+            executor=executor,
+            device=device,
+            dtype=dtype,
+            layers=layers,
+            progress=progress,
+        )
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_plan(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
     with _bar(len(setup.caches) * plan.steps) as on_step:
@@ -155,7 +177,7 @@ def _print(model: str, text_file: str, setup: Setup, plan: Plan, rows: Sequence[
     for number, part in enumerate([divergence, of_text] if narrow else [divergence + of_text]):
         columns, cells = zip(name, *part, strict=True)
         print_table("" if number else title, columns, list(zip(*cells, strict=True)))
-    print("bits: of a value, all included; KL in nats")
+    print("bits: of a value, all included, as allocated for a window; KL in nats")
     if plan.prompts:
         count, length = len(plan.prompts), len(plan.prompts[0])
         print(f"greedy: tokens equal to bf16's, of {plan.new_tokens} after each of {count} prompts of {length} tokens")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch.")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
-@click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
+@kv_options()
 @click.option("--executor", default="reference", show_default=True)
 @click.option("--device", help="Where the executor runs; for npu: sim or npu:N.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu, else float32]")
@@ -39,7 +40,6 @@ def command(
     model: str,
     prompts: tuple[str, ...],
     files: tuple[str, ...],
-    kv: str,
     executor: str,
     device: str | None,
     dtype: str | None,
@@ -53,6 +53,7 @@ def command(
     layers: int | None,
     threads: int | None,
     as_json: bool,
+    **kv: Any,
 ) -> None:
     """Continue prompts and stream the text.
 
@@ -67,11 +68,12 @@ def command(
     from executors.sampling import Sampling
     from executors.session import load
 
+    spec = kv_spec(kv)
     if threads is not None:
         torch.set_num_threads(threads)
     sampling = Sampling(temperature, top_k, top_p, seed)
     with loading(model) as progress:
-        session = load(model, kv=kv, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress)
+        session = load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress)
     writer = None if as_json else _Writer(session, len(texts))
     result = session.generate(
         texts, max_new_tokens=max_new_tokens, max_context=max_context, sampling=sampling, chat=chat,

@@ -81,17 +81,22 @@ def _shape_rows(config: Qwen3Config, weights: int) -> list[tuple[str, str]]:
 
 def _kv_rows(config: Qwen3Config, free: int) -> list[dict[str, Any]]:
     """Bytes a token of every format that has a layout for this head_dim, and the tokens that whole blocks then hold."""
+    from executors.session import plan_for
     from tq_ops import formats
-    from tq_ops.cache import BLOCK_SIZE, bytes_per_token
     from tq_ops.errors import InputError
+    from tq_ops.plan import BLOCK_SIZE, KVSpec
 
-    shape, rows = (config.num_layers, config.num_kv_heads, config.head_dim), []
-    bf16 = bytes_per_token(formats.get("bf16"), formats.get("bf16"), *shape)
-    for name in formats.names(in_cache=True):
+    def size_of(name: str) -> float:
+        return plan_for(KVSpec(name), config).bytes_per_token(config.num_kv_heads, config.head_dim)
+
+    rows = []
+    for name in formats.names():
         try:
-            size = bytes_per_token(formats.get(name, "k"), formats.get(name, "v"), *shape)
+            size = size_of(name)
         except InputError:
             continue
         blocks = max(0, int(free // (size * BLOCK_SIZE)))
-        rows.append({"format": name, "bytes_per_token": size, "ratio": bf16 / size, "max_tokens": blocks * BLOCK_SIZE})
+        rows.append(
+            {"format": name, "bytes_per_token": size, "ratio": size_of("bf16") / size, "max_tokens": blocks * BLOCK_SIZE}
+        )
     return rows

@@ -15,6 +15,7 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
+from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
 @click.option("--executor", default="reference", show_default=True, help="The executor on trial.")
 @click.option("--device", help="Where it runs; for npu: sim or npu:N.")
 @click.option("--reference", default="reference", show_default=True, help="The executor that it is held against.")
-@click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
+@kv_options()
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch.")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Only the first N tokens of each prompt.")
@@ -77,32 +78,31 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 
 def _validate(
-    *, model: str, executor: str, device: str | None, reference: str, kv: str, prompts: tuple[str, ...],
+    *, model: str, executor: str, device: str | None, reference: str, prompts: tuple[str, ...],
     files: tuple[str, ...], prompt_tokens: int | None, steps: int, dtype: str | None, layers: int | None, as_json: bool,
-    **_: object,
+    **others: Any,
 ) -> Report:  # fmt: skip
     texts = [*prompts, *(read_prompt(file) for file in files)]
     if not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
     from executors.catalog import create, default_dtype
-    from executors.session import Session
+    from executors.session import Session, plan_for
     from models.catalog import load_model
     from models.text import load_tokenizer
-    from tq_ops import formats
     from validation.runner import count_rows, validate
 
-    k_format, v_format = formats.parse(kv)
+    spec = kv_spec(others)
     # Both run the same weights: in the dtype of the one that asks for less.
     shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(executor)) else "float32"
     with loading(model) as progress:
         loaded = load_model(model, dtype or shared, layers, progress)
-    trusted = create(reference, loaded, k_format, v_format)
-    on_trial = create(executor, loaded, k_format, v_format, device)
-    session = Session(model, loaded.config, on_trial, load_tokenizer(model, loaded.config), k_format, v_format)
+    plan = plan_for(spec, loaded.config)
+    trusted, on_trial = create(reference, loaded, plan), create(executor, loaded, plan, device)
+    session = Session(model, loaded.config, on_trial, load_tokenizer(model, loaded.config), plan)
     ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
     with _watched(total, as_json) as on_row:
-        return validate(trusted, on_trial, loaded, ids, steps, k_format, v_format, on_row)
+        return validate(trusted, on_trial, loaded, ids, steps, plan, on_row)
 
 
 # -- While it runs -------------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from tq.hf.config import decoder_config, head_dims, layer_formats, tail_of
+from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.stats import CacheStats, layer_stats
 from tq_ops import formats
 from tq_ops.errors import InputError
+from tq_ops.plan import KVSpec
+from tq_ops.plan_file import load
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -29,7 +32,7 @@ class TQCache(Cache):  # type: ignore[misc]
             default the fewest that a format needs: none, or G - 1 where G tokens are quantised together.
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
-        plan: layer -> formats, for layers that differ from `kv`.
+        plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
     Raises:
         InputError: an unknown format or layer, a head_dim that a format has no layout for, a tail shorter than a format
             needs, or a model with other caches than those of attention.
@@ -43,22 +46,25 @@ class TQCache(Cache):  # type: ignore[misc]
         tail: int | None = None,
         sink: int = 0,
         skip_layers: Sequence[int] = (),
-        plan: Mapping[int, str] | None = None,
+        plan: Mapping[int, str] | str | Path | None = None,
     ) -> None:
-        if sink < 0 or (tail is not None and tail < 0):
-            raise InputError(f"tail and sink count tokens and cannot be negative; they are {tail} and {sink}")
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
+        if isinstance(plan, (str, Path)):
+            if (kv, tail, sink, tuple(skip_layers)) != ("tq4", None, 0, ()):
+                raise InputError("a plan file says all about the cache; leave out kv, tail, sink and skip_layers")
+            spec = load(plan)
+        else:
+            spec = KVSpec(kv, tail, sink, skip_layers, plan or {})
+        chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
         layers: list[Any] = []
-        for layer, (kv_formats, their) in enumerate(
-            zip(layer_formats(len(theirs), kv, skip_layers, plan), theirs, strict=True)
-        ):
+        for layer, (kv_formats, their) in enumerate(zip(chosen.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
                 for kv_format, head_dim in zip(kv_formats, head_dims(decoder, layer), strict=True):
                     kv_format.fields(head_dim)  # raises where it has no layout
-                k_tail, v_tail = (tail_of(kv_format, tail) for kv_format in kv_formats)
+                k_tail, v_tail = (chosen.tail(kv_format) for kv_format in kv_formats)
                 window = getattr(their, "sliding_window", None)
-                layers.append(TQLayer(*kv_formats, layer, sink=sink, tail=(k_tail, v_tail), window=window))
+                layers.append(TQLayer(*kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window))
             else:
                 layers.append(their)  # holds nothing: the model reads another layer's K and V there
         super().__init__(layers=layers)

@@ -43,13 +43,9 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
 
 
-def names(in_cache: bool = False) -> list[str]:
-    """Every format's name, the default first.
-
-    Args:
-        in_cache: only those that a cache can hold on both sides, which are the names that `parse` takes.
-    """
-    return [name for name, (k, _) in _BY_NAME.items() if k.group_tokens == 1 or not in_cache]
+def names() -> list[str]:
+    """Every format's name, the default first."""
+    return list(_BY_NAME)
 
 
 def get(name: str, side: Side = "k") -> KVFormat:
@@ -65,28 +61,17 @@ def get(name: str, side: Side = "k") -> KVFormat:
 
 
 def parse(spec: str) -> tuple[KVFormat, KVFormat]:
-    """K's and V's format, for a cache, from `NAME` or `k=NAME,v=NAME`.
+    """K's and V's format from `NAME` or `k=NAME,v=NAME`.
 
     Raises:
-        InputError: neither form, an unknown name, or a format that a cache cannot hold.
+        InputError: neither form, or an unknown name.
     """
     if "=" not in spec:
-        return _key_format(spec), get(spec, "v")
+        return get(spec, "k"), get(spec, "v")
     sides = dict(part.strip().split("=", 1) for part in spec.split(",") if "=" in part)
     if sides.keys() != {"k", "v"} or spec.count(",") != 1:
         raise InputError(f"cannot read the KV format {spec!r}; write a name, or k=NAME,v=NAME")
-    return _key_format(sides["k"]), get(sides["v"], "v")
-
-
-def _key_format(name: str) -> KVFormat:
-    """K's format; a cache writes single tokens, and cannot hold one that takes several."""
-    k_format = get(name, "k")
-    if k_format.group_tokens > 1:
-        raise InputError(
-            f"{name} quantises {k_format.group_tokens} keys together and needs the full-precision tail, which the cache does "
-            f"not have yet; k=bf16,v={name} stores V in it"
-        )
-    return k_format
+    return get(sides["k"], "k"), get(sides["v"], "v")
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:

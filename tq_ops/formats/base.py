@@ -51,11 +51,13 @@ class KVFormat(Protocol):
         name: the word for it in `formats.get` and `--kv`.
         purpose: one line for a table: what it is for.
         group_tokens: tokens that are quantised together; 1 if each vector stands alone.
+        lossy: whether BF16 says more of a vector than what is stored.
     """
 
     name: str
     purpose: str
     group_tokens: int
+    lossy: bool
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         """Stored tensors of one group of one KV head.

@@ -22,6 +22,7 @@ class BlockFormat(ABC):
     name: str
     purpose: str
     group_tokens = 1
+    lossy = True
     block: int
 
     @abstractmethod

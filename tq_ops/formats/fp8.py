@@ -33,6 +33,7 @@ class FP8E4M3:
     name = "fp8_e4m3"
     purpose = "8-bit floats without a scale, to compare with"
     group_tokens = 1
+    lossy = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,))}

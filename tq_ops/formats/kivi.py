@@ -47,6 +47,7 @@ class _Kivi:
     Rounding points: each FP32 operation of the formula.
     """
 
+    lossy = True
     _code_axes: int  # of one vector's or one group's codes
 
     def __init__(self, bits: int, group: int, name: str, purpose: str) -> None:

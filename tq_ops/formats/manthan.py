@@ -45,6 +45,7 @@ class Manthan3:
     name = "manthan3"
     purpose = "3 bits, no rotation: outlier channels ruin it"
     group_tokens = 1
+    lossy = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:

@@ -12,6 +12,7 @@ class Plain:
     """Vectors stored as one tensor `data` of a floating dtype; not finite values pass through."""
 
     group_tokens = 1
+    lossy = False
 
     def __init__(self, name: str, dtype: torch.dtype, purpose: str) -> None:
         self.name = name

@@ -129,6 +129,7 @@ class TurboQuant:
     """
 
     group_tokens = 1
+    lossy = True
 
     def __init__(self, bits: int, purpose: str) -> None:
         self.name = f"tq{bits}"
@@ -184,6 +185,7 @@ class TurboQuant4Seed:
     name = "tq4_seed"
     purpose = "the published Qwen3-14B layout, to compare with"
     group_tokens = 1
+    lossy = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
