@@ -6,19 +6,16 @@ put into its slots: nothing copies the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from executors.onnx_model import FIELDS, GraphPlan, Sizes, build, cache_name, new_name, offsets_of, unsupported
-from executors.onnx_model import weight_types, weight_values
+from executors.onnx_model import DEFAULT_OPSET, FIELDS, GraphPlan, Sizes, build, cache_name, new_name, unsupported, weight_values
 from executors.onnx_qwen3 import Qwen3Scopes
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.model import Qwen3
@@ -28,7 +25,7 @@ from tq_ops.errors import InputError, NonFiniteError
 from tq_ops.plan import KVPlan
 from tq_ops.reference import pad_queries
 
-DEFAULT_OPSET = 23
+_ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
     torch.uint8: TensorProto.UINT8, torch.float16: TensorProto.FLOAT16, torch.float32: TensorProto.FLOAT,
     torch.bfloat16: TensorProto.BFLOAT16, torch.int32: TensorProto.INT32, torch.int64: TensorProto.INT64,
@@ -95,8 +92,8 @@ class OnnxExecutor:
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
         self._element = model.dtype
-        self._weights = {name: _shared(tensor) for name, tensor in weight_values(model)}
-        self._sessions: dict[GraphPlan, Any] = {}
+        self._weights = dict(weight_values(model.to(self.device)))
+        self._sessions: dict[GraphPlan, _Session] = {}
 
     def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
         return unsupported(config, plan)
@@ -107,8 +104,7 @@ class OnnxExecutor:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        # On the CPU sessions share their weights; elsewhere each would bring its own, and prefill's graph does both.
-        return self._forward(token_ids, batch, cache, 1 if self._provider.memory == "cpu" else "tokens")
+        return self._forward(token_ids, batch, cache, 1)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -152,41 +148,43 @@ class OnnxExecutor:
         for layer in plan.span:
             _store({stored: vectors[new_name(layer, stored)] for stored in FIELDS}, cache, layer, batch.slot_mapping)
 
-    def _call(self, session: Any, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        binding, memory = session.io_binding(), self._provider.memory
-        wanted = {value.name for value in session.get_inputs()}
-        kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in wanted}
-        for name, tensor in kept.items():
-            binding.bind_input(name, memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
-        for name, tensor in outputs.items():
-            binding.bind_output(name, memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
-        if memory != "cpu":
+    def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
+        self._bind(session.binding.bind_input, kept)
+        self._bind(session.binding.bind_output, outputs)
+        if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()
-        binding.synchronize_inputs()
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
+        session.session.run_with_iobinding(session.binding)
+        session.binding.synchronize_outputs()
 
-    def _session(self, plan: GraphPlan) -> Any:
-        """The session of a graph, opened when it is first run; its weights are the model's own memory."""
+    def _bind(self, bind: Callable[..., None], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            bind(name, self._provider.memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+
+    def _session(self, plan: GraphPlan) -> _Session:
+        """The session of a graph, opened when it is first run. Weights are inputs: all sessions use the model's own memory."""
         if plan not in self._sessions:
-            types = weight_types(self._scopes, plan.span, embed=plan.embed, head=plan.head)
-            model = build(self._scopes, plan, "weights", offsets_of(types))
             options = ort.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()
-            options.log_severity_level = 3
-            # Prepacked or folded weights would be second copies.
-            options.add_session_config_entry("session.disable_prepacking", "1")
-            options.add_external_initializers(list(types), [self._weights[name] for name in types])
-            self._sessions[plan] = ort.InferenceSession(
-                model.SerializeToString(), options, providers=[self._provider.name], disabled_optimizers=["ConstantFolding"]
-            )
+            options.log_severity_level = _ERRORS
+            # Planning which buffers can be shared takes time that grows with the square of the nodes, and finds none
+            # while sizes are unknown.
+            options.enable_mem_reuse = False
+            model = build(self._scopes, plan).SerializeToString()
+            session = ort.InferenceSession(model, options, providers=[self._provider.name])
+            opened = _Session(session, session.io_binding(), {value.name for value in session.get_inputs()})
+            self._bind(opened.binding.bind_input, {name: self._weights[name] for name in self._weights.keys() & opened.inputs})
+            self._sessions[plan] = opened
         return self._sessions[plan]
 
 
-def _shared(tensor: Tensor) -> Any:
-    """ONNX Runtime's view of a tensor on the host, the very memory."""
-    words = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(words.numpy(), _ELEMENTS[tensor.dtype])
+@dataclass(frozen=True)
+class _Session:
+    """An open graph, its weights bound."""
+
+    session: Any
+    binding: Any
+    inputs: set[str]
 
 
 def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ puts its nodes where they are used. Either way a node is found by its path: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,19 @@ class TensorType:
     def info(self, name: str) -> onnx.ValueInfoProto:
         """The same of a named value."""
         return helper.make_tensor_value_info(name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A file of weights, beside the models that use it.
+
+    Attributes:
+        file: its name.
+        offsets: where each weight begins.
+    """
+
+    file: str
+    offsets: Mapping[str, int]
 
 
 @dataclass
@@ -135,19 +148,19 @@ class Graph:
         inputs: dict[str, TensorType],
         outputs: dict[str, TensorType],
         metadata: dict[str, str],
-        file: str,
-        offsets: dict[str, int],
+        stored: StoredWeights | None,
     ) -> onnx.ModelProto:
         """The model, without the values of its weights.
 
         Args:
             metadata: kept in the model as it is.
-            file, offsets: where each weight lies, for whoever reads the model from a folder.
+            stored: where the weights lie; without it they are inputs, after all others.
         """
+        given = inputs if stored else inputs | self.weights
+        outside = [_outside(weight, of, stored) for weight, of in self.weights.items()] if stored else []
         graph = helper.make_graph(
-            self._nodes, name,
-            [of.info(value) for value, of in inputs.items()], [of.info(value) for value, of in outputs.items()],
-            initializer=[*self._constants.values(), *(_outside(w, of, file, offsets[w]) for w, of in self.weights.items())],
+            self._nodes, name, [of.info(value) for value, of in given.items()],
+            [of.info(value) for value, of in outputs.items()], initializer=[*self._constants.values(), *outside],
         )  # fmt: skip
         imports = self._imports()
         model = helper.make_model(
@@ -191,9 +204,9 @@ def _outputs(path: str, count: int) -> list[str]:
     return [path] if count == 1 else [f"{path}:{index}" for index in range(count)]
 
 
-def _outside(name: str, of: TensorType, file: str, offset: int) -> onnx.TensorProto:
+def _outside(name: str, of: TensorType, stored: StoredWeights) -> onnx.TensorProto:
     """A tensor whose bytes lie in a file."""
     tensor = onnx.TensorProto(name=name, data_type=of.dtype, dims=of.shape, data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", file), ("offset", offset), ("length", of.nbytes)):
+    for key, value in (("location", stored.file), ("offset", stored.offsets[name]), ("length", of.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor

@@ -8,22 +8,24 @@ from itertools import chain
 
 import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from codebooks import haar_rotation
-from executors.onnx_graph import Graph, TensorType
+from executors.onnx_graph import Graph, StoredWeights, TensorType
 from executors.onnx_qwen3 import Qwen3Scopes, rotation_name
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.weights import EMBEDDING, FINAL_NORM, HEAD, layer_names, layer_shapes
 from tq_ops.errors import InputError
+from tq_ops.formats.turboquant import rotation_on
 from tq_ops.plan import KVPlan
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
 HEAD_DIMS = (64, 128, 256)
+DEFAULT_OPSET = 23
+OLDEST_OPSET = 15  # the first whose models may hold functions
+NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
 ALIGNMENT = 4096  # of each weight in its file: ONNX Runtime then maps it instead of reading it
 ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
 
@@ -120,7 +122,8 @@ def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -
 def weight_values(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that a graph of the model may want, one at a time; the very tensors where they exist."""
     config = model.config
-    rotations = ((rotation_name(i), haar_rotation(i, config.head_dim).float()) for i in range(config.num_layers))
+    device = model.rope.cos.device
+    rotations = ((rotation_name(i), rotation_on(i, config.head_dim, device)) for i in range(config.num_layers))
     return chain(model.weights.named(), ((ROPE_COS, model.rope.cos), (ROPE_SIN, model.rope.sin)), rotations)
 
 
@@ -134,22 +137,18 @@ def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
 
 
 # -- Graphs --------------------------------------------------------------------------------------------------------------
-def build(scopes: Qwen3Scopes, plan: GraphPlan, file: str, offsets: dict[str, int]) -> onnx.ModelProto:
+def build(scopes: Qwen3Scopes, plan: GraphPlan, stored: StoredWeights | None = None) -> onnx.ModelProto:
     """One model.
 
     Args:
-        file, offsets: where its weights lie.
+        stored: where its weights lie; without it they are inputs.
     Raises:
         InputError: an opset without functions, or newer than the onnx package.
     """
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST_OPSET <= plan.opset <= min(newest, NEWEST_OPSET):
         raise InputError(f"opset {plan.opset} is not one of {OLDEST_OPSET} … {min(newest, NEWEST_OPSET)}")
-    return _Model(scopes, plan).build(file, offsets)
-
-
-OLDEST_OPSET = 15  # the first whose models may hold functions
-NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
+    return _Model(scopes, plan).build(stored)
 
 
 class _Model:
@@ -159,7 +158,7 @@ class _Model:
         self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head)
         self.one_token = self.sizes.tokens == 1
 
-    def build(self, file: str, offsets: dict[str, int]) -> onnx.ModelProto:
+    def build(self, stored: StoredWeights | None) -> onnx.ModelProto:
         inputs, outputs = self.interface()
         begin = "input_ids" if self.plan.embed else "hidden"
         hidden = self._embedded() if self.plan.embed else self.g.reshape("rows", "hidden", [-1, self.config.hidden_size])
@@ -168,7 +167,7 @@ class _Model:
             hidden = self._layer(layer, hidden, shared)
         self._finish(hidden, begin)
         name = f"qwen3 layers {self.plan.span.start} to {self.plan.span.stop - 1}"
-        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), file, offsets)
+        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), stored)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
         """Inputs and outputs, in order."""
