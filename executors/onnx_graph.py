@@ -78,7 +78,7 @@ class Graph:
         return self.nodes(name, op, inputs, 1, **attributes)[0]
 
     def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: object) -> list[str]:
-        """Add a node with several outputs, `name:0` and so on."""
+        """Add a node with several outputs, `name.0` and so on."""
         path = self._claim(name)
         results = _outputs(path, outputs)
         self._nodes.append(helper.make_node(op, inputs, results, name=path, **attributes))
@@ -201,7 +201,7 @@ _OLDEST_IR_WITH_FUNCTIONS = 8
 
 
 def _outputs(path: str, count: int) -> list[str]:
-    return [path] if count == 1 else [f"{path}:{index}" for index in range(count)]
+    return [path] if count == 1 else [f"{path}.{index}" for index in range(count)]
 
 
 def _outside(name: str, of: TensorType, stored: StoredWeights) -> onnx.TensorProto:

@@ -157,6 +157,7 @@ class _Model:
         self.g = Graph(plan.opset, plan.functions)
         self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head)
         self.one_token = self.sizes.tokens == 1
+        self.group = self.config.num_heads // self.config.num_kv_heads
 
     def build(self, stored: StoredWeights | None) -> onnx.ModelProto:
         inputs, outputs = self.interface()
@@ -199,16 +200,14 @@ class _Model:
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
         g, config, last = self.g, self.config, self.config.max_position_embeddings - 1
-        steps, by_row, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
-        past = g.node("past_column", "Unsqueeze", "past_lens", g.integers([1]))
+        steps, by_row, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
+        past = self._unsqueeze("past_column", "past_lens", 1)
         # A token sees what was stored before it came, and new tokens up to itself: slots are born at step 0 or never.
-        holds = g.node("slot_holds", "Less", slots, past)
-        born = g.node("slot_born", "Where", holds, g.scalar(0, np.int32), g.scalar(_UNSTORED, np.int32))
-        key_step = g.node("key_step", "Concat", born, by_row, axis=1)
-        seen = g.node("seen", "LessOrEqual", self._unsqueeze("key_row", key_step, 1), self._unsqueeze("query_column", steps, 2))
-        group = config.num_heads // config.num_kv_heads
-        visible = g.node("visible", "Tile", self._unsqueeze("seen_by_head", seen, 1), g.integers([1, 1, group, 1]))
-        stored = self._unsqueeze("stored", g.node("is_stored", "Less", key_step, g.scalar(_UNSTORED, np.int32)), 1, 2)
+        unstored = g.scalar(_UNSTORED, np.int32)
+        born = g.node("slot_born", "Where", g.node("slot_holds", "Less", slots, past), g.scalar(0, np.int32), unstored)
+        keys = self._unsqueeze("key_born", g.node("born", "Concat", born, by_row, axis=1), 1, 2)
+        visible = g.node("visible", "LessOrEqual", keys, self._unsqueeze("query_step", by_head, 0, 3))
+        stored = g.node("stored", "Less", keys, unstored)
         # Padding may stand behind the last position that there is.
         position = g.node("position", "Min", g.node("past_and_step", "Add", past, steps), g.scalar(last, np.int32))
         cos, sin = (
@@ -220,8 +219,13 @@ class _Model:
             "q_shape": q_shape, "kv_shape": kv_shape,
         }  # fmt: skip
 
-    def _shapes(self, begin: str) -> tuple[str, str, str, str, str]:
-        """Steps [1, Q] and the same by row [B, Q], slots [S], shapes of Q and of K and V, from the inputs' shapes."""
+    def _shapes(self, begin: str) -> tuple[str, str, str, str, str, str]:
+        """What follows from the sizes, computed from the inputs' shapes.
+
+        Returns:
+            steps [1, Q], the same by row [B, Q] and by query head of a KV head [1, G * Q], slots [S], shapes of Q and of
+            K and V.
+        """
         g, config = self.g, self.config
         lead = g.node("batch_and_tokens", "Shape", begin, start=0, end=2)
         count = g.node("tokens", "Cast", g.node("tokens_int64", "Gather", lead, g.scalar(1, np.int64)), to=_INT32)
@@ -236,19 +240,22 @@ class _Model:
             for name, heads in (("q_shape", config.num_heads), ("kv_shape", config.num_kv_heads))
         )
         by_row = g.node("steps_by_row", "Expand", steps, lead)
-        return steps, by_row, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
+        by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
+        return steps, by_row, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
 
-    def _constant_shapes(self) -> tuple[str, str, str, str, str]:
+    def _constant_shapes(self) -> tuple[str, str, str, str, str, str]:
         """The same where all sizes are known."""
-        s, config = self.sizes, self.config
-        batch, tokens = int(s.batch), int(s.tokens)
+        g, sizes, config = self.g, self.sizes, self.config
+        batch, tokens = int(sizes.batch), int(sizes.tokens)
         steps = np.arange(tokens, dtype=np.int32)[None]
-        slots = np.arange(int(s.columns) * int(s.block_size), dtype=np.int32)
-        shapes = (self.g.integers([batch, tokens, heads, config.head_dim])
-                  for name, heads in (("q", config.num_heads), ("kv", config.num_kv_heads)))  # fmt: skip
-        q_shape, kv_shape = shapes
-        by_row = self.g.constant("steps_by_row", np.repeat(steps, batch, axis=0))
-        return self.g.constant("steps", steps), by_row, self.g.constant("slots", slots), q_shape, kv_shape
+        slots = np.arange(int(sizes.columns) * int(sizes.block_size), dtype=np.int32)
+        q_shape, kv_shape = (
+            g.integers([batch, tokens, heads, config.head_dim]) for heads in (config.num_heads, config.num_kv_heads)
+        )
+        return (
+            g.constant("steps", steps), g.constant("steps_by_row", np.tile(steps, (batch, 1))),
+            g.constant("steps_by_head", np.tile(steps, self.group)), g.constant("slots", slots), q_shape, kv_shape,
+        )  # fmt: skip
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         names = layer_names(layer)

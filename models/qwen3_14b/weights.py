@@ -127,20 +127,17 @@ def assemble(config: Qwen3Config, get: Callable[[str], Tensor]) -> Weights:
 
 def random_weights(config: Qwen3Config, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
     """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint."""
+    return _gathered(config, random_tensors(config, dtype, seed), progress)
+
+
+def random_tensors(config: Qwen3Config, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = checkpoint_shapes(config)
-    done = 0
-
-    def get(name: str) -> Tensor:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, len(shapes))
-        if len(shapes[name]) == 1:
-            return torch.ones(shapes[name], dtype=dtype)
-        return torch.empty(shapes[name], dtype=dtype).normal_(0.0, 0.02, generator=generator)
-
-    return assemble(config, get)
+    for name, shape in checkpoint_shapes(config).items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, dtype=dtype)
+        else:
+            yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
@@ -154,25 +151,35 @@ def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
+    return _gathered(config, stored_tensors(folder, config, dtype), progress)
+
+
+def stored_tensors(folder: Path, config: Qwen3Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+
+    Raises:
+        InputError: as `load_weights`.
+    """
     shapes = checkpoint_shapes(config)
     files = _files_of_tensors(folder)
     _compare_names(folder, shapes, files, tied=config.tie_word_embeddings)
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for name, shape in shapes.items():
         _check_tensor(name, shape, files[name], headers[files[name]])
-    done = 0
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
+        for name in shapes:
+            yield name, opened[files[name]].get_tensor(name).to(dtype)
 
-        def get(name: str) -> Tensor:
-            nonlocal done
-            done += 1
-            if progress:
-                progress(done, len(shapes))
-            tensor: Tensor = opened[files[name]].get_tensor(name)
-            return tensor.to(dtype)
 
-        return assemble(config, get)
+def _gathered(config: Qwen3Config, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+    """A whole model of a stream of its tensors."""
+    total, found = len(checkpoint_shapes(config)), {}
+    for done, (name, tensor) in enumerate(tensors, 1):
+        found[name] = tensor
+        if progress:
+            progress(done, total)
+    return assemble(config, found.__getitem__)
 
 
 def _open(path: Path) -> Any:
