@@ -183,10 +183,11 @@ class _Model:
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for stored in FIELDS:
-                codes = stored.endswith("codes")
-                element, last = (TensorProto.UINT8, (half,)) if codes else (TensorProto.FLOAT16, ())
-                inputs[cache_name(layer, stored)] = TensorType(element, (s.blocks, heads, s.block_size, *last))
-                outputs[new_name(layer, stored)] = TensorType(element, (s.batch, s.tokens, heads, *last))
+                given, made, last = TensorProto.FLOAT16, TensorProto.FLOAT16, ()
+                if stored.endswith("codes"):
+                    given, made, last = TensorProto.UINT8, self.scopes.codes_out, (half,)
+                inputs[cache_name(layer, stored)] = TensorType(given, (s.blocks, heads, s.block_size, *last))
+                outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
 
     def _weight(self, name: str) -> str:
@@ -201,17 +202,19 @@ class _Model:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
         g, config, last = self.g, self.config, self.config.max_position_embeddings - 1
         steps, by_row, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
-        past = self._unsqueeze("past_column", "past_lens", 1)
+        past = g.reshape("past_column", "past_lens", [-1, 1])
         # A token sees what was stored before it came, and new tokens up to itself: slots are born at step 0 or never.
         unstored = g.scalar(_UNSTORED, np.int32)
         born = g.node("slot_born", "Where", g.node("slot_holds", "Less", slots, past), g.scalar(0, np.int32), unstored)
-        keys = self._unsqueeze("key_born", g.node("born", "Concat", born, by_row, axis=1), 1, 2)
-        visible = g.node("visible", "LessOrEqual", keys, self._unsqueeze("query_step", by_head, 0, 3))
+        keys = g.reshape("key_born", g.node("born", "Concat", born, by_row, axis=1), [0, 1, 1, -1])
+        until = g.node("query_until", "Add", by_head, g.scalar(1, np.int32))
+        visible = g.node("visible", "Less", keys, g.reshape("query_rows", until, [1, 1, -1, 1]))
         stored = g.node("stored", "Less", keys, unstored)
         # Padding may stand behind the last position that there is.
-        position = g.node("position", "Min", g.node("past_and_step", "Add", past, steps), g.scalar(last, np.int32))
+        after, last_one = g.node("past_and_step", "Add", past, steps), g.scalar(last, np.int32)
+        position = g.node("position", "Where", g.node("is_before_last", "Less", after, last_one), after, last_one)
         cos, sin = (
-            self._unsqueeze(name, g.node(f"{name}_rows", "Gather", self._weight(table), position), 2)
+            g.reshape(name, g.node(f"{name}_rows", "Gather", self._weight(table), position), [0, 0, 1, -1])
             for name, table in (("cos", ROPE_COS), ("sin", ROPE_SIN))
         )
         return {
@@ -230,7 +233,7 @@ class _Model:
         lead = g.node("batch_and_tokens", "Shape", begin, start=0, end=2)
         count = g.node("tokens", "Cast", g.node("tokens_int64", "Gather", lead, g.scalar(1, np.int64)), to=_INT32)
         zero, one = g.scalar(0, np.int32), g.scalar(1, np.int32)
-        steps = self._unsqueeze("steps", g.node("step", "Range", zero, count, one), 0)
+        steps = g.reshape("steps", g.node("step", "Range", zero, count, one), [1, -1])
         codes = g.node("codes_shape", "Shape", cache_name(self.plan.span.start, "k_codes"))
         block_size = g.node("block_size_int64", "Gather", codes, g.scalar(2, np.int64))
         columns = g.node("columns_int64", "Gather", g.node("table_shape", "Shape", "block_table"), g.scalar(1, np.int64))
@@ -266,7 +269,8 @@ class _Model:
             rotation=self._weight(rotation_name(layer)), **weights,
         )  # fmt: skip
         for stored, value in zip(FIELDS, new, strict=True):
-            self.g.node(new_name(layer, stored), "Identity", value)
+            half = [self.config.head_dim // 2] if stored.endswith("codes") else []
+            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.num_kv_heads, *half])
         return hidden
 
     def _finish(self, hidden: str, begin: str) -> None:
@@ -279,6 +283,3 @@ class _Model:
             return
         rows = hidden if self.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
         self.scopes.head(g, rows, self._weight(FINAL_NORM), self._weight(EMBEDDING if config.tie_word_embeddings else HEAD))
-
-    def _unsqueeze(self, name: str, x: str, *axes: int) -> str:
-        return self.g.node(name, "Unsqueeze", x, self.g.integers(axes))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from onnx import TensorProto
@@ -41,12 +42,15 @@ class Qwen3Scopes:
     Args:
         config: shapes.
         dtype: of weights and hidden states, a key of `DTYPES`.
-        cast_to_bf16: round to BF16 with two casts; otherwise by FP32 arithmetic, for compilers without the type.
     """
 
     config: Qwen3Config
     dtype: str = "float32"
-    cast_to_bf16: bool = True
+
+    codes_out: ClassVar[int] = TensorProto.UINT8
+    """Element type of new codes."""
+    centroid_type: ClassVar[type[np.generic]] = np.float32
+    """In which centroids meet Q and probabilities."""
 
     @property
     def element(self) -> int:
@@ -71,7 +75,7 @@ class Qwen3Scopes:
         if self.dtype == "bfloat16":
             x, weight = g.node(f"{name}_x", "Cast", x, to=_FLOAT), g.node(f"{name}_weight", "Cast", weight, to=_FLOAT)
         if self.dtype == "float16":
-            return g.node(f"{name}_fp32", "Cast", g.node(name, "Gemm", x, weight, transB=1), to=_FLOAT)
+            return g.node(name, "Cast", g.node(f"{name}_fp16", "Gemm", x, weight, transB=1), to=_FLOAT)
         return g.node(name, "Gemm", x, weight, transB=1)
 
     def rms_norm(self, g: Graph, x: str, weight: str) -> list[str]:
@@ -96,26 +100,35 @@ class Qwen3Scopes:
 
     # -- Quantise ------------------------------------------------------------------------------------------------------
     def quantize(self, g: Graph, x: str, rotation: str) -> list[str]:
-        """Store K or V as `tq4`: [..., D] fp32 -> codes [..., D/2] uint8, scale [...] fp16.
+        """Store K or V as `tq4`: [B, Q, Hkv, D] fp32 -> codes [B, Q, Hkv, D/2] uint8, scale [B, Q, Hkv] fp16.
 
         A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
         """
         book, dim = lloyd_max(BITS, self.config.head_dim), self.config.head_dim
         unit, norm, lift = self._unit(g, x)
-        y = g.node("rotated", "MatMul", self._bf16(g, unit), rotation)
+        y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.num_kv_heads)
         level = self._level(g, y, book.boundaries.numpy())
         low, high = g.nodes("level_halves", "Split", [level, g.integers([dim // 2] * 2)], 2, axis=-1)
         shifted = g.node("high_nibble", "Mul", high, g.scalar(16, np.int32))
-        codes = g.node("codes", "Cast", g.node("byte", "Add", low, shifted), to=TensorProto.UINT8)
+        codes = self._codes(g, g.node("byte", "Add", low, shifted))
 
         chosen = g.node("chosen", "Gather", g.constant("centroids", book.centroids.numpy()), level)
         length = g.node("chosen_norm", "Sqrt", g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen)))
-        scale = g.node("scale_fp32", "Div", g.node("norm_of_x", "Div", norm, lift), length)
-        scale = g.node("saturated", "Min", scale, g.scalar(LARGEST_FP16))
+        scale, largest = g.node("scale_fp32", "Div", g.node("norm_of_x", "Div", norm, lift), length), g.scalar(LARGEST_FP16)
+        saturated = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
         finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
-        marked = g.node("marked", "Where", finite, scale, g.scalar(np.nan))
+        marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
         narrow = g.node("scale_fp16", "Cast", marked, to=TensorProto.FLOAT16)
-        return [codes, g.node("scale", "Squeeze", narrow, g.integers([-1]))]
+        return [codes, g.reshape("scale", narrow, [0, 0, self.config.num_kv_heads])]
+
+    def _codes(self, g: Graph, byte: str) -> str:
+        """int32 0 … 255 as stored."""
+        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)
+
+    def _rotated(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, back: bool = False) -> str:
+        """`x @ rotation`, or `x @ rotation.T` on the way back: [.., D] fp32."""
+        matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if back else rotation
+        return g.node(name, "MatMul", x, matrix)
 
     def _unit(self, g: Graph, x: str) -> tuple[str, str, str]:
         """x / norm and norm, both of `x * lift`; lift is a power of two, and 1 of all ordinary vectors."""
@@ -132,11 +145,7 @@ class Qwen3Scopes:
 
     def _bf16(self, g: Graph, unit: str) -> str:
         """Numbers of at most 1, rounded to BF16 and kept in FP32."""
-        if self.cast_to_bf16:
-            return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
-        # Veltkamp's splitting: the high 8 of 24 bits. It rounds to nearest, and a tie not always to even.
-        spread = g.node("spread", "Mul", unit, g.scalar(2.0**16 + 1))
-        return g.node("rounded", "Sub", spread, g.node("rest", "Sub", spread, unit))
+        return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
 
     def _level(self, g: Graph, y: str, boundaries: np.ndarray) -> str:
         """Number of boundaries that each coordinate reaches, int32: one comparison a bit, the highest first."""
@@ -161,13 +170,13 @@ class Qwen3Scopes:
         group = self.config.num_heads // heads
         q_split = g.reshape("q_groups", q, [0, 0, heads, group, dim])
         q_rows = g.reshape("q_rows", g.node("q_heads_first", "Transpose", q_split, perm=[0, 2, 3, 1, 4]), [0, 0, -1, dim])
-        q_rotated = g.node("q_rotated", "MatMul", q_rows, rotation)
+        q_rotated = self._rotated(g, "q_rotated", q_rows, rotation, heads)
         q_paired = self._swap_last_two(g, "q_paired", q_rotated, [0, 0, -1, 2, dim // 2])
 
         k = self._centroids(g, "k", k_codes, new_k_codes, block_table)
         scale = g.constant("softmax_scale", np.array(self.config.softmax_scale, np.float32))
         k_factor = g.node("k_factor", "Mul", self._scales(g, "k", k_scale, new_k_scale, block_table), scale)
-        qk = g.node("qk", "MatMul", q_paired, g.node("k_turned", "Transpose", k, perm=[0, 1, 3, 2]))
+        qk = self._product(g, "qk", q_paired, g.node("k_turned", "Transpose", k, perm=[0, 1, 3, 2]))
         scores = g.node("scores", "Mul", qk, k_factor)
         masked = g.node("masked", "Where", visible, scores, g.scalar(-np.inf))
         p = g.node("softmax", "Softmax", masked, axis=-1)
@@ -178,9 +187,9 @@ class Qwen3Scopes:
             "v_factor", "Where", stored, self._scales(g, "v", v_scale, new_v_scale, block_table),
             g.scalar(0),
         )  # fmt: skip
-        pv = g.node("pv", "MatMul", g.node("p_scaled", "Mul", p, v_factor), v)
+        pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
         unpaired = self._swap_last_two(g, "pv_halves", pv, [0, 0, -1, dim // 2, 2])
-        out = g.node("unrotated", "MatMul", unpaired, g.node("rotation_back", "Transpose", rotation, perm=[1, 0]))
+        out = self._rotated(g, "unrotated", unpaired, rotation, heads, back=True)
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
 
@@ -197,19 +206,25 @@ class Qwen3Scopes:
         dim = self.config.head_dim
         past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, dim // 2])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
-        both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
-        c = lloyd_max(BITS, dim).centroids.numpy()
-        byte = np.arange(256)
-        table = g.constant("centroids_of_byte", np.stack([c[byte & 15], c[byte >> 4]], axis=-1))
-        index = g.node(f"{side}_index", "Cast", both, to=_INT32)
-        return g.reshape(f"{side}_unpacked", g.node(f"{side}_pairs", "Gather", table, index), [0, 0, -1, dim])
+        c, byte = lloyd_max(BITS, dim).centroids.numpy(), np.arange(256)
+        table = g.constant("centroids_of_byte", np.stack([c[byte & 15], c[byte >> 4]], axis=-1).astype(self.centroid_type))
+        pairs = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
+        return g.reshape(f"{side}_unpacked", pairs, [0, 0, -1, dim])
+
+    def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
+        """Bytes [B, Hkv, S + Q, D/2] of past and new tokens as int32."""
+        return g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
+
+    def _product(self, g: Graph, name: str, a: str, b: str) -> str:
+        """Products of Q and K, of probabilities and V."""
+        return g.node(name, "MatMul", a, b)
 
     def _scales(self, g: Graph, side: str, scale: str, new_scale: str, block_table: str) -> str:
         """Scales [B, Hkv, 1, S + Q] fp32 of all tokens."""
         past = self._by_sequence(g, f"past_{side}_scale", scale, block_table, [0, 0, -1])
         new = g.node(f"new_{side}_scale_heads_first", "Transpose", new_scale, perm=[0, 2, 1])
         both = g.node(f"{side}_scale_both", "Cast", g.node(f"{side}_scale_fp16", "Concat", past, new, axis=2), to=_FLOAT)
-        return g.node(f"{side}_scale_row", "Unsqueeze", both, g.integers([2]))
+        return g.reshape(f"{side}_scale_row", both, [0, 0, 1, -1])
 
     def _by_sequence(self, g: Graph, name: str, field: str, block_table: str, shape: Sequence[int]) -> str:
         """A field of the cache [blocks, Hkv, block, ..] by the blocks of each sequence: [B, Hkv, S, ..], packed."""
@@ -263,5 +278,4 @@ class Qwen3Scopes:
     def head(self, g: Graph, hidden: str, norm: str, weight: str) -> None:
         """Logits [B, vocab] fp32 of hidden states [B, hidden]."""
         x = self._normed(g, "final_norm", hidden, norm)
-        result = self._linear(g, "logits_of", x, weight)
-        g.node("logits", "Identity", result)
+        self._linear(g, "logits", x, weight)
