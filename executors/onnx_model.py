@@ -14,6 +14,7 @@ from torch import Tensor
 from executors.onnx_graph import Graph, StoredWeights, TensorType
 from executors.onnx_qwen3 import Qwen3Scopes, rotation_name
 from models.qwen3_14b.config import Qwen3Config
+from models.qwen3_14b.layer import RopeTable
 from models.qwen3_14b.model import Qwen3
 from models.qwen3_14b.weights import EMBEDDING, FINAL_NORM, HEAD, layer_names, layer_shapes
 from tq_ops.errors import InputError
@@ -120,11 +121,17 @@ def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -
 
 
 def weight_values(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that a graph of the model may want, one at a time; the very tensors where they exist."""
-    config = model.config
-    device = model.rope.cos.device
-    rotations = ((rotation_name(i), rotation_on(i, config.head_dim, device)) for i in range(config.num_layers))
-    return chain(model.weights.named(), ((ROPE_COS, model.rope.cos), (ROPE_SIN, model.rope.sin)), rotations)
+    """(name, tensor) of everything that a graph of the model may want: the very tensors, where they exist already."""
+    return chain(model.weights.named(), table_values(model.config, model.rope))
+
+
+def table_values(config: Qwen3Config, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the weights that no checkpoint holds: rotary tables and rotations."""
+    rope = rope or RopeTable(config)
+    yield ROPE_COS, rope.cos
+    yield ROPE_SIN, rope.sin
+    for layer in range(config.num_layers):
+        yield rotation_name(layer), rotation_on(layer, config.head_dim, rope.cos.device)
 
 
 def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
@@ -145,10 +152,19 @@ def build(scopes: Qwen3Scopes, plan: GraphPlan, stored: StoredWeights | None = N
     Raises:
         InputError: an opset without functions, or newer than the onnx package.
     """
-    newest = onnx.defs.onnx_opset_version()
-    if not OLDEST_OPSET <= plan.opset <= min(newest, NEWEST_OPSET):
-        raise InputError(f"opset {plan.opset} is not one of {OLDEST_OPSET} … {min(newest, NEWEST_OPSET)}")
+    require_opset(plan.opset)
     return _Model(scopes, plan).build(stored)
+
+
+def require_opset(opset: int) -> None:
+    """Refuse an opset that no graph can be written in.
+
+    Raises:
+        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
+    """
+    newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
+    if not OLDEST_OPSET <= opset <= newest:
+        raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
 
 
 class _Model:
