@@ -15,7 +15,17 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from executors.onnx_model import DEFAULT_OPSET, FIELDS, GraphPlan, Sizes, build, cache_name, new_name, unsupported, weight_values
+from executors.onnx_model import (
+    DEFAULT_OPSET,
+    FIELDS,
+    GraphPlan,
+    Sizes,
+    build,
+    cache_name,
+    new_name,
+    unsupported,
+    weight_values,
+)
 from executors.onnx_qwen3 import Qwen3Scopes
 from models.qwen3_14b.config import Qwen3Config
 from models.qwen3_14b.model import Qwen3
@@ -67,7 +77,8 @@ def open_provider(word: str | None) -> Provider:
         raise InputError(f"unknown provider {word!r}; choose from {', '.join(PROVIDERS)}")
     if provider.name not in ort.get_available_providers():
         raise InputError(f"this ONNX Runtime has no {provider.name}; pip install {provider.package} in place of onnxruntime")
-    if not getattr(torch, provider.device).is_available():
+    device = getattr(torch, provider.device, None)  # torch.npu is there once torch_npu was imported
+    if device is None or not device.is_available():
         raise InputError(f"torch has no {provider.device} device, on which the provider {word} keeps the cache")
     return provider
 
@@ -144,9 +155,14 @@ class OnnxExecutor:
                 shape = (*valid.shape, cache.num_kv_heads, *field.shape[3:])
                 new[new_name(layer, stored)] = torch.empty(shape, dtype=field.dtype, device=self.device)
         self._call(self._session(plan), given, {**outputs, **new})
-        vectors = {name: tensor[valid] for name, tensor in new.items()}
-        for layer in plan.span:
-            _store({stored: vectors[new_name(layer, stored)] for stored in FIELDS}, cache, layer, batch.slot_mapping)
+        slots = batch.slot_mapping
+        vectors = {layer: {stored: new[new_name(layer, stored)][valid] for stored in FIELDS} for layer in plan.span}
+        for layer, fields in vectors.items():
+            _require_finite(fields, layer, slots)
+        block, offset = slots // cache.block_size, slots % cache.block_size
+        for layer, fields in vectors.items():
+            for stored, field in _fields(cache, layer).items():
+                field[block, :, offset] = fields[stored]
 
     def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
@@ -193,18 +209,15 @@ def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     return {stored: sides[stored[0]][stored[2:]] for stored in FIELDS}
 
 
-def _store(vectors: Mapping[str, Tensor], cache: PagedKVCache, layer: int, slot_mapping: Tensor) -> None:
-    """Put codes [T, Hkv, D/2] and scales [T, Hkv] into their slots.
+def _require_finite(vectors: Mapping[str, Tensor], layer: int, slots: Tensor) -> None:
+    """Refuse scales [T, Hkv] that a graph has marked.
 
     Raises:
-        NonFiniteError: the graph marked a vector as not finite; nothing was written.
+        NonFiniteError: naming layer, side, token, slot and KV head.
     """
     for side in ("k", "v"):
         bad = torch.isnan(vectors[f"{side}_scale"]).nonzero()
         if len(bad):
             token, head = bad[0].tolist()
-            where = f"layer {layer}: {side.upper()} of token {token} of the batch (slot {int(slot_mapping[token])}), KV head {head}"
+            where = f"layer {layer}: {side.upper()} of token {token} of the batch (slot {int(slots[token])}), KV head {head}"
             raise NonFiniteError(f"{where} is not finite")
-    block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
-    for stored, field in _fields(cache, layer).items():
-        field[block, :, offset] = vectors[stored]

@@ -112,6 +112,6 @@ def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> st
     """
     wanted = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
     return (
-        f"atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version=\"$SOC_VERSION\" "
+        f'atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version="$SOC_VERSION" '
         f"--input_format=ND --precision_mode=must_keep_origin_dtype --input_shape={shlex.quote(wanted)}"
     )

@@ -110,7 +110,13 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
-    about = {**export.about(), "opset": export.opset, "weights": WEIGHTS, "graphs": list(graphs), "config": asdict(export.config)}
+    about = {
+        **export.about(),
+        "opset": export.opset,
+        "weights": WEIGHTS,
+        "graphs": list(graphs),
+        "config": asdict(export.config),
+    }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     source = folder_of(export.model)
     for name in _COPIED if source is not None else ():
@@ -128,7 +134,7 @@ def _graphs(export: Export, scopes: Qwen3Scopes, stored: StoredWeights) -> Itera
 
 def _atc_graphs(export: Export, stored: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
     """Every bucket's graph, and the script that compiles them all."""
-    lines = ['#!/bin/sh', 'set -eu', ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
+    lines = ["#!/bin/sh", "set -eu", ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
     for bucket in BUCKETS:
         model = _atc_graph(export, bucket, stored)
         shapes = {
@@ -159,7 +165,7 @@ def _write_weights(
             if not all(torch.isfinite(edge) for edge in tensor.aminmax()):
                 raise InputError(f"the weight {name} is not finite in {export.dtype}; give another --dtype or fetch it again")
             file.seek(stored.offsets[name])
-            file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1)))
+            file.write(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
             done += 1
             if progress:
                 progress(done, len(types))

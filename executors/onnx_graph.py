@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
@@ -30,9 +31,14 @@ class TensorType:
     shape: tuple[int | str, ...]
 
     @property
+    def sizes(self) -> list[int]:
+        """Sizes of a tensor that has no unknown ones."""
+        return [int(size) for size in self.shape]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a tensor whose sizes are all known."""
-        return math.prod(int(size) for size in self.shape) * helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+        return math.prod(self.sizes) * helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
 
     def info(self, name: str) -> onnx.ValueInfoProto:
         """The same of a named value."""
@@ -73,11 +79,11 @@ class Graph:
     _inside_function: bool = False
 
     # -- What scopes are written with ----------------------------------------------------------------------------------
-    def node(self, name: str, op: str, *inputs: str, **attributes: object) -> str:
+    def node(self, name: str, op: str, *inputs: str, **attributes: Any) -> str:
         """Add a node with one output, which bears the node's name."""
         return self.nodes(name, op, inputs, 1, **attributes)[0]
 
-    def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: object) -> list[str]:
+    def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
         """Add a node with several outputs, `name.0` and so on."""
         path = self._claim(name)
         results = _outputs(path, outputs)
@@ -206,7 +212,7 @@ def _outputs(path: str, count: int) -> list[str]:
 
 def _outside(name: str, of: TensorType, stored: StoredWeights) -> onnx.TensorProto:
     """A tensor whose bytes lie in a file."""
-    tensor = onnx.TensorProto(name=name, data_type=of.dtype, dims=of.shape, data_location=onnx.TensorProto.EXTERNAL)
+    tensor = onnx.TensorProto(name=name, data_type=of.dtype, dims=of.sizes, data_location=onnx.TensorProto.EXTERNAL)
     for key, value in (("location", stored.file), ("offset", stored.offsets[name]), ("length", of.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor

@@ -199,9 +199,9 @@ class _Model:
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for stored in FIELDS:
-                given, made, last = TensorProto.FLOAT16, TensorProto.FLOAT16, ()
-                if stored.endswith("codes"):
-                    given, made, last = TensorProto.UINT8, self.scopes.codes_out, (half,)
+                codes = stored.endswith("codes")
+                last = (half,) if codes else ()
+                given, made = (TensorProto.UINT8, self.scopes.codes_out) if codes else (TensorProto.FLOAT16,) * 2
                 inputs[cache_name(layer, stored)] = TensorType(given, (s.blocks, heads, s.block_size, *last))
                 outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
         return inputs, outputs

@@ -156,7 +156,9 @@ class Qwen3Scopes:
         for step in (2**bit for bit in reversed(range(BITS - 1))):
             edge = g.node(f"edge_{step}", "Gather", table, g.node(f"next_{step}", "Add", level, g.scalar(step - 1, np.int32)))
             reached = g.node(f"reaches_{step}", "GreaterOrEqual", y, edge)
-            level = g.node(f"bit_{step}", "Where", reached, g.node(f"with_{step}", "Add", level, g.scalar(step, np.int32)), level)
+            level = g.node(
+                f"bit_{step}", "Where", reached, g.node(f"with_{step}", "Add", level, g.scalar(step, np.int32)), level
+            )
         return level
 
     # -- Attention -----------------------------------------------------------------------------------------------------
@@ -245,7 +247,9 @@ class Qwen3Scopes:
             for side, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))
         )
         q, k = (
-            g.call(f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, of, w[f"{side}_norm.weight"]), cos=cos, sin=sin)[0]
+            g.call(
+                f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, of, w[f"{side}_norm.weight"]), cos=cos, sin=sin
+            )[0]
             for side, of in (("q", q), ("k", k))
         )
         q = self._widen(g, "q_fp32", self._round(g, "q_rounded", q))
@@ -256,7 +260,9 @@ class Qwen3Scopes:
             v_scale=v_scale, new_k_codes=new_k_codes, new_k_scale=new_k_scale, new_v_codes=new_v_codes,
             new_v_scale=new_v_scale, block_table=block_table, visible=visible, stored=stored, rotation=rotation,
         )  # fmt: skip
-        hidden = self._residual(g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w["o_proj.weight"]))
+        hidden = self._residual(
+            g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w["o_proj.weight"])
+        )
 
         x = self._normed(g, "post_norm", hidden, w["post_norm.weight"])
         gate, up = self._linear(g, "gate_proj", x, w["gate_proj.weight"]), self._linear(g, "up_proj", x, w["up_proj.weight"])
