@@ -216,7 +216,7 @@ class _Model:
 
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
-        g, config, last = self.g, self.config, self.config.max_position_embeddings - 1
+        g, last = self.g, self.config.max_position_embeddings - 1
         steps, by_row, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
         past = g.reshape("past_column", "past_lens", [-1, 1])
         # A token sees what was stored before it came, and new tokens up to itself: slots are born at step 0 or never.
