@@ -271,11 +271,11 @@ class Qwen3Scopes:
         return [hidden, new_k_codes, new_k_scale, new_v_codes, new_v_scale]
 
     def _head_norm(self, g: Graph, side: str, x: str, weight: str) -> str:
-        return g.call(f"{side}_norm_by_head", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
+        return g.call(f"{side}_norm", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
 
     def _normed(self, g: Graph, name: str, hidden: str, weight: str) -> str:
         x = self._widen(g, f"{name}_x", hidden)
-        return self._round(g, f"{name}_rounded", g.call(f"{name}_of_x", "RMSNorm", self.rms_norm, x=x, weight=weight)[0])
+        return self._round(g, f"{name}_rounded", g.call(name, "RMSNorm", self.rms_norm, x=x, weight=weight)[0])
 
     def _residual(self, g: Graph, name: str, hidden: str, update: str) -> str:
         total = g.node(f"{name}_sum", "Add", self._widen(g, f"{name}_hidden", hidden), update)
