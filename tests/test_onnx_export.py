@@ -311,12 +311,12 @@ def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tm
 def test_the_tables_of_the_page_are_the_graphs_inputs_and_outputs(tiny):
     rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "onnx.md").read_text(encoding="utf-8").splitlines()]
     told = {row[0].strip(" `"): row[1].strip() for row in rows if len(row) == 2 and row[0].strip().startswith("`")}
-    sessions = [ort.InferenceSession(tiny / f"{phase}.onnx") for phase in ("prefill", "decode")]
-    words = {"tensor(float)": "float32"}
-    for index, session in enumerate(sessions):
-        for value in (*session.get_inputs(), *session.get_outputs()):
+    given = []
+    for phase in ("prefill", "decode"):
+        graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
+        given.append({value.name for value in graph.input})
+        for value in (*graph.input, *graph.output):
             name = value.name.replace("layers.5.", "layers.I.")
             if not name.startswith("layers.") or "I" in name:
-                assert told[name] == words.get(value.type, value.type[7:-1]), name
-    assert "last_rows" in {value.name for value in sessions[0].get_inputs()}
-    assert "last_rows" not in {value.name for value in sessions[1].get_inputs()}
+                assert told[name] == helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name, name
+    assert given[0] - given[1] == {"last_rows"}
