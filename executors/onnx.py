@@ -102,7 +102,6 @@ class OnnxExecutor:
         self.device = torch.device(self._provider.device)
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
-        self._element = model.dtype
         self._weights = dict(weight_values(model.to(self.device)))
         self._sessions: dict[GraphPlan, _Session] = {}
 

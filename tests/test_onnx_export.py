@@ -102,6 +102,8 @@ def test_the_folder_says_what_it_is(tiny):
     }  # fmt: skip
     assert {key: about[key] for key in expected} == expected
     assert about["opset"] == 23
+    last = hashlib.sha256(b"".join(haar_rotation(i, 128).view(torch.int16).numpy().tobytes() for i in (4, 5)))
+    assert onnx_export.rotation_sha256(range(4, 6), 128) == last.hexdigest()
     for phase in ("prefill", "decode"):
         model = onnx.load(tiny / f"{phase}.onnx", load_external_data=False)
         assert {p.key: p.value for p in model.metadata_props} == expected
@@ -285,6 +287,17 @@ def test_a_graph_for_atc_computes_what_the_others_do():
         assert same.mean() > 0.99
     error = np.abs(ours["logits"] - theirs["logits"]).max() / theirs["logits"].std()
     assert 0 < error < 0.5
+
+
+def test_no_index_of_a_graph_for_atc_is_negative():
+    """ATC's `Gather` knows no negative index; ONNX Runtime's would count it from the end and hide it."""
+    model = atc_graph(Bucket(2, 3, 256), "float32")
+    index = "layers.0/attention/k_index"
+    model.graph.output.append(helper.make_tensor_value_info(index, TensorProto.INT32, (2, 2, 256 + 3, 64)))
+    sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
+    found = run(model, weights_of(small_model(CONFIG)), sizes, [200, 9])[index]
+    assert (found.min(), found.max()) == (0, 255)
+    assert found[:, :, 256:].max() > 127
 
 
 def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tmp_path):
