@@ -10,7 +10,7 @@ pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 
 import onnx
 import onnxruntime as ort
-from onnx import helper
+from onnx import TensorProto, checker, helper, shape_inference
 from small_models import SMALL, small_model
 
 from executors.onnx_model import GraphPlan, Sizes, build, weight_values
@@ -84,6 +84,6 @@ def shapes_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
 
 
 __all__ = [
-    "CONFIG", "WHOLE", "GraphPlan", "Qwen3Scopes", "Sizes", "build", "feed_of", "graph_of", "open_graph", "run", "shapes_of",
-    "small_model", "weights_of",
+    "CONFIG", "WHOLE", "GraphPlan", "Qwen3Scopes", "Sizes", "TensorProto", "build", "checker", "feed_of", "graph_of", "helper",
+    "onnx", "open_graph", "ort", "run", "shape_inference", "shapes_of", "small_model", "weights_of",
 ]  # fmt: skip

@@ -11,13 +11,10 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from onnx import TensorProto, helper
-from onnx_graphs import CONFIG, graph_of, run, shapes_of, small_model, weights_of
+from onnx_graphs import CONFIG, TensorProto, graph_of, helper, onnx, ort, run, shapes_of, small_model, weights_of
 
 from codebooks import haar_rotation
 from executors import onnx_export

@@ -6,16 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from onnx import TensorProto, checker, helper, shape_inference
 from onnx_graphs import (
     CONFIG,
     WHOLE,
     Qwen3Scopes,
     Sizes,
+    TensorProto,
+    checker,
     feed_of,
     graph_of,
+    helper,
     open_graph,
     run,
+    shape_inference,
     shapes_of,
     small_model,
     weights_of,
