@@ -38,11 +38,21 @@ def _cuda(model: Qwen3, device: str | None) -> Executor:
     return CudaExecutor(model, device)
 
 
+def _onnx(model: Qwen3, device: str | None) -> Executor:
+    try:
+        from executors.onnx import OnnxExecutor
+    except ImportError as error:
+        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+
+    return OnnxExecutor(model, device)
+
+
 _BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {
     "reference": _reference,
     "cpu": _cpu,
     "cuda": _cuda,
     "npu": _npu,
+    "onnx": _onnx,
 }
 NAMES = tuple(_BUILDERS)
 

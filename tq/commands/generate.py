@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
 @kv_options()
 @click.option("--executor", default="reference", show_default=True)
-@click.option("--device", help="Where the executor runs; for npu: sim or npu:N.")
+@click.option("--device", "--provider", help="Where the executor runs; npu: sim or npu:N; onnx: cpu, cuda or cann.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu and cuda, else float32]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens the cache holds for each prompt.")
