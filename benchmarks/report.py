@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,23 @@ RESULTS = Path(__file__).parent / "results"
 def machine() -> dict[str, Any]:
     """What a figure depends on."""
     cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cpu": cpu, **gpu, "threads": torch.get_num_threads(), **versions, **_commit()}
+
+
+def _commit() -> dict[str, str]:
+    """The commit that is checked out, with a plus sign if files differ from it; nothing outside a checkout."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(RESULTS.parent), *args], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for args in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": commit + "+" * bool(changes)}
 
 
 def _cpuinfo() -> list[str]:

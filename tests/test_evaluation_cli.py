@@ -175,7 +175,7 @@ def test_a_narrow_terminal_gets_two_tables(run, monkeypatch):
 REFUSED = {
     "unknown_format": (["--kv", "bf16,tq9"], ["tq9", "choose from"]),
     "half_a_pair": (["--kv", "tq4,k=tq4"], ["k=NAME,v=NAME"]),
-    "keys_in_groups": (["--kv", "kivi2"], ["kivi2", "tail"]),
+    "a_tail_too_short": (["--kv", "kivi2", "--kv-tail", "30"], ["kivi2", "tail=31"]),
     "window_beyond_the_model": (["--window", "1025"], ["context of 1024", "--window"]),
     "no_window": (["--window", "0"], ["--window", "1 … 1024"]),
     "no_tokens": (["--tokens", "0"], ["--tokens"]),

@@ -1,5 +1,7 @@
 """Scope 2b on the device: attention over packed codes, against the reference, three ways and through every pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from npu_programs import needs_pypto, rotation
@@ -49,7 +51,7 @@ def attention_case(variant, lengths, step):
     )
     batch = paging.batch(sequences, [1] * len(lengths))
     lens = torch.tensor(lengths, dtype=torch.int32)
-    batch = type(batch)(lens.long() - 1, batch.slot_mapping, table, lens, batch.query_start_loc)
+    batch = replace(batch, positions=lens.long() - 1, block_table=table, seq_lens=lens)
     expected = reference.paged_attention(q.float(), cache, LAYER, batch, 128**-0.5)
 
     named = {

@@ -1,6 +1,6 @@
 """Holding executors against the reference: tolerances and comparisons.
 
-report = validate(reference, candidate, model, prompts, steps, k_format, v_format)
+report = validate(reference, candidate, model, prompts, steps, plan)
 report.passed, report.first_divergence, report.rows
 """
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tq.commands.bench_decode import decode, ops
+from tq.options import Numbers
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -21,23 +23,13 @@ def command() -> None:
     """Measure what executors cost."""
 
 
-class _Numbers(click.ParamType[tuple[int, ...]]):
-    """Positive integers, separated by commas."""
-
-    name = "numbers"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = str(value).split(",")
-        if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-            self.fail(f"{value!r} is not a list of positive integers such as 512,4096", param, ctx)
-        return tuple(int(part) for part in parts)
+command.add_command(decode)
+command.add_command(ops)
 
 
 @command.command("npu")
-@click.option("--contexts", type=_Numbers(), default="512,1024,2048,4096,8192", show_default=True, help="Tokens in the cache.")
-@click.option("--batches", type=_Numbers(), default="1,8", show_default=True)
+@click.option("--contexts", type=Numbers(), default="512,1024,2048,4096,8192", show_default=True, help="Tokens in the cache.")
+@click.option("--batches", type=Numbers(), default="1,8", show_default=True)
 @click.option("--variant", "variants", multiple=True, help="Repeat it [default: all].")
 @click.option("--save", is_flag=True, help="Keep each point in benchmarks/results, and do not run again what is there.")
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw cycles by context, as SVG.")

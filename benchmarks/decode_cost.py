@@ -1,0 +1,115 @@
+"""What a decode step must do at least, and how far a measured time is from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from benchmarks.timing import Machine, Spread
+from models.qwen3_14b.config import Qwen3Config
+from models.qwen3_14b.model import Qwen3
+
+Kind = Literal["attention", "step"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many sequences, and how many tokens each of them has stored when the step is over."""
+
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run must do at least.
+
+    Attributes:
+        weights, kv, rest: bytes read once; `rest` is what goes in and comes out.
+        flops: multiplications and additions.
+    """
+
+    weights: float
+    kv: float
+    rest: float
+    flops: float
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes in all."""
+        return self.weights + self.kv + self.rest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant in one case.
+
+    Attributes:
+        who: executor and KV format, or a peer.
+        ms, low, high: median and extremes of the turns, in milliseconds.
+        gbps: bytes of `cost` in 1e9 a second; `of_copy` is that relative to a copy.
+        floor_ms: the least that this machine allows; `of_floor` is how many times as long it took.
+        note: why there is no time.
+    """
+
+    kind: Kind
+    who: str
+    batch: int
+    context: int
+    ms: float | None
+    low: float | None
+    high: float | None
+    cost: Cost
+    gbps: float | None
+    of_copy: float | None
+    floor_ms: float
+    of_floor: float | None
+    note: str = ""
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is someone else's."""
+        return self.who.startswith(("sdpa ", "hf "))
+
+    def as_json(self) -> dict[str, Any]:
+        """For a JSON line."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
+def attention_cost(config: Qwen3Config, case: Case, kv_bytes: float, item: int) -> Cost:
+    """Decode attention of one layer.
+
+    Args:
+        kv_bytes: of one token, K and V of all heads.
+        item: bytes of a number of q.
+    """
+    rest = 2 * case.batch * config.num_heads * config.head_dim * item
+    flops = 4 * case.batch * config.num_heads * config.head_dim * case.context
+    return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
+
+
+def step_cost(model: Qwen3, case: Case, kv_bytes: float) -> Cost:
+    """A whole decode step.
+
+    Args:
+        kv_bytes: of one token, K and V of all layers and heads.
+    """
+    config, weights = model.config, model.weights
+    matrices = sum(t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name)
+    if config.tie_word_embeddings:
+        matrices += weights.lm_head.numel()
+    attention = attention_cost(config, case, 0, 0).flops * config.num_layers
+    nbytes = matrices * weights.embedding.itemsize
+    return Cost(
+        nbytes, case.batch * case.context * kv_bytes, 4 * case.batch * config.vocab_size, 2 * case.batch * matrices + attention
+    )
+
+
+def row(kind: Kind, who: str, case: Case, cost: Cost, machine: Machine, taken: Spread | None, note: str = "") -> Row:
+    """A row with its figures worked out."""
+    floor = machine.floor_ms(cost.nbytes, cost.flops)
+    if taken is None:
+        return Row(kind, who, case.batch, case.context, None, None, None, cost, None, None, floor, None, note)
+    gbps = cost.nbytes / taken.ms / 1e6
+    figures = (taken.ms, taken.low, taken.high, cost, gbps, gbps / machine.copy_gbps, floor, taken.ms / floor)
+    return Row(kind, who, case.batch, case.context, *figures, note)

@@ -1,0 +1,144 @@
+"""What others do with the same tensors: torch's SDPA over bf16 K and V, transformers with its own caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from models.qwen3_14b.model import Qwen3
+
+Run = Callable[[], object]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
+    """Every way of asking SDPA for decode attention that this device takes.
+
+    The query heads that share a KV head are handed over as rows of one head, which reads K and V once; `gqa` is the
+    documented way, which on a CPU repeats them.
+
+    Args:
+        q: [B, Hq, D]; k, v: [B, Hkv, S, D] bf16.
+    """
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    rows = q.to(torch.bfloat16).view(batch, kv_heads, heads // kv_heads, dim)
+    whole = q.to(torch.bfloat16).view(batch, heads, 1, dim)
+    asked: dict[str, tuple[Tensor, dict[str, Any]]] = {"rows": (rows, {}), "gqa": (whole, {"enable_gqa": True})}
+    backends: dict[str, Any] = {"": None}
+    if q.device.type == "cuda":
+        backends = {
+            " flash": SDPBackend.FLASH_ATTENTION,
+            " cudnn": SDPBackend.CUDNN_ATTENTION,
+            " efficient": SDPBackend.EFFICIENT_ATTENTION,
+        }
+    runs: dict[str, Run] = {}
+    for form, (queries, options) in asked.items():
+        for word, backend in backends.items():
+            run = _sdpa(queries, k, v, options, backend)
+            try:
+                run()
+            except RuntimeError:
+                continue  # this backend does not take this form
+            runs[f"sdpa bf16 {form}{word}"] = run
+    return runs
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], backend: Any) -> Run:
+    @torch.inference_mode()
+    def run() -> object:
+        if backend is None:
+            return scaled_dot_product_attention(q, k, v, **options)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One of transformers' caches.
+
+    Attributes:
+        run: one decode step; None if it cannot be run here, for the reason in `note`.
+        bits: of a stored value, scales included; what it reads, and not what it de-quantises.
+    """
+
+    name: str
+    run: Run | None
+    bits: float
+    note: str = ""
+
+
+def transformers_steps(model: Qwen3, batch: int, k: Tensor, v: Tensor) -> Iterator[Peer]:
+    """transformers' own Qwen3 with the same weights, its caches filled with the same K and V in every layer."""
+    caches = {
+        "DynamicCache bf16": (16.0, None),
+        "quanto 4-bit": (4.5, "optimum.quanto"),
+        "hqq 4-bit": (4.5, "hqq"),
+    }
+    if find_spec("transformers") is None:
+        for name, (bits, _) in caches.items():
+            yield Peer(f"hf {name}", None, bits, "transformers is not installed")
+        return
+    theirs = _their_model(model)
+    for name, (bits, package) in caches.items():
+        name = f"hf {name}"
+        try:
+            if package is not None and find_spec(package.split(".")[0]) is None:
+                yield Peer(name, None, bits, f"{package} is not installed")
+                continue
+            cache = _their_cache(theirs.config, package)
+            for layer in range(model.config.num_layers):
+                cache.update(k[:, :, :-1].to(model.dtype), v[:, :, :-1].to(model.dtype), layer)
+            yield Peer(name, _their_step(theirs, cache, batch), bits)
+        except (ImportError, RuntimeError, OSError, AttributeError, TypeError) as error:
+            reason = (str(error).splitlines() or [""])[0][:120]
+            yield Peer(name, None, bits, f"{type(error).__name__}: {reason}")
+
+
+def _their_model(model: Qwen3) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    c = model.config
+    config = Qwen3Config(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
+        tie_word_embeddings=c.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, attn_implementation="sdpa",
+    )  # fmt: skip
+    device = model.weights.embedding.device
+    with torch.device("meta"):
+        theirs = Qwen3ForCausalLM(config)
+    theirs.load_state_dict(dict(model.weights.named()), assign=True, strict=False)
+    theirs.tie_weights()
+    # Rotary tables are buffers that no state dict holds.
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)
+    return theirs.eval()
+
+
+def _their_cache(config: Any, package: str | None) -> Any:
+    from transformers import DynamicCache, QuantizedCache
+
+    if package is None:
+        return DynamicCache(config=config)
+    backend = "hqq" if package == "hqq" else "quanto"
+    axis = 1 if backend == "hqq" else 0
+    return QuantizedCache(backend, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
+
+
+def _their_step(theirs: Any, cache: Any, batch: int) -> Run:
+    tokens = torch.arange(batch, device=theirs.device).unsqueeze(1) % theirs.config.vocab_size
+
+    @torch.inference_mode()
+    def run() -> object:
+        return theirs(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1).tolist()
+
+    return run

@@ -1,0 +1,134 @@
+"""Fair timing: variants take turns, caches are cold, medians with their spread, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+_FLUSH_BYTES = 256 * 2**20
+"""More than any cache holds, of a CPU or of a GPU."""
+_COPY_BYTES = 512 * 2**20
+_MATRIX = 1024
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Times of one variant.
+
+    Attributes:
+        ms: median, in milliseconds.
+        low, high: the fastest and the slowest turn.
+    """
+
+    ms: float
+    low: float
+    high: float
+
+
+def spread(seconds: list[float]) -> Spread:
+    """Median and extremes in milliseconds."""
+    return Spread(1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * max(seconds))
+
+
+def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """What times one call in seconds: the GPU's own events there, wall time here."""
+    if device.type != "cuda":
+
+        def on_host(run: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            run()
+            return time.perf_counter() - began
+
+        return on_host
+
+    def on_gpu(run: Callable[[], object]) -> float:
+        begin: Any
+        end: Any
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return on_gpu
+
+
+def flusher(device: torch.device) -> Callable[[], None]:
+    """A call after which no cache holds anything of use."""
+    buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def flush() -> None:
+        buffer.add_(1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return flush
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int,
+    warm_up: int = 2,
+    cold: bool = True,
+    on_turn: Callable[[str], None] = lambda _: None,
+) -> dict[str, Spread]:
+    """Time variants one after the other, so that what disturbs the machine disturbs them alike.
+
+    Args:
+        repeats: turns that count, after `warm_up` that do not.
+        cold: empty the caches before each call.
+        on_turn: called with each variant's name before it runs.
+    """
+    timed, flush = clock(device), flusher(device) if cold else lambda: None
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(-warm_up, repeats):
+        for name, run in runs.items():
+            on_turn(name)
+            flush()
+            taken = timed(run)
+            if turn >= 0:
+                times[name].append(taken)
+    return {name: spread(seconds) for name, seconds in times.items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What bounds any kernel here, measured now.
+
+    Attributes:
+        copy_gbps: bytes read and written by a plain copy of a tensor larger than the caches, in 1e9 a second.
+        fp32_gflops: of a square FP32 matrix product.
+        bf16_gflops: of a BF16 one.
+    """
+
+    copy_gbps: float
+    fp32_gflops: float
+    bf16_gflops: float
+
+    def floor_ms(self, nbytes: float, flops: float) -> float:
+        """No program that moves so many bytes and does so many operations is faster: the larger of both times."""
+        return 1e3 * max(nbytes / (1e9 * self.copy_gbps), flops / (1e9 * max(self.fp32_gflops, self.bf16_gflops)))
+
+
+def measure_machine(device: torch.device, repeats: int = 7) -> Machine:
+    """Copy bandwidth and matrix throughput, best of some turns: a limit is what has been reached once."""
+    timed = clock(device)
+    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device=device)
+    target = torch.ones_like(source)
+    matrices = {dtype: torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16)}
+
+    def best(run: Callable[[], object]) -> float:
+        return min(timed(run) for _ in range(repeats))
+
+    copied = best(lambda: target.copy_(source))
+    flops = {dtype: 2 * _MATRIX**3 / best(partial(torch.matmul, x, x)) / 1e9 for dtype, x in matrices.items()}
+    return Machine(2 * _COPY_BYTES / copied / 1e9, flops[torch.float32], flops[torch.bfloat16])
