@@ -123,6 +123,17 @@ def with_format(plan: KVPlan, place: Place, name: str) -> KVPlan:
     return replace(plan, layers=tuple(layers))
 
 
+def cache_of(base: Session, plan: KVPlan) -> Session:
+    """The baseline's model with another plan.
+
+    Raises:
+        InputError: the executor cannot run it, with its reason.
+    """
+    if reason := base.executor.supports(base.config, plan):
+        raise InputError(f"executor {base.executor.name} cannot run {plan.describe()}: {reason}")
+    return replace(base, plan=plan)
+
+
 # -- Measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +143,7 @@ def changed_caches(base: Session, candidates: Sequence[str]) -> dict[str, tuple[
     for place in places(base.config):
         for name in candidates:
             if (plan := with_format(base.plan, place, name)) != base.plan:
-                found[f"{name} for {place[1].upper()} of layer {place[0]}"] = (place, name, replace(base, plan=plan))
+                found[f"{name} for {place[1].upper()} of layer {place[0]}"] = (place, name, cache_of(base, plan))
     return found
 
 
@@ -259,7 +270,7 @@ def choices_within(costs: Costs, config: Qwen3Config, *, budget: float, tails: S
 
 def compare(setup: Setup, calibration: Plan, choices: Sequence[Choice], on_step: OnStep = lambda *_: None) -> list[Row]:
     """Each chosen plan as a whole on the calibration text, its rows named by `KVPlan.describe`."""
-    caches = {str(number): replace(setup.base, plan=choice.plan) for number, choice in enumerate(choices)}
+    caches = {str(number): cache_of(setup.base, choice.plan) for number, choice in enumerate(choices)}
     rows = evaluate(replace(setup, caches=caches), calibration, on_step=on_step)
     return [replace(row, kv=choice.plan.describe()) for row, choice in zip(rows, choices, strict=True)]
 
@@ -272,7 +283,8 @@ def rivals_of(plan: KVPlan, config: Qwen3Config, context: int, candidates: Seque
 
     With the plan's tail as well, if it has one, the largest that take no more: what of the gain is the tail's.
     """
-    own, found = bits_per_value(plan, config, context), {}
+    own = bits_per_value(plan, config, context)
+    found: dict[str, KVPlan] = {}
     for tail in dict.fromkeys((None, plan.recent)):
         uniform = [KVSpec(name, tail=tail).plan(config.num_layers) for name in candidates]
         bits = [bits_per_value(other, config, context) for other in uniform]
@@ -294,7 +306,7 @@ def verify(
     Raises:
         NonFiniteError: a cache gave a logit that is not finite.
     """
-    caches = {name: replace(setup.base, plan=other) for name, other in {PLAN: plan, **rivals}.items()}
+    caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
     partial = Partial()
     own, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
 

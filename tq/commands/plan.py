@@ -90,14 +90,14 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     config = read_config(model["model"], model["layers"])
-    names = candidates.split(",") if candidates else planner.CANDIDATES
+    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else planner.CANDIDATES
     planner.require_candidates(names, config)
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], progress=progress, **model)
     encode = setup.base.tokenizer.encode
     texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
     request = _Request(config, names, budget, tails or planner.TAILS, _context(context, config, texts))
-    request.require_possible()
+    request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
     verified = _verify(setup, request, found, texts[1], verify_tokens)
     written, measured = force or verified.beaten_by is None, _measured(request, found, verified)
@@ -107,8 +107,13 @@ def command(
         print(json.dumps({"plan": str(out_file) if written else None, **measured}))
     else:
         _print(request, found, verified)
-        print(f"written to {out_file}" if written else f"{out_file} is not written; --force writes it all the same")
-    return int(verified.beaten_by is not None)
+        lost = (
+            f"{out_file} is not written, for {verified.beaten_by.kv} is as good; --force writes it"
+            if verified.beaten_by
+            else ""
+        )
+        print(f"written to {out_file}" if written else lost)
+    return int(not written)
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,12 @@ class _Request:
 
         return choices_within(costs, self.config, budget=self.budget, tails=self.tails, context=self.context)
 
-    def require_possible(self) -> None:
-        """Refuse a budget before anything is measured."""
-        from validation.planner import places
+    def require_possible(self, setup: Setup) -> None:
+        """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
+        from validation.planner import cache_of, places
 
-        self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})
+        for choice in self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)}):
+            cache_of(setup.base, choice.plan)
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def _context(wanted: int | None, config: Qwen3Config, texts: Sequence[list[int]]
     if shortest < (wanted or 1):
         lengths = " and ".join(f"{len(ids):,}" for ids in texts)
         raise click.UsageError(
-            f"the text is too short: {lengths} tokens to choose and to judge by, of which each needs {(wanted or 1) + 1:,} or more"
+            f"the text is too short: {lengths} tokens to choose and to judge by; each needs {(wanted or 1) + 1:,}"
         )
     return wanted or min(_CONTEXT, most, shortest)
 
@@ -214,18 +220,21 @@ def _measured(request: _Request, found: _Found, verified: Verified) -> dict[str,
 
 
 def _print(request: _Request, found: _Found, verified: Verified) -> None:
-    plan, rows = found.choice.plan, []
-    for layer, formats in enumerate(plan.layers):
-        shares = [
-            found.costs[layer, side][f.name] / (found.choice.predicted_kl or 1.0)
-            for side, f in zip("kv", formats, strict=True)
-        ]
-        rows.append((str(layer), formats[0].name, f"{shares[0]:.1%}", formats[1].name, f"{shares[1]:.1%}"))
+    plan, costs, total = found.choice.plan, found.costs, found.choice.predicted_kl or 1.0
+    shares = [
+        (costs[layer, "k"][k.name] / total, costs[layer, "v"][v.name] / total) for layer, (k, v) in enumerate(plan.layers)
+    ]
+    cells = [
+        (str(layer), k.name, f"{of_k:.1%}", v.name, f"{of_v:.1%}")
+        for layer, ((k, v), (of_k, of_v)) in enumerate(zip(plan.layers, shares, strict=True))
+    ]
     beside = f", and a tail of {plan.recent} tokens in BF16" if plan.recent else ""
-    print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "K's share", "V", "V's share"], rows)
-    title = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {request.context:,}, against the model's own bf16 cache"
+    print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
+    where = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {request.context:,}"
     columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]
-    print_table(title, columns, [_cells(row) for row in (verified.plan, *verified.rivals)])
+    print_table(
+        f"{where}, against the model's own bf16 cache", columns, [_cells(row) for row in (verified.plan, *verified.rivals)]
+    )
     for row, nearer in zip(verified.rivals, verified.nearer, strict=True):
         print(_verdict(verified.plan, row, nearer, verified.windows))
 
@@ -245,4 +254,5 @@ def _verdict(plan: Row, rival: Row, nearer: int, windows: int) -> str:
         change = f"beats by {1 - plan.kl_mean / rival.kl_mean:.1%} of its mean KL"
     else:
         change = "loses to"
-    return f"the plan {change} {rival.kv} ({plan.kl_mean:.3g}, {rival.kl_mean:.3g}) at {bytes_}, nearer in {nearer} of {windows} windows"
+    figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
+    return f"the plan {change} {rival.kv} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"
