@@ -1,6 +1,8 @@
 """`tq plan` and the options of a KV plan: what is written, what reads it, what is refused."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from checkpoints import write_checkpoint
@@ -102,6 +104,20 @@ def test_without_another_text_the_second_half_judges(tq, tmp_path):
     assert whole["verified_tokens"] == halves - 1
 
 
+def test_the_tail_is_the_one_whose_plan_is_nearest_as_a_whole(tq, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 9, encoding="utf-8")
+    files = ("--text", "long.txt", "--verify", "long.txt", "--context", len(TEXT) * 9 - 1)
+    for tails in ("0,8", "8,0"):
+        code, out, _ = plan(tq, *files, "--budget", 4.2, "--tails", tails, "--json")
+        assert code == 0
+        found = json.loads(out)
+        rows = {row["kv"]: row["kl_mean"] for row in found["calibration"]}
+        assert len(rows) == len(set(rows.values())) == 2
+        chosen = plan_file.load(tmp_path / "new.json").plan(2)
+        assert chosen.describe() == min(rows, key=lambda kv: rows[kv])
+        assert all(row["bits_per_value"] <= 4.2 for row in found["calibration"])
+
+
 def test_what_beats_no_uniform_format_is_written_by_force_only(tq, tmp_path):
     code, out, err = plan(tq, "--candidates", "tq2")
     assert (code, err) == (1, "")
@@ -200,3 +216,13 @@ def test_generate_takes_keys_in_groups_and_a_plan_with_a_tail(tq):
     assert json.loads(out)["kv"]["format"] == "kivi2"
     code, out, _ = tq("generate", "--kv-plan", "plan.json", "--prompt", TEXT, "--max-new-tokens", 3, "--json")
     assert json.loads(out)["kv"]["format"] == "tq4; layer 1: k=tq8,v=tq2; tail 3"
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom tq.cli import main\nassert main(['plan', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules and 'validation' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--budget" in done.stdout
