@@ -107,12 +107,7 @@ def command(
         print(json.dumps({"plan": str(out_file) if written else None, **measured}))
     else:
         _print(request, found, verified)
-        lost = (
-            f"{out_file} is not written, for {verified.beaten_by.kv} is as good; --force writes it"
-            if verified.beaten_by
-            else ""
-        )
-        print(f"written to {out_file}" if written else lost)
+        print(_ending(out_file, verified.beaten_by, written))
     return int(not written)
 
 
@@ -239,6 +234,13 @@ def _print(request: _Request, found: _Found, verified: Verified) -> None:
         print(_verdict(verified.plan, row, nearer, verified.windows))
 
 
+def _ending(out_file: Path, better: Row | None, written: bool) -> str:
+    lost = f", though {better.kv} of the same bytes is no worse" if better else ""
+    if written:
+        return f"written to {out_file}{lost}"
+    return f"{out_file} is not written{lost.replace('though', 'for')}; --force writes it"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     sizes = (f"{row.bytes_per_token:,.0f}", f"{row.bits_per_value:.3f}")
     return (row.kv, *sizes, *(f"{kl:.3g}" for kl in (row.kl_mean, row.kl_median, row.kl_p999)))
@@ -249,10 +251,10 @@ def _verdict(plan: Row, rival: Row, nearer: int, windows: int) -> str:
     size = plan.bytes_per_token / rival.bytes_per_token - 1
     bytes_ = "the same bytes" if size == 0 else f"{abs(size):.1%} {'fewer' if size < 0 else 'more'} bytes"
     if plan.kl_mean == rival.kl_mean:
-        change = "has the same mean KL as"
+        change = f"has the same mean KL as {rival.kv}"
     elif plan.kl_mean < rival.kl_mean:
-        change = f"beats by {1 - plan.kl_mean / rival.kl_mean:.1%} of its mean KL"
+        change = f"beats {rival.kv} by {1 - plan.kl_mean / rival.kl_mean:.1%} of its mean KL"
     else:
-        change = "loses to"
+        change = f"loses to {rival.kv} by {plan.kl_mean / rival.kl_mean - 1:.1%} of its mean KL"
     figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
-    return f"the plan {change} {rival.kv} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"
+    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"
