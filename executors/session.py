@@ -135,14 +135,18 @@ class Session:
         )
 
 
+def shape_of(config: Qwen3Config) -> ModelShape:
+    """What a plan file says of the model that it was made for."""
+    return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
+
+
 def plan_for(spec: KVSpec, config: Qwen3Config) -> KVPlan:
     """The KV plan of a model that was asked for.
 
     Raises:
         InputError: it does not fit the model.
     """
-    shape = ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
-    plan = spec.plan(config.num_layers, shape)
+    plan = spec.plan(config.num_layers, shape_of(config))
     plan.require_layout(config.head_dim)
     return plan
 

@@ -5,6 +5,7 @@ import gc
 import random
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -32,12 +33,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import tq
 from models.catalog import TINY
-from tq.hf.config import head_dims
+from tq.hf.config import head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.store import Packed
-from tq_ops import formats
+from tq_ops import formats, plan_file
 from tq_ops.errors import InputError
 from tq_ops.formats.base import Field
+from tq_ops.plan import KVSpec, ModelShape
 
 VOCAB, PROMPT, NEW = 61, 14, 12
 COMMON = {
@@ -633,3 +635,37 @@ def test_import_needs_neither_torch_nor_transformers_and_says_what_is_missing():
         f"tq.{name} needs transformers, which is not installed; run pip install 'haarkv[hf]'"
         for name in ("TQCache", "generate")
     ]
+
+
+# -- A plan file ------------------------------------------------------------------------------------------------------------
+def write_plan(path, spec, **changes):
+    shape = ModelShape(**{**asdict(model_shape(config_of("qwen3"), 2)), **changes})
+    path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_plan_file_says_all(tmp_path, as_text):
+    spec = KVSpec("k=tq8,v=tq2", tail=3, sink=1, layers={1: "k=bf16,v=tq4"})
+    path = write_plan(tmp_path / "plan.json", spec)
+    model = build("qwen3")
+    cache = tq.TQCache(model.config, plan=str(path) if as_text else path)
+    assert [(layer.k_format.name, layer.v_format.name) for layer in cache.layers] == [("tq8", "tq2"), ("bf16", "tq4")]
+    options = {"tail": 3, "sink": 1, "plan": {1: "k=bf16,v=tq4"}}
+    ours, same = (run(model, c) for c in (cache, tq.TQCache(model.config, "k=tq8,v=tq2", **options)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
+    assert not torch.equal(ours[1], run(model, tq.TQCache(model.config, "k=tq8,v=tq2"))[1])
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 80}, {"num_kv_heads": 4}, {"head_dim": 64}, {"vocab_size": 62}])
+def test_a_plan_file_for_another_model_is_refused(tmp_path, changes):
+    path = write_plan(tmp_path / "plan.json", KVSpec("tq4"), **changes)
+    with pytest.raises(InputError, match="made for another model"):
+        tq.TQCache(config_of("qwen3"), plan=path)
+
+
+@pytest.mark.parametrize("also", [{"kv": "tq2"}, {"tail": 3}, {"sink": 1}, {"skip_layers": [0]}])
+def test_a_plan_file_and_what_it_says_already_is_refused(tmp_path, also):
+    path = write_plan(tmp_path / "plan.json", KVSpec("tq4"))
+    with pytest.raises(InputError, match="leave out kv, tail, sink and skip_layers"):
+        tq.TQCache(config_of("qwen3"), plan=path, **also)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from models.qwen3_14b.weights import Progress
+    from validation.evaluation import OnStep
 
 
 # A pipe or a file has no width; so many columns keep every table in one piece.
@@ -58,3 +59,17 @@ def loading(model: str) -> Iterator[Progress]:
     with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
         task = bar.add_task(model, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def scoring(total: int) -> Iterator[OnStep]:
+    """A bar on stderr with what is being done; silent when stderr is not a terminal."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task("scoring", total=total)
+        yield lambda what, tokens: bar.update(task, description=what, advance=tokens)

@@ -75,6 +75,10 @@ class Plan:
     prompts: list[list[int]]
     new_tokens: int
 
+    def fed(self, window: Window) -> Tensor:
+        """The tokens [length] that go into a window."""
+        return self.tokens[window.begin : window.begin + window.length]
+
     @property
     def scored(self) -> int:
         """Positions that are scored for each cache."""
@@ -187,28 +191,56 @@ def evaluate(setup: Setup, plan: Plan, *, partial: Partial | None = None, on_ste
     return [_row(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
 
 
-@torch.inference_mode()
 def _logits(model: Qwen3, side: Session, plan: Plan, window: Window) -> Iterator[Tensor]:
+    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
+    return logits_after(model, side, embed(model, plan.fed(window)))
+
+
+@torch.inference_mode()
+def logits_after(model: Qwen3, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, from an empty cache.
 
     Attention reads K and V as they are stored, also those of the chunk itself: a prefill measures the format.
+
+    Args:
+        hidden: [T, hidden], what enters a layer; that and all later ones are run.
+        first_layer: that layer.
     """
+    span = range(first_layer, model.config.num_layers)
+    for after in run_span(side, hidden, span):
+        yield head(model, after.to(model.weights.lm_head.device), reference)
+
+
+def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
+    """Hidden states [n, hidden] after some layers, chunk by chunk, of what enters the first of them [T, hidden]."""
     device = side.executor.device
-    cache, paging = side.new_cache(1, window.length)
+    cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
-    for chunk in torch.split(plan.tokens[window.begin : window.begin + window.length], cache.most_new_tokens or CHUNK):
+    for chunk in torch.split(hidden, cache.most_new_tokens or CHUNK):
         batch = paging.batch([sequence], [len(chunk)]).to(device)
-        hidden = side.executor.layers(embed(model, chunk).to(device), range(model.config.num_layers), batch, cache)
-        yield head(model, hidden.to(model.weights.lm_head.device), reference)
+        yield side.executor.layers(chunk.to(device), span, batch, cache)
 
 
 def _score_window(setup: Setup, name: str, side: Session, plan: Plan, window: Window, base: Tensor) -> Scores:
+    # The baseline as one of the caches is what it has just been.
+    logits = iter(torch.split(base, CHUNK)) if side is setup.base else _logits(setup.model, side, plan, window)
+    return score_window(name, plan, window, base, logits)
+
+
+def score_window(name: str, plan: Plan, window: Window, base: Tensor, logits: Iterator[Tensor]) -> Scores:
+    """Compare a cache's predictions with the baseline's.
+
+    Args:
+        name: of the cache, for messages.
+        base: [length, vocab] fp32, the baseline's logits after each token of the window.
+        logits: the cache's, in pieces of any size.
+    Raises:
+        NonFiniteError: one of them is not finite.
+    """
     begin = window.begin + 1
     of_base, targets = (torch.split(x, CHUNK) for x in (base, plan.tokens[begin : begin + window.length]))
-    # The baseline as one of the caches is what it has just been; the others may come in smaller pieces.
-    logits = iter(of_base) if side is setup.base else _in_chunks(_logits(setup.model, side, plan, window))
     try:
-        return join([score_text(a, b, t) for a, b, t in zip(of_base, logits, targets, strict=True)])
+        return join([score_text(a, b, t) for a, b, t in zip(of_base, _in_chunks(logits), targets, strict=True)])
     except NonFiniteError as error:
         raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
 

@@ -89,7 +89,7 @@ def _read(text: str, run: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         for of_cache in caches.values():
             of_cache["fingerprint"], of_cache["windows"].items()
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise InputError("--resume: the file is no partial result of tq eval; begin a new one") from None
+        raise InputError("--resume: the file is no partial result of such a run; begin a new one") from None
     if version != _VERSION:
         raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
     for what, value in run.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shutil import get_terminal_size
@@ -16,10 +15,10 @@ import click
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
 from tq.kv_options import kv_options, kv_spec
-from tq.output import err, loading, print_table
+from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
-    from validation.evaluation import OnStep, Plan, Row, Setup
+    from validation.evaluation import Plan, Row, Setup
     from validation.evaluation_partial import Partial
 
 # Columns that the whole table takes; a narrower terminal gets it in two parts.
@@ -112,8 +111,8 @@ def command(
         )
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_plan(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
-    with _bar(len(setup.caches) * plan.steps) as on_step:
-        rows = evaluate(setup, plan, partial=_partial(resume_file, setup, plan), on_step=on_step)
+    with scoring(len(setup.caches) * plan.steps) as on_step:
+        rows = evaluate(setup, plan, partial=open_partial(resume_file, setup, plan), on_step=on_step)
     if plot_file is not None:
         write_whole(plot_file, svg(rows, f"{model}, {plan.scored:,} tokens"))
     if as_json:
@@ -122,7 +121,8 @@ def command(
         _print(model, text_file, setup, plan, rows)
 
 
-def _partial(file: Path | None, setup: Setup, plan: Plan) -> Partial:
+def open_partial(file: Path | None, setup: Setup, plan: Plan) -> Partial:
+    """What an earlier run has left in a file, if any, and where this one keeps what it does."""
     from validation.evaluation_partial import Partial
     from validation.evaluation_setup import cache_fingerprint, run_fingerprint
 
@@ -136,20 +136,6 @@ def _partial(file: Path | None, setup: Setup, plan: Plan) -> Partial:
             text = ""  # refused below, as what it is not
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
     return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(file, content))
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[OnStep]:
-    """A bar on stderr with what is being done; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("scoring", total=total)
-        yield lambda what, tokens: bar.update(task, description=what, advance=tokens)
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Plan, rows: Sequence[Row]) -> None:

@@ -1,0 +1,260 @@
+"""`tq plan`: the formats of each layer's K and V, and a tail, chosen by the KL they cost within a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tq.commands.eval import open_partial
+from tq.commands.generate import read_prompt
+from tq.files import check_writable, write_whole
+from tq.options import Numbers
+from tq.output import loading, print_table, scoring
+
+if TYPE_CHECKING:
+    from models.qwen3_14b.config import Qwen3Config
+    from validation.evaluation import Row, Setup
+    from validation.planner import Choice, Costs, Verified
+
+_CONTEXT = 4096
+
+
+@click.command("plan")
+@click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to choose by; - is stdin.")
+@click.option("--verify", "verify_file", metavar="FILE", help="Another text to judge by [default: the second half of --text].")
+@click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
+@click.option("--out", "out_file", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The plan, as JSON.")
+@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
+@click.option("--candidates", metavar="LIST", help="Formats to choose among [default: tq2 to tq8 and bf16].")
+@click.option(
+    "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
+)
+@click.option("--context", type=int, metavar="N", help="Tokens that share a tail [default: 4096, or the model's context].")
+@click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of --text to choose by.")
+@click.option("--verify-tokens", type=click.IntRange(min=1), default=20480, show_default=True, help="Tokens to judge by.")
+@click.option("--window", type=int, metavar="W", help="Tokens of a window where one place is measured [default: 1024].")
+@click.option("--executor", default="reference", show_default=True)
+@click.option("--device", help="Where the executor runs.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32]")
+@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
+@click.option("--resume", "resume_file", metavar="FILE", type=click.Path(path_type=Path), help="Keep there what is measured.")
+@click.option("--force", is_flag=True, help="Write the plan even if a uniform format of the same bytes is as good.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def command(
+    text_file: str,
+    verify_file: str | None,
+    budget: float,
+    out_file: Path,
+    candidates: str | None,
+    tails: tuple[int, ...] | None,
+    context: int | None,
+    tokens: int,
+    verify_tokens: int,
+    window: int | None,
+    threads: int | None,
+    resume_file: Path | None,
+    force: bool,
+    as_json: bool,
+    **model: Any,
+) -> int:
+    """Choose formats by layer and side, and a tail, within a budget of bits a value.
+
+    Each candidate is measured at K and at V of each layer by itself, all else in bf16; the sums of these KL choose the
+    formats beside each tail, and these plans are measured whole. The best is judged on text that it has not seen, beside
+    uniform formats, and written if no uniform format of the same bytes does as well; otherwise the exit code is 1.
+
+    \b
+      tq plan --text train.txt --verify held_out.txt --budget 4.0 --out plan.json
+      tq generate --kv-plan plan.json --prompt 'def main('
+    """
+    text, other = _read(text_file, "--text"), None if verify_file is None else _read(verify_file, "--verify")
+    if resume_file is not None and resume_file.resolve() == out_file.resolve():
+        raise click.UsageError("--out and --resume name the same file")
+    for file in (out_file, resume_file):
+        if file is not None:
+            check_writable(file)
+    import torch
+
+    from executors.session import shape_of
+    from models.catalog import read_config
+    from tq_ops.plan_file import dumps
+    from validation import planner
+    from validation.evaluation_setup import load_setup
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = read_config(model["model"], model["layers"])
+    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else planner.CANDIDATES
+    planner.require_candidates(names, config)
+    with loading(model["model"]) as progress:
+        setup = load_setup(kvs=["bf16"], progress=progress, **model)
+    encode = setup.base.tokenizer.encode
+    texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
+    request = _Request(config, names, budget, tails or planner.TAILS, _context(context, config, texts))
+    request.require_possible(setup)
+    found = _search(setup, request, texts[0], tokens, window, resume_file)
+    verified = _verify(setup, request, found, texts[1], verify_tokens)
+    written, measured = force or verified.beaten_by is None, _measured(request, found, verified)
+    if written:
+        write_whole(out_file, dumps(found.choice.plan, shape_of(config), measured))
+    if as_json:
+        print(json.dumps({"plan": str(out_file) if written else None, **measured}))
+    else:
+        _print(request, found, verified)
+        print(_ending(out_file, verified.beaten_by, written))
+    return int(not written)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the plan has to be."""
+
+    config: Qwen3Config
+    names: Sequence[str]
+    budget: float
+    tails: Sequence[int]
+    context: int
+
+    def choices(self, costs: Costs) -> list[Choice]:
+        from validation.planner import choices_within
+
+        return choices_within(costs, self.config, budget=self.budget, tails=self.tails, context=self.context)
+
+    def require_possible(self, setup: Setup) -> None:
+        """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
+        from validation.planner import cache_of, places
+
+        for choice in self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)}):
+            cache_of(setup.base, choice.plan)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was chosen, and by what; `rows` are of all plans measured whole, `tokens` those of the calibration."""
+
+    costs: Costs
+    choice: Choice
+    row: Row
+    rows: Sequence[Row]
+    tokens: int
+
+
+def _read(file: str, option: str) -> str:
+    if text := read_prompt(file, option):
+        return text
+    raise click.UsageError(f"{option} {file} is empty; give it some thousand tokens of text")
+
+
+def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
+    return ids[: len(ids) // 2], ids[len(ids) // 2 :]
+
+
+def _context(wanted: int | None, config: Qwen3Config, texts: Sequence[list[int]]) -> int:
+    """Tokens of a sequence: as wanted, or as many as the model and both texts allow, 4,096 at most."""
+    most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
+    if wanted is not None and not 1 <= wanted <= most:
+        raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")
+    if shortest < (wanted or 1):
+        lengths = " and ".join(f"{len(ids):,}" for ids in texts)
+        raise click.UsageError(
+            f"the text is too short: {lengths} tokens to choose and to judge by; each needs {(wanted or 1) + 1:,}"
+        )
+    return wanted or min(_CONTEXT, most, shortest)
+
+
+def _search(
+    setup: Setup, request: _Request, ids: list[int], tokens: int, window: int | None, resume_file: Path | None
+) -> _Found:
+    from validation.evaluation import make_plan
+    from validation.planner import changed_caches, compare, measure
+
+    limit = request.config.max_position_embeddings
+    places = make_plan(ids, limit, window=window, tokens=tokens, prompts=0)
+    whole = make_plan(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
+    changed = replace(setup, caches={name: side for name, (_, _, side) in changed_caches(setup.base, request.names).items()})
+    partial = open_partial(resume_file, changed, places)
+    with scoring(len(changed.caches) * places.scored) as on_step:
+        costs = measure(setup, places, request.names, partial=partial, on_step=on_step)
+    choices = request.choices(costs)
+    with scoring(len(choices) * whole.scored) as on_step:
+        rows = compare(setup, whole, choices, on_step)
+    row, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
+    return _Found(costs, choice, row, rows, places.scored)
+
+
+def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], tokens: int) -> Verified:
+    from validation.evaluation import make_plan
+    from validation.planner import rivals_of, verify
+
+    limit = request.config.max_position_embeddings
+    unseen = make_plan(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
+    rivals = rivals_of(found.choice.plan, request.config, request.context, request.names)
+    with scoring((1 + len(rivals)) * unseen.scored) as on_step:
+        return verify(setup, unseen, found.choice.plan, rivals, on_step)
+
+
+def _measured(request: _Request, found: _Found, verified: Verified) -> dict[str, Any]:
+    """What a plan file says of how it came about."""
+    keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
+    return {
+        "budget": request.budget,
+        "context": request.context,
+        "calibration_tokens": found.tokens,
+        "predicted_kl_without_tail": found.choice.predicted_kl,
+        "calibration": [{key: getattr(row, key) for key in keys} for row in found.rows],
+        "verified_tokens": verified.tokens,
+        "verified": [{key: getattr(row, key) for key in keys} for row in (verified.plan, *verified.rivals)],
+        "costs": {f"layer {layer} {side}": dict(costs) for (layer, side), costs in found.costs.items()},
+    }
+
+
+def _print(request: _Request, found: _Found, verified: Verified) -> None:
+    plan, costs, total = found.choice.plan, found.costs, found.choice.predicted_kl or 1.0
+    shares = [
+        (costs[layer, "k"][k.name] / total, costs[layer, "v"][v.name] / total) for layer, (k, v) in enumerate(plan.layers)
+    ]
+    cells = [
+        (str(layer), k.name, f"{of_k:.1%}", v.name, f"{of_v:.1%}")
+        for layer, ((k, v), (of_k, of_v)) in enumerate(zip(plan.layers, shares, strict=True))
+    ]
+    beside = f", and a tail of {plan.recent} tokens in BF16" if plan.recent else ""
+    print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
+    where = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {request.context:,}"
+    columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]
+    print_table(
+        f"{where}, against the model's own bf16 cache", columns, [_cells(row) for row in (verified.plan, *verified.rivals)]
+    )
+    for row, nearer in zip(verified.rivals, verified.nearer, strict=True):
+        print(_verdict(verified.plan, row, nearer, verified.windows))
+
+
+def _ending(out_file: Path, better: Row | None, written: bool) -> str:
+    lost = f", though {better.kv} of the same bytes is no worse" if better else ""
+    if written:
+        return f"written to {out_file}{lost}"
+    return f"{out_file} is not written{lost.replace('though', 'for')}; --force writes it"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sizes = (f"{row.bytes_per_token:,.0f}", f"{row.bits_per_value:.3f}")
+    return (row.kv, *sizes, *(f"{kl:.3g}" for kl in (row.kl_mean, row.kl_median, row.kl_p999)))
+
+
+def _verdict(plan: Row, rival: Row, nearer: int, windows: int) -> str:
+    """By how much the plan wins or loses, in one line."""
+    size = plan.bytes_per_token / rival.bytes_per_token - 1
+    bytes_ = "the same bytes" if size == 0 else f"{abs(size):.1%} {'fewer' if size < 0 else 'more'} bytes"
+    if plan.kl_mean == rival.kl_mean:
+        change = f"has the same mean KL as {rival.kv}"
+    elif plan.kl_mean < rival.kl_mean:
+        change = f"beats {rival.kv} by {1 - plan.kl_mean / rival.kl_mean:.1%} of its mean KL"
+    else:
+        change = f"loses to {rival.kv} by {plan.kl_mean / rival.kl_mean - 1:.1%} of its mean KL"
+    figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
+    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"
