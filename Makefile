@@ -6,13 +6,16 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 PROMPT ?= def main(
 VENV := .venv
 BIN := $(VENV)/bin
+# What is compiled into the package.
+KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test test-npu lint tables bench clean
+.PHONY: help run test test-npu test-gpu lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types and all tests"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
+	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
@@ -26,6 +29,9 @@ test: lint
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
+
+test-gpu: $(VENV)/dev.stamp
+	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -45,8 +51,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "haarkv needs Python 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# What is installed depends on these two files alone; the project itself is installed editable.
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+# What is installed depends on these files alone; the project itself is installed editable.
+$(VENV)/run.stamp: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 

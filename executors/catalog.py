@@ -18,13 +18,42 @@ def _reference(model: Qwen3, device: str | None) -> Executor:
     return ReferenceExecutor(model)
 
 
+def _cpu(model: Qwen3, device: str | None) -> Executor:
+    if device not in (None, "cpu"):
+        raise InputError(f"the executor cpu runs on the cpu, not on {device!r}")
+    from executors.cpu import CpuExecutor
+
+    return CpuExecutor(model)
+
+
 def _npu(model: Qwen3, device: str | None) -> Executor:
     from executors.npu import NpuExecutor
 
     return NpuExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {"reference": _reference, "npu": _npu}
+def _cuda(model: Qwen3, device: str | None) -> Executor:
+    from executors.cuda import CudaExecutor
+
+    return CudaExecutor(model, device)
+
+
+def _onnx(model: Qwen3, device: str | None) -> Executor:
+    try:
+        from executors.onnx import OnnxExecutor
+    except ImportError as error:
+        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+
+    return OnnxExecutor(model, device)
+
+
+_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {
+    "reference": _reference,
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "npu": _npu,
+    "onnx": _onnx,
+}
 NAMES = tuple(_BUILDERS)
 
 
@@ -40,7 +69,7 @@ def default_dtype(name: str) -> str:
     Raises:
         InputError: no such executor.
     """
-    return "bfloat16" if _known(name) == "npu" else "float32"
+    return "bfloat16" if _known(name) in ("npu", "cuda") else "float32"
 
 
 def create(name: str, model: Qwen3, plan: KVPlan, device: str | None = None) -> Executor:

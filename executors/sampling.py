@@ -52,7 +52,8 @@ class Sampler:
     def next(self, logits: Tensor) -> int:
         """Draw from logits [vocab] fp32; the lowest id wins a tie when greedy."""
         if self._sampling.temperature == 0:
-            return int(logits.argmax())
+            # Not argmax, which on a GPU returns any of several equal ones.
+            return int((logits == logits.amax()).nonzero()[0])
         logits = logits.cpu().double() / self._sampling.temperature
         order = logits.argsort(descending=True, stable=True)
         kept = torch.softmax(logits[order], dim=-1)

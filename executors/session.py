@@ -167,8 +167,8 @@ def load(
         model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
         kv: a KV format, `k=NAME,v=NAME`, or more than that in a `KVSpec`.
         executor: who runs the forwards.
-        device: where the executor runs, its default unless given; for `npu`: sim or npu:N.
-        dtype: float32 or bfloat16; the executor's default unless given (npu: bfloat16, all others: float32).
+        device: where the executor runs, its default unless given; for `npu`: sim or npu:N; for `onnx`: cpu, cuda or cann.
+        dtype: float32 or bfloat16; the executor's default unless given (npu and cuda: bfloat16, all others: float32).
         layers: for `random:SIZE`, how many layers to build.
         progress: called with (tensors done, tensors in all).
     Raises:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from models.qwen3_14b.config import FAMILY, Qwen3Config
 from models.qwen3_14b.layer import RopeTable
 from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.weights import Progress, load_weights, random_weights
+from models.qwen3_14b.weights import Progress, load_weights, random_tensors, random_weights, stored_tensors
 from tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
@@ -79,3 +81,15 @@ def load_model(name: str, dtype: str = "float32", layers: int | None = None, pro
     else:
         weights = load_weights(folder, config, DTYPES[dtype], progress)
     return Qwen3(config, weights, RopeTable(config))
+
+
+def stream_tensors(name: str, config: Qwen3Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
+
+    Args:
+        name: as in `read_config`, which gave `config`.
+    Raises:
+        InputError: as `load_weights`, with the first.
+    """
+    folder = folder_of(name)
+    return random_tensors(config, dtype) if folder is None else stored_tensors(folder, config, dtype)

@@ -1,5 +1,6 @@
 """One thread a test process: results do not depend on the machine's cores, and parallel workers do not fight."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,9 @@ import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 torch.set_num_threads(1)
+# Read as Triton is imported: without a GPU its kernels run in its interpreter, in worker processes and children too.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

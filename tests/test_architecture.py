@@ -5,13 +5,16 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from executors import catalog
 from models.qwen3_14b.layer import OP_NAMES, Ops
 from tq_ops import reference
+from tq_ops.cpu.ops import CpuOps
 from tq_ops.plan import KVSpec
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +29,11 @@ ONLY_IN = {
     "transformers": ["models/tiny_qwen3/train.py", "benchmarks/", "tq/hf/"],
     "vllm": ["serving/"],
 }
-TABLES = [reference]
+TABLES = [reference, CpuOps]
+if find_spec("triton"):
+    from tq_ops.cuda import ops as cuda_ops
+
+    TABLES.append(cuda_ops)
 
 
 def sources():
@@ -95,12 +102,13 @@ def test_the_environment_is_never_read():
 
 
 def test_everything_imports_without_the_extras():
-    """Every module but training, benchmarks and compiled kernels, in an interpreter that refuses the heavy libraries."""
+    """Every module but training, benchmarks, compiled kernels and ONNX, in an interpreter that refuses the heavy libraries."""
     modules = [
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for p in sources()
         if p.name != "__main__.py"
         and not set(imported(p)) & {"triton", "pypto", "transformers"}
+        and not p.relative_to(ROOT).as_posix().startswith("executors/onnx")
         and not p.relative_to(ROOT).as_posix().startswith(("benchmarks/", "models/tiny_qwen3/train"))
     ]
     code = (
@@ -120,6 +128,10 @@ def test_every_named_executor_can_be_made(name):
 
     if name == "npu" and (reason := unavailable()):
         pytest.skip(reason)
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    if name == "onnx":
+        pytest.importorskip("onnxruntime", reason="needs the onnx extra")
     model = load_model("tiny", catalog.default_dtype(name))
     executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
     assert executor.name == name

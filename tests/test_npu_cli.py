@@ -46,7 +46,7 @@ def test_generate_refuses_a_format_that_no_program_reads(capfd):
 
 
 def test_compile_refuses_before_it_compiles(capfd, tmp_path):
-    assert f"--cpp {tmp_path} exists" in refused(capfd, "compile", "--cpp", str(tmp_path))
+    assert f"{tmp_path} exists" in refused(capfd, "compile", "--cpp", str(tmp_path))
     assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
     assert "no such size: random:3b" in refused(capfd, "compile", "--model", "random:3b")
     assert "'tail' is not one of" in refused(capfd, "compile", "--program", "tail")

@@ -1,10 +1,12 @@
-"""Result files: refused before the work begins if they cannot be written, and then written whole or not at all."""
+"""Result files and folders: refused before the work begins if they cannot be written, then written whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import rmtree
 
 from tq_ops.errors import InputError
 
@@ -51,3 +53,48 @@ def write_whole(path: Path, text: str) -> None:
 def _beside(target: Path) -> Path:
     """A name of this process's own in the same folder, from where a rename is one step."""
     return target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
+    """Fill a folder in one step: what is written to the folder given stands at `path` at the end, or nothing does.
+
+    Args:
+        path: must not exist.
+        replaces: unless it is a folder that holds a file of this name, and so one of those that may be replaced.
+    Raises:
+        InputError: something stands there, its parent does not take folders, or the system refuses to write, for want of
+            room say; what was written is gone, and an old folder as it was.
+    """
+    target = path.absolute()
+    check_folder(path, replaces=replaces)
+    half, old = _beside(target), _beside(target).with_suffix(".old")
+    try:
+        half.mkdir()
+        yield half
+        if target.exists():
+            target.rename(old)
+        half.rename(target)
+    except OSError as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        for left in (half, old):
+            rmtree(left, ignore_errors=True)
+
+
+def check_folder(path: Path, *, replaces: str | None = None) -> None:
+    """See that `whole_folder` can begin.
+
+    Raises:
+        InputError: as there.
+    """
+    target = path.absolute()
+    if target.exists() or target.is_symlink():
+        if replaces is None:
+            raise InputError(f"{path} exists; name a folder that does not")
+        if not (target / replaces).is_file():
+            raise InputError(f"{path} exists and holds no {replaces}; only what was written by this command is replaced")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise InputError(f"{path}: its parent is not a folder that can be written to")

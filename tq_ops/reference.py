@@ -101,7 +101,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     """
     blocks = -(-int(batch.seq_lens.max()) // cache.block_size)
     k, v = cache.read(layer, batch.block_table[:, :blocks])
-    token, position, valid = _pad_queries(batch)
+    token, position, valid = pad_queries(batch)
     queries, group = _group_heads(q[token].float(), cache.num_kv_heads), q.shape[1] // cache.num_kv_heads
     k_window, v_window = cache.windows(layer)
     scores = queries @ k.transpose(-1, -2)
@@ -126,7 +126,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     return _ungroup_heads(out, q.shape[1])[valid].to(q.dtype)
 
 
-def _pad_queries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def pad_queries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Ragged queries as a rectangle: token index, position and validity, each [B, Q]. Padding repeats a real token."""
     starts, ends = batch.query_start_loc[:-1].long(), batch.query_start_loc[1:].long()
     steps = torch.arange(int((ends - starts).max()), device=starts.device)

@@ -51,13 +51,13 @@ class Weights:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) in the order in which a forward meets them."""
-        yield _EMBEDDING, self.embedding
+        yield EMBEDDING, self.embedding
         for index, layer in enumerate(self.layers):
             for field in fields(layer):
                 yield _LAYER.format(index, _HF_NAMES[field.name]), getattr(layer, field.name)
-        yield _FINAL_NORM, self.final_norm
+        yield FINAL_NORM, self.final_norm
         if self.lm_head is not self.embedding:
-            yield _HEAD, self.lm_head
+            yield HEAD, self.lm_head
 
     def to(self, device: torch.device) -> Weights:
         """Copies on another device; a tied head stays tied."""
@@ -69,7 +69,7 @@ class Weights:
         return Weights(embedding, layers, self.final_norm.to(device), head)
 
 
-_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}.weight"
 _HF_NAMES = {
     "input_norm": "input_layernorm",
@@ -86,6 +86,11 @@ _HF_NAMES = {
 }
 
 
+def layer_names(index: int) -> dict[str, str]:
+    """Hugging Face name of each field of a layer's `LayerWeights`."""
+    return {field: _LAYER.format(index, name) for field, name in _HF_NAMES.items()}
+
+
 def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     """Shape of each field of `LayerWeights`."""
     hidden, dim = config.hidden_size, config.head_dim
@@ -99,43 +104,40 @@ def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
 
 def checkpoint_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor a checkpoint of this config must hold."""
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         for field, shape in layer_shapes(config).items():
             shapes[_LAYER.format(index, _HF_NAMES[field])] = shape
-    shapes[_FINAL_NORM] = (config.hidden_size,)
+    shapes[FINAL_NORM] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes[_HEAD] = (config.vocab_size, config.hidden_size)
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
 def assemble(config: Qwen3Config, get: Callable[[str], Tensor]) -> Weights:
     """Build `Weights` from a lookup by Hugging Face name."""
-    embedding = get(_EMBEDDING)
+    embedding = get(EMBEDDING)
     layers = tuple(
         LayerWeights(**{field: get(_LAYER.format(index, name)) for field, name in _HF_NAMES.items()})
         for index in range(config.num_layers)
     )
-    final_norm = get(_FINAL_NORM)
-    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(_HEAD))
+    final_norm = get(FINAL_NORM)
+    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(HEAD))
 
 
 def random_weights(config: Qwen3Config, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
     """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint."""
+    return _gathered(config, random_tensors(config, dtype, seed), progress)
+
+
+def random_tensors(config: Qwen3Config, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = checkpoint_shapes(config)
-    done = 0
-
-    def get(name: str) -> Tensor:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, len(shapes))
-        if len(shapes[name]) == 1:
-            return torch.ones(shapes[name], dtype=dtype)
-        return torch.empty(shapes[name], dtype=dtype).normal_(0.0, 0.02, generator=generator)
-
-    return assemble(config, get)
+    for name, shape in checkpoint_shapes(config).items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, dtype=dtype)
+        else:
+            yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
@@ -149,25 +151,35 @@ def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
+    return _gathered(config, stored_tensors(folder, config, dtype), progress)
+
+
+def stored_tensors(folder: Path, config: Qwen3Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+
+    Raises:
+        InputError: as `load_weights`.
+    """
     shapes = checkpoint_shapes(config)
     files = _files_of_tensors(folder)
     _compare_names(folder, shapes, files, tied=config.tie_word_embeddings)
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for name, shape in shapes.items():
         _check_tensor(name, shape, files[name], headers[files[name]])
-    done = 0
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
+        for name in shapes:
+            yield name, opened[files[name]].get_tensor(name).to(dtype)
 
-        def get(name: str) -> Tensor:
-            nonlocal done
-            done += 1
-            if progress:
-                progress(done, len(shapes))
-            tensor: Tensor = opened[files[name]].get_tensor(name)
-            return tensor.to(dtype)
 
-        return assemble(config, get)
+def _gathered(config: Qwen3Config, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+    """A whole model of a stream of its tensors."""
+    total, found = len(checkpoint_shapes(config)), {}
+    for done, (name, tensor) in enumerate(tensors, 1):
+        found[name] = tensor
+        if progress:
+            progress(done, total)
+    return assemble(config, found.__getitem__)
 
 
 def _open(path: Path) -> Any:
@@ -226,7 +238,7 @@ def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config asks for")
     # Some checkpoints of tied models carry a copy of the embedding as a head; it is not read.
-    extra = [name for name in files if name not in shapes and not (tied and name == _HEAD)]
+    extra = [name for name in files if name not in shapes and not (tied and name == HEAD)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise InputError(f"{files[extra[0]]} holds {extra[0]}{more}, which the config does not know")

@@ -28,7 +28,7 @@ _OPTIONS = (
     click.option("--batches", type=Numbers(), default="1", show_default=True),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True),
     click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build."),
-    click.option("--device", help="Where executors other than the reference run."),
+    click.option("--device", "--provider", help="Where executors other than the reference run."),
     click.option("--threads", type=click.IntRange(min=1), help="CPU threads."),
     click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Turns that count."),
     click.option("--save", is_flag=True, help="Append the JSON line to benchmarks/results."),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tq.files import check_folder, whole_folder
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     from models.catalog import read_config
 
     if folder is not None:
-        _check_target(folder)
+        check_folder(folder)
     config = read_config(model)
     compiled: list[Compiled] = []
     with _progress(len(names or _PROGRAMS)) as begin:
@@ -57,27 +55,13 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
         print(f"C++ in {folder}")
 
 
-def _check_target(folder: Path) -> None:
-    """Refuse before the long work what would fail after it."""
-    if folder.exists():
-        raise click.UsageError(f"--cpp {folder} exists; name a folder that does not")
-    if not folder.absolute().parent.is_dir() or not os.access(folder.absolute().parent, os.W_OK):
-        raise click.UsageError(f"--cpp {folder}: its parent is not a folder that can be written to")
-
-
 def _write(folder: Path, compiled: list[Compiled]) -> None:
-    """All files or none: written beside the target and moved there."""
-    half = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
-    try:
+    """All files or none."""
+    with whole_folder(folder) as half:
         for program in compiled:
             (half / program.name).mkdir()
             for name, text in program.sources.items():
                 (half / program.name / name).write_text(text, encoding="utf-8")
-        half.chmod(0o755)
-        half.rename(folder)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        raise
 
 
 @contextmanager

@@ -37,7 +37,9 @@ _SHOWN = 56
 @click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch [default: four].")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
-@click.option("--device", help="Where executors other than the reference run; for npu: sim or npu:N.")
+@click.option(
+    "--device", "--provider", help="Where executors other than the reference run; npu: sim or npu:N; onnx: cpu, cuda or cann."
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 if a side is npu, else float32]")
 @kv_options(kv=False)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)

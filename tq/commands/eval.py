@@ -35,8 +35,8 @@ _WIDTH = 120
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Score N tokens at most, spread over the text.")
 @click.option("--greedy-prompts", type=click.IntRange(min=0), default=16, show_default=True, help="Pieces continued greedily.")
 @click.option("--executor", default="reference", show_default=True)
-@click.option("--device", help="Where the executor runs; for npu: sim or npu:N.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu, else float32]")
+@click.option("--device", "--provider", help="Where the executor runs; npu: sim or npu:N; onnx: cpu, cuda or cann.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu and cuda, else float32]")
 @click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
 @click.option(

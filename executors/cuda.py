@@ -1,0 +1,148 @@
+"""The CUDA executor: the model's own layers over the Triton op table, decode steps captured as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from executors.cuda_graph import DecodeStep, bucket_of
+from executors.non_finite import blame
+from models.qwen3_14b.config import Qwen3Config
+from models.qwen3_14b.decode import decode
+from models.qwen3_14b.layer import OP_NAMES, Ops
+from models.qwen3_14b.model import Qwen3, run_layers
+from models.qwen3_14b.prefill import prefill
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.cuda.layout import NO_FAULT, layout_of, unsupported
+from tq_ops.errors import InputError
+from tq_ops.plan import KVPlan
+
+
+class CudaExecutor:
+    """Runs a Qwen3 on one NVIDIA GPU, in bf16 or fp32, with a cache of `tq4` or `tbq4_0`.
+
+    Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
+    for when the step is over; the forward is then run again, op by op, and the error names the weight.
+
+    Args:
+        model: weights and shapes.
+        device: `cuda` or `cuda:N`; the first GPU unless given.
+        folded: a plan whose V rotations are multiplied into the output projections as the model is loaded, which saves the
+            turn back at the end of attention and rounds those weights once more. Only its caches can be run then.
+        interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
+    Attributes:
+        step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
+    Raises:
+        InputError: no GPU, no such GPU, or no Triton.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self, model: Qwen3, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
+    ) -> None:
+        self.device = torch.device("cpu") if interpreted else _open(device)
+        try:
+            from tq_ops.cuda import ops
+        except ImportError:
+            raise InputError("executor cuda needs Triton; install the cuda extra (pip install 'haarkv[cuda]')") from None
+        self.config = model.config
+        self.ops: Ops = cast(Ops, ops)
+        name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
+        self.description = f"cuda ({name})"
+        self._model = model.to(self.device)
+        self._folded = folded
+        if folded:
+            self._model = fold_rotations(self._model, folded)
+        self._fault = ops.new_fault(self.device)
+        self._raise_fault = partial(ops.raise_fault, self._fault)
+        table = {name: getattr(ops, name) for name in OP_NAMES}
+        if folded:
+            table["paged_attention"] = ops.attend_turned
+        self._careful_ops = cast(Ops, SimpleNamespace(**table))
+        self.step_ops: Ops = cast(Ops, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
+
+    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+        if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
+            return "its output projections hold the rotations of another plan"
+        return unsupported(plan, config.head_dim)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        logits = prefill(self._model, token_ids, batch, cache, self.step_ops)
+        return self._checked(logits, self._all_sound(logits), partial(prefill, self._model, token_ids, batch, cache))
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        steps = self._steps.setdefault(cache, {})
+        size = bucket_of(len(token_ids))
+        if size not in steps:
+            steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
+        logits, sound = steps[size](token_ids, batch)
+        return self._checked(logits.clone(), sound, partial(decode, self._model, token_ids, batch, cache))
+
+    @torch.inference_mode()
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
+        hidden = run_layers(self._model, hidden, span, batch, cache, self.step_ops)
+        self._raise_fault(cache, batch)
+        return hidden
+
+    def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
+        def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            logits = decode(self._model, token_ids, batch, cache, self.step_ops)
+            return logits, self._all_sound(logits)
+
+        return step
+
+    def _all_sound(self, logits: Tensor) -> Tensor:
+        return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
+
+    def _checked(self, logits: Tensor, sound: Tensor, rerun: Callable[[Ops], object]) -> Tensor:
+        """The logits of a step that is over, or the error that names what is not finite in it."""
+        if bool(sound):
+            return logits
+        self._fault.fill_(NO_FAULT)
+        raise blame(self._model.weights, self._careful_ops, rerun)
+
+
+def _open(device: str | None) -> torch.device:
+    """The GPU that a name means.
+
+    Raises:
+        InputError: it is no GPU's name, or there is no such GPU.
+    """
+    kind, _, number = (device or "cuda").partition(":")
+    if kind != "cuda" or not (number.isdecimal() or (not number and ":" not in (device or ""))):
+        raise InputError(f"executor cuda runs on cuda or cuda:N, not on {device!r}")
+    count = torch.cuda.device_count()
+    if not count:
+        raise InputError("executor cuda needs an NVIDIA GPU and a PyTorch built for it; this machine has none")
+    if int(number or 0) >= count:
+        raise InputError(f"there is no cuda:{number}; this machine has {count} GPU{'s' * (count > 1)}")
+    return torch.device("cuda", int(number or 0))
+
+
+def fold_rotations(model: Qwen3, plan: KVPlan) -> Qwen3:
+    """The model whose output projections turn V back: `o_proj_h @ rotation` for each query head h.
+
+    Attention's turned output y stands for `y @ rotation.T`, so `(y @ rotation.T) @ o_proj_h.T = y @ (o_proj_h @ rotation).T`.
+
+    Rounding points: the product in FP32, rounded once to the weight's dtype: 2**-9 of each BF16 weight. The rotation's own
+    BF16 entries are not exactly orthogonal, which it inherits as the turn back does.
+    """
+    config, layers = model.config, []
+    for index, layer in enumerate(model.weights.layers):
+        rotation = layout_of(plan.v(index), index, config.head_dim, layer.o_proj.device).rotation.float()
+        heads = layer.o_proj.float().view(-1, config.num_heads, config.head_dim)
+        layers.append(replace(layer, o_proj=(heads @ rotation).flatten(1).to(layer.o_proj.dtype)))
+    return replace(model, weights=replace(model.weights, layers=tuple(layers)))

@@ -1,0 +1,218 @@
+"""Writing ONNX graphs by hand: nodes with names that read as paths, and scopes that become functions or stay in line.
+
+A scope is a Python function that is given a `Graph` and the names of its inputs, adds nodes, and returns the names of its
+outputs. `Graph.call` makes it an ONNX function, written once and called by name, or, for compilers that know no functions,
+puts its nodes where they are used. Either way a node is found by its path: the node `qk` of the function that the node
+`attention` calls in the function that `layers.7` calls, or the node `layers.7/attention/qk`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+FUNCTION_DOMAIN = "haarkv"
+
+Scope = Callable[..., Sequence[str]]
+"""scope(graph, *inputs) -> outputs, all names of values."""
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Type of a weight, an input or an output: the element type as ONNX counts them, and sizes or their names."""
+
+    dtype: int
+    shape: tuple[int | str, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of a tensor that has no unknown ones."""
+        return [int(size) for size in self.shape]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a tensor whose sizes are all known."""
+        return math.prod(self.sizes) * helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+
+    def info(self, name: str) -> onnx.ValueInfoProto:
+        """The same of a named value."""
+        return helper.make_tensor_value_info(name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A file of weights, beside the models that use it.
+
+    Attributes:
+        file: its name.
+        offsets: where each weight begins.
+    """
+
+    file: str
+    offsets: Mapping[str, int]
+
+
+@dataclass
+class Graph:
+    """A graph under construction.
+
+    Attributes:
+        opset: version of the standard operators.
+        functions: whether scopes become functions.
+        weights: tensors that live outside the graph, in the order in which they were first asked for.
+    """
+
+    opset: int
+    functions: bool = True
+    weights: dict[str, TensorType] = field(default_factory=dict)
+    _nodes: list[onnx.NodeProto] = field(default_factory=list)
+    _constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    _written: dict[str, onnx.FunctionProto] = field(default_factory=dict)
+    _path: str = ""
+    _names: set[str] = field(default_factory=set)
+    _inside_function: bool = False
+
+    # -- What scopes are written with ----------------------------------------------------------------------------------
+    def node(self, name: str, op: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node with one output, which bears the node's name."""
+        return self.nodes(name, op, inputs, 1, **attributes)[0]
+
+    def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
+        """Add a node with several outputs, `name.0` and so on."""
+        path = self._claim(name)
+        results = _outputs(path, outputs)
+        self._nodes.append(helper.make_node(op, inputs, results, name=path, **attributes))
+        return results
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """A small constant; the same one where a name is asked for again."""
+        path = f"constants/{name}"
+        if self._inside_function:
+            if path not in self._names:
+                self._names.add(path)
+                tensor = numpy_helper.from_array(value, path)
+                self._nodes.append(helper.make_node("Constant", [], [path], name=path, value=tensor))
+            return path
+        tensor = numpy_helper.from_array(value, path)
+        if self._constants.setdefault(path, tensor) != tensor:
+            raise ValueError(f"two constants are called {name}")
+        return path
+
+    def weight(self, name: str, of: TensorType) -> str:
+        """A tensor whose values live outside the graph."""
+        if self.weights.setdefault(name, of) != of:
+            raise ValueError(f"two weights are called {name}")
+        return name
+
+    def reduce(self, name: str, op: str, x: str) -> str:
+        """Reduce the last axis to one element. The axis is an attribute of older operators, an input of newer ones."""
+        if self.opset >= (13 if op == "ReduceSum" else 18):
+            return self.node(name, op, x, self.integers([-1]), keepdims=1)
+        return self.node(name, op, x, axes=[-1], keepdims=1)
+
+    def scalar(self, value: float, dtype: type[np.generic] = np.float32) -> str:
+        """A constant number."""
+        return self.constant(f"{np.dtype(dtype).name}_{value:g}", np.array(value, dtype))
+
+    def integers(self, values: Sequence[int]) -> str:
+        """A constant list of int64, such as a shape or axes."""
+        return self.constant(f"int64s_{'_'.join(map(str, values))}", np.array(values, np.int64))
+
+    def reshape(self, name: str, x: str, shape: Sequence[int]) -> str:
+        """Reshape; 0 keeps a size, one -1 takes what is left."""
+        return self.node(name, "Reshape", x, self.integers(shape))
+
+    def call(self, name: str, function: str, scope: Scope, **inputs: str) -> list[str]:
+        """Run a scope under a name.
+
+        Args:
+            name: of the call, one part of the path.
+            function: of the scope; all calls with this name must mean the same nodes.
+            scope: adds the nodes.
+            inputs: values that are handed to it, by its own names for them.
+        """
+        if not self.functions:
+            return list(scope(self._inner(f"{self._claim(name)}/", self._nodes, self._names), **inputs))
+        written = self._written.get(function) or self._write(function, scope, list(inputs))
+        if list(written.input) != list(inputs):
+            raise ValueError(f"{function} takes {list(written.input)}, not {list(inputs)}")
+        path = self._claim(name)
+        results = _outputs(path, len(written.output))
+        self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=path, domain=FUNCTION_DOMAIN))
+        return results
+
+    # -- The end of it -------------------------------------------------------------------------------------------------
+    def model(
+        self,
+        name: str,
+        inputs: dict[str, TensorType],
+        outputs: dict[str, TensorType],
+        metadata: dict[str, str],
+        stored: StoredWeights | None,
+    ) -> onnx.ModelProto:
+        """The model, without the values of its weights.
+
+        Args:
+            metadata: kept in the model as it is.
+            stored: where the weights lie; without it they are inputs, after all others.
+        """
+        given = inputs if stored else inputs | self.weights
+        outside = [_outside(weight, of, stored) for weight, of in self.weights.items()] if stored else []
+        graph = helper.make_graph(
+            self._nodes, name, [of.info(value) for value, of in given.items()],
+            [of.info(value) for value, of in outputs.items()], initializer=[*self._constants.values(), *outside],
+        )  # fmt: skip
+        imports = self._imports()
+        model = helper.make_model(
+            graph, opset_imports=imports, functions=list(self._written.values()), producer_name="haarkv",
+            ir_version=max(_OLDEST_IR_WITH_FUNCTIONS, helper.find_min_ir_version_for(imports, ignore_unknown=True)),
+        )  # fmt: skip
+        helper.set_model_props(model, metadata)
+        return model
+
+    # -- Inside --------------------------------------------------------------------------------------------------------
+    def _imports(self) -> list[onnx.OperatorSetIdProto]:
+        ours = [helper.make_opsetid(FUNCTION_DOMAIN, 1)] if self.functions else []
+        return [helper.make_opsetid("", self.opset), *ours]
+
+    def _claim(self, name: str) -> str:
+        path = self._path + name
+        if path in self._names:
+            raise ValueError(f"two values are called {path}")
+        self._names.add(path)
+        return path
+
+    def _inner(self, path: str, nodes: list[onnx.NodeProto], names: set[str], *, inside_function: bool = False) -> Graph:
+        return Graph(
+            self.opset, self.functions, self.weights, nodes, self._constants, self._written, path, names, inside_function
+        )
+
+    def _write(self, function: str, scope: Scope, parameters: list[str]) -> onnx.FunctionProto:
+        """Write a function's body; the functions that it calls are written before it."""
+        nodes: list[onnx.NodeProto] = []
+        inner = self._inner("", nodes, set(parameters), inside_function=True)
+        results = scope(inner, **{parameter: parameter for parameter in parameters})
+        written = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports())
+        self._written[function] = written
+        return written
+
+
+_OLDEST_IR_WITH_FUNCTIONS = 8
+
+
+def _outputs(path: str, count: int) -> list[str]:
+    return [path] if count == 1 else [f"{path}.{index}" for index in range(count)]
+
+
+def _outside(name: str, of: TensorType, stored: StoredWeights) -> onnx.TensorProto:
+    """A tensor whose bytes lie in a file."""
+    tensor = onnx.TensorProto(name=name, data_type=of.dtype, dims=of.sizes, data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", stored.file), ("offset", stored.offsets[name]), ("length", of.nbytes)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor

@@ -1,0 +1,82 @@
+"""`tq export`: a model with its packed cache as ONNX graphs, for compilers and runtimes that read no Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tq import __version__
+from tq.files import check_folder, whole_folder
+from tq.output import loading, print_table
+
+
+class _Layers(click.ParamType[tuple[int | None, int]]):
+    """A slice A:B of layers, or a number of them."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int]:
+        if isinstance(value, tuple):
+            return value
+        first, colon, second = str(value).partition(":")
+        if not first.isdigit() or (colon and not second.isdigit()):
+            self.fail(f"{value!r} is no slice of layers; write A:B, from A up to but not with B, as 0:2", param, ctx)
+        return (int(first), int(second)) if colon else (None, int(first))
+
+
+@click.command("export")
+@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
+@click.option("--kv", default="tq4", show_default=True, help="tq4 is the one that the graphs can hold.")
+@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Must not exist, see --force.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
+)
+@click.option("--layers", type=_Layers(), metavar="A:B", help="A slice; for random:SIZE also N, how many to build.")
+@click.option("--opset", type=int, metavar="N", help="Of the standard operators [default: 23; 15 for atc].")
+@click.option("--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True)
+@click.option("--force", is_flag=True, help="Replace a folder that an export wrote.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def command(
+    model: str, kv: str, out: Path, dtype: str | None, layers: tuple[int | None, int] | None, opset: int | None, target: str,
+    force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write a model as ONNX: prefill and decode, whose cache is the packed codes and scales, and one file of weights.
+
+    docs/onnx.md describes inputs and outputs. With --for atc: graphs of static shapes for Ascend's compiler, and atc.sh.
+    """
+    from models.catalog import read_config
+    from tq_ops.errors import InputError
+    from tq_ops.plan import KVSpec
+
+    try:
+        from executors.onnx_atc import ATC_OPSET
+        from executors.onnx_export import ABOUT, Export, write_export
+        from executors.onnx_model import DEFAULT_OPSET, unsupported
+    except ImportError as error:
+        raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+
+    begin, end = layers or (None, None)
+    config = read_config(model, end if begin is None else None)
+    if reason := unsupported(config, KVSpec(kv).plan(config.num_layers)):
+        raise InputError(f"cannot export this: {reason}")
+    span = range(config.num_layers) if begin is None or end is None else range(begin, end)
+    if not 0 <= span.start < span.stop <= config.num_layers:
+        raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} is no slice of them")
+    atc = target == "atc"
+    export = Export(
+        model, config, span, dtype or ("float16" if atc else "float32"), opset or (ATC_OPSET if atc else DEFAULT_OPSET), atc,
+        __version__,
+    )  # fmt: skip
+    replaces = ABOUT if force else None
+    check_folder(out, replaces=replaces)
+    with whole_folder(out, replaces=replaces) as folder, loading(model) as progress:
+        graphs = write_export(folder, export, progress)
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    if as_json:
+        print(json.dumps({"model": model, "out": str(out), "graphs": graphs, "bytes": sizes, **export.about()}))
+        return
+    rows = [(name, f"{size:,}") for name, size in sizes.items()]
+    print_table(f"{model} in {out}: layers {span.start} to {span.stop - 1}, {export.dtype}", ("file", "bytes"), rows)

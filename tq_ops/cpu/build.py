@@ -1,0 +1,95 @@
+"""Compile the kernels with the system's C++ compiler: `python -m tq_ops.cpu.build`. Installing the package does the same.
+
+One translation unit an instruction level, each with its own flags; the level is chosen when the library runs. Nothing but the
+compiler is needed: no headers of torch or Python, since the library is plain C to those who load it. This file imports nothing
+of the project, so that it can run before the project is installed.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = Path(__file__).parent / "_kernels.so"
+
+# No -ffast-math: it would let NaN pass for a number and turn denormals to zero in the whole process.
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-w",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_X86_LEVELS = {"avx2": _AVX2, "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled; the message says why in one line."""
+
+
+def compiler() -> str | None:
+    """The system's C++ compiler, None without one."""
+    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+
+
+def units() -> dict[str, tuple[str, ...]]:
+    """Translation units of this machine's architecture, by name, with the flags that only they get."""
+    levels = _X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {}
+    return {"driver": (), "pool": (), "portable": (), **levels}
+
+
+def is_fresh(target: Path = LIBRARY) -> bool:
+    """Whether the library is newer than everything that it is made of."""
+    sources = (Path(__file__), *SOURCES.iterdir())
+    return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
+def build(target: Path = LIBRARY) -> Path:
+    """Compile and link the library, whole or not at all.
+
+    Returns:
+        target.
+    Raises:
+        BuildError: no compiler, or it fails.
+    """
+    found = compiler()
+    if found is None:
+        raise BuildError("no C++ compiler was found; install g++ or clang++")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+        objects = [Path(folder) / f"{name}.o" for name in units()]
+        _run_all(
+            [found, *_FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+            for (name, flags), made in zip(units().items(), objects, strict=True)
+        )
+        linked = Path(folder) / target.name
+        _run_all([[found, "-shared", "-pthread", *map(str, objects), "-ldl", "-o", str(linked)]])
+        linked.replace(target)
+    return target
+
+
+def _run_all(commands: Iterable[Sequence[str]]) -> None:
+    """Run commands side by side and wait for all of them."""
+    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode:
+            first = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
+            raise BuildError(f"the C++ compiler failed: {first}")
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

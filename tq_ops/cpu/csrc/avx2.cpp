@@ -1,0 +1,23 @@
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "numbers.h"
+
+namespace haarkv {
+namespace {
+#include "level.h"
+#include "exponential.h"
+#include "simd_avx2.h"
+} // namespace
+
+const Kernels& avx2_kernels() {
+    static constexpr Kernels kernels = {
+        scratch_floats, attend<Avx2, Avx2>, rotate<Avx2>, quantize<Avx2>, project<Avx2>,
+    };
+    return kernels;
+}
+
+} // namespace haarkv

@@ -1,0 +1,24 @@
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "numbers.h"
+
+namespace haarkv {
+namespace {
+#include "level.h"
+#include "exponential.h"
+#include "simd_avx2.h"
+#include "simd_avx512.h"
+} // namespace
+
+const Kernels& avx512_kernels() {
+    static constexpr Kernels kernels = {
+        scratch_floats, attend<Avx512, Avx2>, rotate<Avx512>, quantize<Avx512>, project<Avx512>,
+    };
+    return kernels;
+}
+
+} // namespace haarkv

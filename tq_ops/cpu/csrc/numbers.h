@@ -1,0 +1,49 @@
+// FP16 and BF16 by integer arithmetic, for any machine. Included inside each level's namespace.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace haarkv {
+namespace {
+
+inline uint32_t bits_of(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return u;
+}
+
+inline float float_of(uint32_t u) {
+    float x;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
+
+inline float bf16_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+
+// Round to nearest even; a NaN stays one.
+inline uint16_t float_to_bf16(float x) {
+    uint32_t u = bits_of(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+inline float half_to_float(uint16_t h) {
+    uint32_t sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+    if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+    // Moved into FP32's exponent field, an FP16 number is off by 2**112; the product is exact, also for denormals.
+    return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
+}
+
+// Round to nearest even, of 0 <= x <= 65504.
+inline uint16_t float_to_half(float x) {
+    if (x < 0x1p-14f) {
+        // Adding 0.5 leaves the last bit worth 2**-24, FP16's smallest step.
+        return static_cast<uint16_t>(bits_of(x + 0.5f) - bits_of(0.5f));
+    }
+    uint32_t u = bits_of(x) - (112u << 23);
+    return static_cast<uint16_t>((u + 0xfffu + ((u >> 13) & 1u)) >> 13);
+}
+
+} // namespace
+} // namespace haarkv

@@ -1,0 +1,154 @@
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <dlfcn.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <link.h>
+#endif
+
+namespace haarkv {
+namespace {
+
+// Between two ops of a layer a worker looks out for work so long before it sleeps: waking one takes about as long.
+constexpr auto kAwake = std::chrono::microseconds(60);
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+class Pool {
+  public:
+    void run(int threads, int64_t items, Body body, void* context) {
+        std::lock_guard<std::mutex> turn(turn_);
+        grow(threads - 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            body_ = body, context_ = context, items_ = items, next_ = 0;
+            seats_ = threads - 1;
+            open_.store(open_.load() + 1);
+        }
+        work_.notify_all();
+        take(0);
+        // A worker that has not woken by now finds no seat: nobody waits for it.
+        std::unique_lock<std::mutex> lock(mutex_);
+        seats_ = 0;
+        done_.wait(lock, [this] { return active_ == 0; });
+    }
+
+  private:
+    void grow(int workers) {
+        for (int i = static_cast<int>(workers_.size()); i < workers; ++i) workers_.emplace_back([this] { live(); });
+    }
+
+    void take(int thread) {
+        for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) body_(context_, item, thread);
+    }
+
+    [[noreturn]] void live() {
+        uint64_t seen = 0;
+        for (;;) {
+            const auto until = std::chrono::steady_clock::now() + kAwake;
+            while (open_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < until) pause();
+            int thread = 0;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                work_.wait(lock, [&] { return open_.load() != seen; });
+                seen = open_.load();
+                if (seats_ > 0) thread = seats_--, ++active_;
+            }
+            if (thread == 0) continue;
+            take(thread);
+            {
+                std::lock_guard<std::mutex> lock(mutex_);
+                if (--active_ == 0) done_.notify_one();
+            }
+        }
+    }
+
+    std::mutex turn_, mutex_;
+    std::condition_variable work_, done_;
+    std::vector<std::thread> workers_;
+    std::atomic<uint64_t> open_{0};
+    std::atomic<int64_t> next_{0};
+    int64_t items_ = 0;
+    Body body_ = nullptr;
+    void* context_ = nullptr;
+    int seats_ = 0, active_ = 0;
+};
+
+// GNU OpenMP's entry to a parallel region, as compilers call it.
+using Region = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+// That of the OpenMP which torch has loaded, under whatever name. Its threads spin for milliseconds after each of torch's own
+// loops; beside them on the same cores a second set of threads would get half of the time.
+Region loaded_openmp() {
+#ifdef __linux__
+    auto find = [](dl_phdr_info* info, size_t, void* region) -> int {
+        if (std::strstr(info->dlpi_name, "libgomp") == nullptr) return 0;
+        void* library = dlopen(info->dlpi_name, RTLD_NOLOAD | RTLD_NOW);
+        if (library == nullptr) return 0;
+        *static_cast<Region*>(region) = reinterpret_cast<Region>(dlsym(library, "GOMP_parallel"));
+        return *static_cast<Region*>(region) != nullptr;
+    };
+    Region region = nullptr;
+    dl_iterate_phdr(find, &region);
+    return region;
+#else
+    return nullptr;
+#endif
+}
+
+struct Loop {
+    Body body;
+    void* context;
+    int64_t items;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> seat{0};
+};
+
+void take_part(void* argument) {
+    Loop& loop = *static_cast<Loop*>(argument);
+    const int thread = loop.seat.fetch_add(1);
+    for (int64_t item; (item = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.items;)
+        loop.body(loop.context, item, thread);
+}
+
+} // namespace
+
+void parallel_for(int threads, int64_t items, Body body, void* context) {
+    if (threads <= 1 || items <= 1) {
+        for (int64_t item = 0; item < items; ++item) body(context, item, 0);
+        return;
+    }
+    static const Region openmp = loaded_openmp();
+    if (openmp != nullptr) {
+        Loop loop{body, context, items};
+        openmp(take_part, &loop, static_cast<unsigned>(threads), 0);
+        return;
+    }
+    // Never destroyed: its threads live as long as the process. A fork has none of them and gets a pool of its own.
+    static std::mutex mutex;
+    static Pool* pool = nullptr;
+    static pid_t owner = 0;
+    Pool* here;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (owner != getpid()) pool = new Pool, owner = getpid();
+        here = pool;
+    }
+    here->run(threads, items, body, context);
+}
+
+} // namespace haarkv

@@ -1,0 +1,89 @@
+// Eight lanes of AVX2 with FMA and F16C; where AVX-512VL is there too, one instruction looks up all 16 centroids.
+struct Avx2 {
+    static constexpr int width = 8;
+#ifdef __AVX512VL__
+    static constexpr int registers = 32;
+#else
+    static constexpr int registers = 16;
+#endif
+    typedef __m256 F;
+    typedef __m256i I;
+    struct Table {
+        __m256 low, high;
+    };
+
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static F set1(float x) { return _mm256_set1_ps(x); }
+    static F zero() { return _mm256_setzero_ps(); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static F times_power_of_two(F x, F n) {
+        const I exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+        return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+    }
+    static F expf(F x) { return exponential<Avx2>(x); }
+    static F round_bf16(F x) {
+        const I u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const I moved = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        return _mm256_castsi256_ps(_mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    static F first(int n, F a, F b) {
+        const I lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane)));
+    }
+    static float reduce_add(F x) {
+        __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+        return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+    }
+    static float reduce_max(F x) {
+        __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+        return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
+    }
+
+    static Table table(const float* centroids) { return {load(centroids), load(centroids + 8)}; }
+    static I load_words(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
+    template <int N> static I shift(I x) { return N ? _mm256_srli_epi32(x, N) : x; }
+    static F lookup(const Table& t, I x) {
+#ifdef __AVX512VL__
+        return _mm256_permutex2var_ps(t.low, x, t.high);
+#else
+        // Bit 3 becomes the sign, by which the half is chosen.
+        const F upper = _mm256_castsi256_ps(_mm256_slli_epi32(x, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, x), _mm256_permutevar8x32_ps(t.high, x), upper);
+#endif
+    }
+    static F low_bf16(I x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+    static F high_bf16(I x) {
+        return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
+        int i = 0;
+        for (; i + width <= n; i += width) store(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
+        for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
+    }
+    static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
+        for (int j = 0; j < words; j += 8) {
+            I r[8], t[8];
+            for (int i = 0; i < 8; ++i) r[i] = load_words(codes + (smaller(i, keys - 1) * words + j) * 4);
+            for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+            for (int i = 0; i < 8; i += 4)
+                for (int c = 0; c < 2; ++c) {
+                    r[i + 2 * c] = _mm256_unpacklo_epi64(t[i + c], t[i + c + 2]);
+                    r[i + 2 * c + 1] = _mm256_unpackhi_epi64(t[i + c], t[i + c + 2]);
+                }
+            for (int c = 0; c < 4; ++c) {
+                put(out + (j + c) * stride, _mm256_permute2x128_si256(r[c], r[4 + c], 0x20));
+                put(out + (j + 4 + c) * stride, _mm256_permute2x128_si256(r[c], r[4 + c], 0x31));
+            }
+        }
+    }
+
+  private:
+    static void put(uint32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<I*>(p), x); }
+};

@@ -1,0 +1,71 @@
+// Sixteen lanes of AVX-512 F, BW, DQ and VL: `vpermps` looks up all 16 centroids and reads only the low 4 bits of an index.
+struct Avx512 {
+    static constexpr int width = 16, registers = 32;
+    typedef __m512 F;
+    typedef __m512i I;
+    typedef __m512 Table;
+
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static F set1(float x) { return _mm512_set1_ps(x); }
+    static F zero() { return _mm512_setzero_ps(); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static F times_power_of_two(F x, F n) { return _mm512_scalef_ps(x, n); }
+    static F expf(F x) { return exponential<Avx512>(x); }
+    static F round_bf16(F x) {
+        const I u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        const I moved = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        return _mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    static F first(int n, F a, F b) {
+        return n >= width ? a : _mm512_mask_mov_ps(b, static_cast<__mmask16>(n > 0 ? (1u << n) - 1u : 0u), a);
+    }
+    static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+    static Table table(const float* centroids) { return load(centroids); }
+    static I load_words(const void* p) { return _mm512_loadu_si512(p); }
+    template <int N> static I shift(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
+    static F lookup(Table t, I x) { return _mm512_permutexvar_ps(x, t); }
+    static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+    static F high_bf16(I x) {
+        return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
+        int i = 0;
+        for (; i + width <= n; i += width) store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))));
+        for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
+    }
+    static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
+        if (words % 16) { // head_dim 64
+            Avx2::transpose(codes, words, keys, out, stride);
+            return Avx2::transpose(codes + smaller(8, keys - 1) * words * 4, words, keys > 8 ? keys - 8 : 1, out + 8, stride);
+        }
+        for (int j = 0; j < words; j += 16) {
+            I r[16], t[16];
+            for (int i = 0; i < 16; ++i) r[i] = load_words(codes + (smaller(i, keys - 1) * words + j) * 4);
+            for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+            for (int i = 0; i < 16; i += 4)
+                for (int c = 0; c < 2; ++c) {
+                    r[i + 2 * c] = _mm512_unpacklo_epi64(t[i + c], t[i + c + 2]);
+                    r[i + 2 * c + 1] = _mm512_unpackhi_epi64(t[i + c], t[i + c + 2]);
+                }
+            // r[4 i + c] has column 4 L + c of keys 4 i ... 4 i + 3 in its L-th quarter.
+            for (int c = 0; c < 4; ++c) {
+                const I a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+                const I d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+                put(out + (j + c) * stride, _mm512_shuffle_i32x4(a, b, 0x88));
+                put(out + (j + 4 + c) * stride, _mm512_shuffle_i32x4(d, e, 0x88));
+                put(out + (j + 8 + c) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
+                put(out + (j + 12 + c) * stride, _mm512_shuffle_i32x4(d, e, 0xdd));
+            }
+        }
+    }
+
+  private:
+    static void put(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
+};

@@ -1,0 +1,104 @@
+"""The compiled kernels, loaded once, and the structures of their C interface (csrc/driver.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+from tq_ops.cpu.build import LIBRARY
+from tq_ops.errors import InputError
+
+LEVELS = ("portable", "avx2", "avx512")
+"""Instruction levels, each needing more of the CPU than the one before; the index is the library's own number."""
+
+
+class _Structure(ctypes.Structure):
+    """Fields by name only, so that the two sides cannot be mixed up by position."""
+
+    def __init__(self, **fields: object) -> None:
+        missing = {name for name, _ in self._fields_} ^ fields.keys()  # type: ignore[misc]
+        assert not missing, missing
+        super().__init__(**fields)
+
+
+class Side(_Structure):
+    """K or V of one layer."""
+
+    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("scales_per_vector", c_int32))
+
+
+class Cache(_Structure):
+    """Both sides and their shape."""
+
+    _fields_ = (("k", Side), ("v", Side), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
+
+
+class Attention(_Structure):
+    """One call of `haarkv_attention`."""
+
+    _fields_ = (
+        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("turn", c_void_p), ("turn_back", c_void_p),
+        ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("sequences", c_int32),
+        ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("softmax_scale", c_float), ("level", c_int32),
+        ("threads", c_int32),
+    )  # fmt: skip
+
+
+class Quantizer(_Structure):
+    """Tables that vectors are quantised by."""
+
+    _fields_ = (("rotation", c_void_p), ("boundaries", c_void_p), ("centroids", c_void_p), ("head_dim", c_int32))
+
+
+class Store(_Structure):
+    """One call of `haarkv_store`."""
+
+    _fields_ = (
+        ("k", c_void_p), ("v", c_void_p), ("k_bf16", c_int32), ("v_bf16", c_int32), ("k_codes", c_void_p),
+        ("v_codes", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p), ("quantizer", Quantizer), ("slots", c_void_p),
+        ("tokens", c_int64), ("num_slots", c_int64), ("num_kv_heads", c_int32), ("block_size", c_int32), ("level", c_int32),
+        ("threads", c_int32),
+    )  # fmt: skip
+
+
+class Linear(_Structure):
+    """One call of `haarkv_linear`."""
+
+    _fields_ = (
+        ("weight", c_void_p), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
+        ("bf16", c_int32), ("level", c_int32), ("threads", c_int32),
+    )  # fmt: skip
+
+
+class KernelsMissingError(InputError):
+    """The C++ kernels are not there."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        KernelsMissingError: it was not compiled, or is of another machine.
+    """
+    how = "install a C++ compiler and run `python -m tq_ops.cpu.build`"
+    if not LIBRARY.exists():
+        raise KernelsMissingError(f"the C++ kernels of the CPU are not built; {how}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
+    for name, structure in (("haarkv_attention", Attention), ("haarkv_store", Store), ("haarkv_linear", Linear)):
+        getattr(library, name).argtypes = [ctypes.POINTER(structure)]
+    library.haarkv_attention.restype = library.haarkv_linear.restype = None
+    return library
+
+
+def levels() -> tuple[str, ...]:
+    """Those that this CPU can run, the fastest last.
+
+    Raises:
+        KernelsMissingError: as `load`.
+    """
+    return LEVELS[: load().haarkv_best_level() + 1]

@@ -1,0 +1,150 @@
+"""The op table of CPUs: attention over packed codes, quantise-append and BF16 projections in C++, the rest by the reference.
+
+Signatures and rounding points are those of `tq_ops.reference`; where they differ, it is said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from tq_ops import reference
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.cpu import library
+from tq_ops.cpu.layout import layout, unsupported
+from tq_ops.errors import InputError
+from tq_ops.formats.turboquant import codebook_on, rotation_on
+
+# From so many tokens on the matrix product of torch overtakes reading the weight by rows.
+_MOST_TOKENS_BY_ROWS = 64
+
+
+class CpuOps:
+    """The table, on one instruction level.
+
+    Args:
+        level: of `library.levels()`; the CPU's best unless given.
+    Raises:
+        KernelsMissingError: the kernels are not built.
+        InputError: the CPU does not have that level.
+    """
+
+    rms_norm = staticmethod(reference.rms_norm)
+    rope = staticmethod(reference.rope)
+    silu_mul = staticmethod(reference.silu_mul)
+
+    def __init__(self, level: str | None = None) -> None:
+        self._library = library.load()
+        available = library.levels()
+        self.level = level or available[-1]
+        if self.level not in available:
+            raise InputError(f"this CPU has no kernels of level {self.level!r}; choose from {', '.join(available)}")
+        self._level = library.LEVELS.index(self.level)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Projection `x @ weight.T`; few tokens by a BF16 weight in C++, where the weight is read once and as it is.
+
+        Args:
+            x: [T, in] bf16 or fp32.
+            weight: [out, in] of x's dtype.
+        Returns:
+            [T, out] fp32.
+        Rounding points: those of the reference: none but FP32 sums, in another order.
+        """
+        if weight.dtype != torch.bfloat16 or not 0 < x.shape[0] <= _MOST_TOKENS_BY_ROWS:
+            return reference.linear(x, weight)
+        x, weight = x.contiguous(), weight.contiguous()
+        y = torch.empty(x.shape[0], weight.shape[0])
+        call = library.Linear(
+            weight=weight.data_ptr(), x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], inputs=weight.shape[1],
+            outputs=weight.shape[0], bf16=_is_bf16(x), level=self._level, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self._library.haarkv_linear(ctypes.byref(call))
+        return y
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, all else as the reference does.
+
+        Args:
+            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
+            batch: says where they go.
+        Raises:
+            IndexError, NonFiniteError: as the reference; nothing of this layer was written.
+        Rounding points: those of `tq4`; a level may differ from the reference's where FP32 sums in another order decide.
+        """
+        names = {cache.k_format(layer).name, cache.v_format(layer).name}
+        if names != {"tq4"} or unsupported(cache.plan, cache.head_dim):
+            return reference.store_kv(k, v, cache, layer, batch)
+        k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
+        k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+        book = codebook_on(cache.head_dim, cache.device)
+        call = library.Store(
+            k=k.data_ptr(), v=v.data_ptr(), k_bf16=_is_bf16(k), v_bf16=_is_bf16(v),
+            k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
+            k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
+            quantizer=library.Quantizer(
+                rotation=rotation_on(layer, cache.head_dim, cache.device).data_ptr(), boundaries=book.boundaries.data_ptr(),
+                centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
+            ),
+            slots=slots.data_ptr(), tokens=k.shape[0], num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads,
+            block_size=cache.block_size, level=self._level, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if self._library.haarkv_store(ctypes.byref(call)):
+            # Nothing was written: the reference finds the fault again and names it.
+            reference.store_kv(k, v, cache, layer, batch)
+        return None
+
+    def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        """Causal attention of new tokens over the packed codes of their sequences, in the turned domain.
+
+            logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
+            out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
+
+        K and V exist un-packed in registers only. Sums do not depend on the number of threads, on the rest of the batch or on
+        how a prompt was cut: 1,024 keys at a time, merged in order.
+
+        Args:
+            q: [T, Hq, D] bf16 or fp32, after RoPE.
+            softmax_scale: of the logits, 1/sqrt(D).
+        Returns:
+            [T, Hq, D] of q's dtype.
+        Raises:
+            InputError: a plan or head_dim that the kernels cannot read.
+        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
+        of the rounded ones; blocks merged in FP32; the output to BF16. The turned q stays in FP32.
+        """
+        if reason := unsupported(cache.plan, cache.head_dim):
+            raise InputError(reason)
+        q, positions = q.contiguous(), batch.positions.contiguous()
+        block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
+        out = torch.empty_like(q)
+        keys, values = (layout(f(layer).name, layer, cache.head_dim) for f in (cache.k_format, cache.v_format))
+        call = library.Attention(
+            cache=library.Cache(
+                k=_side(cache.k_fields(layer), keys.centroids), v=_side(cache.v_fields(layer), values.centroids),
+                num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
+            ),
+            q=q.data_ptr(), out=out.data_ptr(), turn=keys.turn.data_ptr(), turn_back=values.turn_back.data_ptr(),
+            block_table=block_table.data_ptr(), query_start=query_start.data_ptr(), positions=positions.data_ptr(),
+            sequences=block_table.shape[0], max_blocks=block_table.shape[1], num_heads=q.shape[1], bf16=_is_bf16(q),
+            softmax_scale=softmax_scale, level=self._level, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self._library.haarkv_attention(ctypes.byref(call))
+        return out
+
+
+def _is_bf16(x: Tensor) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
+    return x.dtype == torch.bfloat16
+
+
+def _side(fields: dict[str, Tensor], centroids: Tensor) -> library.Side:
+    scale = fields["scale"]
+    return library.Side(
+        codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=centroids.data_ptr(),
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1,
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Attention over packed codes in the rotated domain, decode and prefill alike: tiles split over the context, then merged.
+
+A program takes one KV head of one sequence, some of its new tokens with all query heads of the group as columns of one tile,
+and one part of the stored tokens. Partial results are un-normalised; `merge_kernel` adds them up and turns them back.
+"""
+
+import triton
+import triton.language as tl
+
+from tq_ops.cuda.lookup import centroids_of, load_words
+from tq_ops.cuda.rotate import dot, rounded, turn
+
+
+@triton.jit
+def find_tile(tile, query_start_loc, sequences, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which sequence the tile-th column tile of a ragged batch belongs to, and its first column; -1 beyond the last."""
+    found, first = -1, 0
+    for index in range(sequences):
+        columns = (tl.load(query_start_loc + index + 1) - tl.load(query_start_loc + index)) * GROUP
+        tiles = (columns + COLUMNS - 1) // COLUMNS
+        inside = (tile >= 0) & (tile < tiles)
+        found = tl.where(inside, index, found)
+        first = tl.where(inside, tile * COLUMNS, first)
+        tile -= tiles
+    return found, first
+
+
+@triton.jit
+def attend_tile(
+    q_low, q_high, position, state,
+    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    PERMUTE: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
+
+    Codes stand left of both products, queries and probabilities right of them: the few query heads of a group fill a tile
+    of 8 columns where they would leave most of 16 or 64 rows empty, and centroids go to the tensor cores from registers.
+
+    Args:
+        q_low, q_high: [D/2, columns], turned queries.
+        position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
+        state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
+            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
+        scale: softmax_scale * log2(e).
+    """
+    peak, total, widest, out_low, out_high = state
+    token = begin + tl.arange(0, TOKENS)
+    live = token < end
+    if BLOCK % TOKENS == 0:
+        row = (tl.load(table + begin // BLOCK).to(tl.int64) * HEADS + kv_head) * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
+    else:
+        row = (tl.load(table + token // BLOCK, live, 0).to(tl.int64) * HEADS + kv_head) * BLOCK + token % BLOCK
+    byte = row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+    # Codes of tokens that do not exist are someone's leftover and stand for finite numbers; their scales may not be.
+    k_low, k_high = centroids_of(tl.load(k_codes + byte), k_centroids, k_words, TYPE, PERMUTE)
+    logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
+    logits = dot(k_high, q_high, logits, TYPE)
+    # A lone new token sees all there is: what hides the rest is added to a whole row in the multiplication's own instruction.
+    hidden = tl.where(live, 0.0, -float("inf"))[:, None]
+    logits = logits * (tl.load(k_scales + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
+    if CAUSAL:
+        logits = tl.where(token[:, None] <= position[None, :], logits, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 0))
+    finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    p = tl.exp2(logits - finite[None, :])
+    shrink = tl.exp2(peak - finite)
+    total = total * shrink + tl.sum(p, 0)
+    # In units of the largest scale p * scale fits FP16 whatever the scales are.
+    v_scale = tl.load(v_scales + row, live, 0.0).to(tl.float32)
+    new_widest = tl.maximum(widest, tl.max(v_scale, 0))
+    unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
+    p = (p * (v_scale * unit)[:, None]).to(TYPE)
+    shrink = (shrink * (widest * unit))[None, :]
+    v_low, v_high = centroids_of(tl.load(v_codes + byte), v_centroids, v_words, TYPE, PERMUTE)
+    out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
+    out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
+    return new_peak, total, new_widest, out_low, out_high
+
+
+@triton.jit
+def attend_kernel(
+    q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
+    k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids, k_words, v_words, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """Partial attention. Grid: [column tiles, HEADS, SPLITS].
+
+    Args:
+        q: [T, HEADS * GROUP, D], turned, of TYPE.
+        parts: [T, HEADS * GROUP, SPLITS, D] fp32, sums of exp2(logit - maximum) * v, turned.
+        maxima, sums: [T, HEADS * GROUP, SPLITS] fp32; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        ONE_EACH: every sequence has one new token: a column tile is a sequence.
+    """
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    sequence, first = tl.program_id(0), 0
+    if not ONE_EACH:
+        sequence, first = find_tile(sequence, query_start_loc, sequences, GROUP, COLUMNS)
+    if sequence < 0:
+        return
+    start = tl.load(query_start_loc + sequence)
+    column = first + tl.arange(0, COLUMNS)
+    token = start + column // GROUP
+    live = token < tl.load(query_start_loc + sequence + 1)
+    position = tl.load(positions + token, live, -1).to(tl.int32)
+    end = tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1)
+    # Each split takes its share of what this sequence has stored, which the host need not know.
+    share = tl.cdiv(tl.cdiv(end, TOKENS), SPLITS) * TOKENS
+    begin = split * share
+    end = tl.minimum(end, begin + share)
+    vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
+    dims = tl.arange(0, D // 2)[:, None]
+    at = q + vector[None, :] * D + dims
+    q_low, q_high = tl.load(at, live[None, :], 0.0), tl.load(at + D // 2, live[None, :], 0.0)
+    peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
+    low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
+    table = block_table + sequence.to(tl.int64) * table_width
+    k_words, v_words = load_words(k_words), load_words(v_words)
+    for tile in tl.range(begin, end, TOKENS):
+        peak, total, widest, low, high = attend_tile(
+            q_low, q_high, position, (peak, total, widest, low, high),
+            tile, end, table, k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids,
+            k_words, v_words, kv_head, scale, HEADS, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
+        )  # fmt: skip
+    part = vector * SPLITS + split
+    tl.store(maxima + part, peak, live)
+    tl.store(sums + part, total, live)
+    if begin < end:
+        out = parts + part[None, :] * D + dims
+        tl.store(out, low * widest, live[None, :])
+        tl.store(out + D // 2, high * widest, live[None, :])
+
+
+@triton.jit
+def merge_kernel(
+    parts, maxima, sums, out, rotation, vectors,
+    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNS_BACK: tl.constexpr,
+):  # fmt: skip
+    """out [vectors, D] of the parts of `attend_kernel`, turned back with TURNS_BACK.
+
+    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and turns them into WIDTH columns.
+    """
+    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
+    live = row < vectors
+    # What is not turned needs no other columns than its own, given twice.
+    span: tl.constexpr = D // 2 if TURNS_BACK else WIDTH
+    begin = 0 if TURNS_BACK else first
+    across: tl.constexpr = D // 2 if TURNS_BACK else 0
+    dims = begin + tl.arange(0, span)[None, :]
+    peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    low, high = tl.zeros((ROWS, span), tl.float32), tl.zeros((ROWS, span), tl.float32)
+    for split in range(SPLITS):
+        part = row.to(tl.int64) * SPLITS + split
+        part_peak, part_total = tl.load(maxima + part, live, -float("inf")), tl.load(sums + part, live, 0.0)
+        new_peak = tl.maximum(peak, part_peak)
+        finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        shrink, grow = tl.exp2(peak - finite), tl.exp2(part_peak - finite)
+        total = total * shrink + part_total * grow
+        at, filled = parts + part[:, None] * D + dims, (part_peak > -float("inf"))[:, None]
+        low = low * shrink[:, None] + tl.load(at, filled, 0.0) * grow[:, None]
+        high = high * shrink[:, None] + tl.load(at + across, filled, 0.0) * grow[:, None]
+        peak = new_peak
+    # A row that saw nothing is a padding row.
+    total = tl.where(total == 0, 1.0, total)[:, None]
+    low, high = low / total, high / total
+    if TURNS_BACK:
+        low = turn(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
+    at = out + row[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, rounded(low, out.dtype.element_ty), live[:, None])

@@ -1,0 +1,77 @@
+"""What a launch has to choose: operand types, look-up, tile sizes, and how many parts a context is cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS_A_PROCESSOR = 3
+MOST_SPLITS = 64
+_INTERPRETED_PROCESSORS = 4
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Sizes of one attention launch.
+
+    Attributes:
+        columns: queries times heads of a group. From 16 on the product runs on whole warp groups, operands in registers.
+        tokens: stored tokens a step.
+        warps, stages: of a program.
+    """
+
+    columns: int
+    tokens: int
+    warps: int = 4
+    stages: int = 2
+
+
+def attention_tile(one_each: bool, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+    """Sizes for decode (one new token a sequence) or prefill, of which no program spills: a test compiles them all."""
+    columns = max(16, 1 << (group - 1).bit_length()) if one_each else 16
+    if operand == tl.float32:
+        return AttentionTile(columns, 16 if head_dim > 128 else 32)
+    if head_dim > 128:
+        return AttentionTile(columns, 64)
+    # A wider tile of queries shares the look-up of a tile of codes; decode has no more than a group of them.
+    return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    # The interpreter's programs run one after the other; a few of them suffice to see that splits are merged.
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.device) -> int:
+    """Parts of a context such that `PROGRAMS_A_PROCESSOR` programs or a few less stand on each processor at once.
+
+    It knows the room of the block table and not the lengths, which stay on the device.
+
+    Args:
+        tiles: column tiles times KV heads.
+        most_tokens: that a row of the block table has room for.
+    """
+    fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)
+    return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
+
+
+def attention_operand(q: Tensor) -> tl.dtype:
+    """Of both products of attention: FP16 for a BF16 model, three bits finer and wide enough, else FP32."""
+    return tl.float16 if q.dtype == torch.bfloat16 else tl.float32
+
+
+def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
+    """BF16 where both operands hold BF16 numbers, else FP32; FP32 in the interpreter, whose BF16 products are wrong."""
+    return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
+
+
+def permutes(q: Tensor) -> bool:
+    """Whether centroids are looked up in registers: they are loaded in FP32, and in the interpreter, which knows no PTX."""
+    return q.is_cuda and attention_operand(q) == tl.float16

@@ -1,0 +1,41 @@
+"""Norms, rotary embedding and SwiGLU: what a layer does between its products."""
+
+import triton
+import triton.language as tl
+
+from tq_ops.cuda.rotate import rounded
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, width, eps, SIZE: tl.constexpr):
+    """out = x * rsqrt(mean(x**2) + eps) * weight, a row of `width` a program. SIZE: a power of two, at least the width."""
+    column = tl.arange(0, SIZE)
+    inside = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
+    tl.store(out + at, rounded(value, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """out [T, HEADS, D] fp32 = (low*cos - high*sin, high*cos + low*sin), a token a program. SIZE: a power of two >= HEADS."""
+    token = tl.program_id(0).to(tl.int64)
+    head, dim = tl.arange(0, SIZE)[:, None], tl.arange(0, D // 2)[None, :]
+    inside = head < HEADS
+    at = (token * HEADS + head) * D + dim
+    low, high = tl.load(x + at, inside, 0.0), tl.load(x + at + D // 2, inside, 0.0)
+    c, s = tl.load(cos + token * (D // 2) + dim), tl.load(sin + token * (D // 2) + dim)
+    tl.store(out + at, low * c - high * s, inside)
+    tl.store(out + at + D // 2, high * c + low * s, inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr):
+    """out [T, width] = silu(gate) * up, both fp32 of row stride `stride`. Grid: [T, width / SIZE]."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < width
+    row = tl.program_id(0).to(tl.int64)
+    g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
+    tl.store(out + row * width + column, rounded(g / (1.0 + tl.exp(-g)) * u, out.dtype.element_ty), inside)

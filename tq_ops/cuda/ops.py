@@ -1,0 +1,198 @@
+"""The op table of `tq_ops.reference` on a GPU, or, with tensors on the CPU, in Triton's interpreter.
+
+Signatures, shapes, dtypes and errors are the reference's. Rounding points that differ, all within `validation.bounds`:
+in a BF16 model the turned queries, the centroids and the probabilities (in units of the largest V scale of the split) are
+rounded to FP16, products accumulate in FP32, and the sum of the probabilities is taken of the unrounded ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tq_ops import reference
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.cuda import attention, choices, elementwise, quantize
+from tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
+from tq_ops.cuda.rotate import rotate_kernel
+from tq_ops.errors import NonFiniteError
+
+LOG2_E = 1.4426950408889634
+_ROWS, _WIDTH = 16, 32
+"""Of the small products: a tensor-core tile of vectors, and few enough columns that decode's few vectors fill a GPU."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `tq_ops.reference.rms_norm`, one launch."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    elementwise.rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, SIZE=triton.next_power_of_2(width))
+    return out
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return reference.linear(x, weight)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `tq_ops.reference.rope`, one launch."""
+    x = x.contiguous()
+    tokens, heads, head_dim = x.shape
+    out = torch.empty_like(x)
+    elementwise.rope_kernel[(tokens,)](
+        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads)
+    )
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
+    if gate.stride(-1) != 1 or gate.stride() != up.stride():
+        gate, up = gate.contiguous(), up.contiguous()
+    tokens, width = gate.shape
+    out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
+    grid = (tokens, triton.cdiv(width, 1024))
+    elementwise.silu_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024)
+    return out
+
+
+def new_fault(device: torch.device) -> Tensor:
+    """[1] int64 in which `append` leaves where the first vector that it refuses is."""
+    return torch.full((1,), NO_FAULT, dtype=torch.int64, device=device)
+
+
+def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
+    """Wait for the device, and clear the fault.
+
+    Raises:
+        NonFiniteError: there is one; in the reference's words.
+    """
+    if (key := int(fault)) == NO_FAULT:
+        return
+    fault.fill_(NO_FAULT)
+    layer, side, token, head = key >> 49, (key >> 48) & 1, (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
+    name, kv_format = ("V", cache.v_format(layer)) if side else ("K", cache.k_format(layer))
+    where = f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+    raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
+
+
+def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
+    return (
+        layout_of(cache.k_format(layer), layer, cache.head_dim, device),
+        layout_of(cache.v_format(layer), layer, cache.head_dim, device),
+    )
+
+
+def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
+    """Quantise K and V and store them, in one launch and without waiting for the device.
+
+    Args:
+        k, v: [T, Hkv, D] fp32; K after RoPE.
+        batch: where they go; a negative slot is skipped.
+        fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
+        write: whether to store anything, or to look for faults only.
+    """
+    k, v = k.contiguous(), v.contiguous()
+    (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    tokens = k.shape[0]
+    quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
+        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], batch.slot_mapping, tokens,
+        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=_ROWS,
+        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
+        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
+        K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
+        WRITE=write,
+    )  # fmt: skip
+
+
+def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    """As `tq_ops.reference.store_kv`: a launch that looks, and, when nothing is wrong, one that writes."""
+    slots = batch.slot_mapping
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cache.num_slots:
+        raise IndexError(f"slots must lie in 0 … {cache.num_slots - 1}")
+    fault = new_fault(k.device)
+    append(k, v, cache, layer, batch, fault, write=False)
+    raise_fault(fault, cache, batch)
+    append(k, v, cache, layer, batch, fault)
+
+
+def rotate(q: Tensor, layout: Layout) -> Tensor:
+    """Queries [T, Hq, D] in the domain of the codes: FP16 for a BF16 q, else FP32."""
+    out = torch.empty(q.shape, dtype=torch.float16 if q.dtype == torch.bfloat16 else torch.float32, device=q.device)
+    vectors, head_dim = q.numel() // q.shape[-1], q.shape[-1]
+    exact = layout.rotation.dtype == q.dtype == torch.bfloat16
+    rotate_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
+        q.contiguous(),
+        out,
+        layout.rotation,
+        vectors,
+        D=head_dim,
+        TYPE=choices.rotation_operand(q, exact),
+        ROWS=_ROWS,
+        WIDTH=_WIDTH,
+    )
+    return out
+
+
+def attend(
+    q: Tensor, turned: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, turn_back: bool = True
+) -> Tensor:
+    """Attention of turned queries, in two launches and without waiting for the device.
+
+    Args:
+        q: [T, Hq, D], for its dtype and device.
+        turned: [T, Hq, D] from `rotate`.
+        turn_back: False leaves the result in V's turned domain, in the order of the bytes, for a projection that has
+            the rotation in it.
+    Returns:
+        [T, Hq, D] of q's dtype.
+    """
+    (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
+    tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
+    one_each, operand = tokens == sequences, choices.attention_operand(q)
+    tile = choices.attention_tile(one_each, group, head_dim, operand)
+    # Ragged column tiles: a sequence wastes less than one.
+    tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
+    table = batch.block_table.contiguous()
+    splits = choices.count_splits(tiles * heads, table.shape[1] * cache.block_size, tile.tokens, q.device)
+    parts = torch.empty(tokens, heads * group, splits, head_dim, dtype=torch.float32, device=q.device)
+    maxima, sums = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    attention.attend_kernel[(tiles, heads, splits)](
+        turned, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
+        table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
+        of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
+        HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, SPLITS=splits, COLUMNS=tile.columns, TOKENS=tile.tokens,
+        ONE_EACH=one_each, TYPE=operand, PERMUTE=choices.permutes(q),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    vectors = tokens * heads * group
+    attention.merge_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
+        parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, WIDTH=_WIDTH,
+        TURNS_BACK=turn_back,
+    )  # fmt: skip
+    return out
+
+
+def attend_turned(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """`paged_attention` whose result stays in V's turned domain, in the order of the bytes: for a projection that turns."""
+    of_k, _ = _layouts(cache, layer, q.device)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, turn_back=False)
+
+
+def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantised K or V in memory.
+
+    What it allocates is the turned queries and a partial result for each split, of which there are `MOST_SPLITS` at most
+    whatever the context.
+    """
+    of_k, _ = _layouts(cache, layer, q.device)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)

@@ -1,0 +1,114 @@
+"""Quantise and append: one launch turns K and V of all new tokens and heads and writes codes and scales to their slots."""
+
+import triton
+import triton.language as tl
+
+from tq_ops.cuda.rotate import rounded, turn
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent, exponent [...] int32 in -126 … 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exact_norm(low, high):
+    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.turboquant.exact_norm`.
+
+    Returns:
+        low, high [rows, D/2] of the unit vectors, zeros where x is zero; norm [rows].
+    """
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    tiny = largest < 7.888609052210118e-31  # 2**-100: denormals first become normal numbers
+    lift = tl.where(tiny, 18446744073709551616.0, 1.0)
+    exponent = ((largest * lift).to(tl.int32, bitcast=True) >> 23) - 127
+    # In two steps, since 2**-127 is no normal number.
+    first = exponent >> 1
+    down, further = power_of_two(-first), power_of_two(first - exponent)
+    low = low * lift[:, None] * down[:, None] * further[:, None]
+    high = high * lift[:, None] * down[:, None] * further[:, None]
+    norm = tl.sqrt_rn(tl.sum(low * low, 1) + tl.sum(high * high, 1))
+    divisor = tl.where(norm > 0, norm, 1.0)[:, None]
+    norm = norm * power_of_two(first) * power_of_two(exponent - first) * tl.where(tiny, 5.421010862427522e-20, 1.0)
+    return tl.div_rn(low, divisor), tl.div_rn(high, divisor), norm
+
+
+@triton.jit
+def levels(y, boundaries):
+    """Number of boundaries [15] that each coordinate reaches, int32."""
+    level = tl.zeros(y.shape, tl.int32)
+    for index in tl.static_range(15):
+        level += (y >= tl.load(boundaries + index)).to(tl.int32)
+    return level
+
+
+@triton.jit
+def append(
+    low, high, token, head, live, side: tl.constexpr,
+    codes, scales, slots, rotation, centroids, boundaries, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Quantise vectors [ROWS, D], given as halves, and store them; K and V alike.
+
+    A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
+    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped.
+    """
+    # inf - inf and NaN - NaN are NaN, which is not 0.
+    bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
+    low, high, norm = exact_norm(low, high)
+    small = norm <= SMALLEST
+    norm = tl.where(small, 0.0, norm)
+    low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
+    if ROUNDS_UNIT:
+        low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    turned_low = turn(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    turned_high = turn(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
+    low, high = levels(turned_low, boundaries), levels(turned_high, boundaries)
+    low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
+    length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
+    scale = tl.div_rn(norm, length)
+    if SATURATES:
+        scale = tl.minimum(scale, 65504.0)
+    else:
+        bad = bad | (scale >= 65520.0)
+    slot = tl.load(slots + token, live, -1)
+    live = live & (slot >= 0)
+    key = ((layer.to(tl.int64) * 2 + side) << 48) + (token.to(tl.int64) << 16) + head
+    tl.atomic_min(fault + tl.zeros((ROWS,), tl.int32), key, mask=live & bad)
+    if WRITE:
+        live = live & (bad == 0)
+        row = (slot // BLOCK * HEADS + head) * BLOCK + slot % BLOCK
+        byte = tl.arange(0, D // 2)
+        tl.store(codes + row[:, None] * (D // 2) + byte[None, :], (low | (high << 4)).to(tl.uint8), live[:, None])
+        tl.store(scales + row, scale.to(tl.float16), live)
+
+
+@triton.jit
+def quantize_kernel(
+    k, v, k_codes, v_codes, k_scales, v_scales, slots, tokens,
+    k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
+    K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64. Grid: [vectors / ROWS, 2], K's programs and V's."""
+    vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = vector // HEADS, vector % HEADS
+    live = token < tokens
+    at = vector[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+    if tl.program_id(1) == 0:
+        low, high = tl.load(k + at, live[:, None], 0.0), tl.load(k + at + D // 2, live[:, None], 0.0)
+        append(
+            low.to(tl.float32), high.to(tl.float32), token, head, live, 0,
+            k_codes, k_scales, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
+            HEADS, D, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE,
+        )  # fmt: skip
+    else:
+        low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
+        append(
+            low.to(tl.float32), high.to(tl.float32), token, head, live, 1,
+            v_codes, v_scales, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
+            HEADS, D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE,
+        )  # fmt: skip
