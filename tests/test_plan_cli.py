@@ -96,7 +96,7 @@ def test_json_says_what_the_file_says(tq, tmp_path):
 def test_without_another_text_the_second_half_judges(tq, tmp_path):
     for name, text in (("both", TEXT + TEXT.upper()), ("first", TEXT), ("second", TEXT.upper())):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    args = ("--budget", "3.5", "--out", "new.json", *SHORT, "--context", len(TEXT) - 1, "--json")
+    args = ("--budget", "3.5", "--out", "new.json", *SHORT, "--context", len(TEXT) - 1, "--tokens", 200, "--json")
     whole = json.loads(tq("plan", "--text", "both.txt", *args)[1])
     apart = json.loads(tq("plan", "--text", "first.txt", "--verify", "second.txt", *args)[1])
     assert whole == apart
