@@ -94,14 +94,13 @@ def test_json_says_what_the_file_says(tq, tmp_path):
 
 
 def test_without_another_text_the_second_half_judges(tq, tmp_path):
-    halves = len(TEXT)
-    args = ("--text", "text.txt", "--budget", "3.5", "--out", "new.json", *SHORT, "--context", halves - 1, "--json")
-    whole = json.loads(tq("plan", *args)[1])
-    (tmp_path / "half.txt").write_text(TEXT, encoding="utf-8")
-    apart = json.loads(tq("plan", *args, "--text", "half.txt", "--verify", "half.txt")[1])
-    assert whole["verified"] == apart["verified"]
-    assert whole["costs"] == apart["costs"]
-    assert whole["verified_tokens"] == halves - 1
+    for name, text in (("both", TEXT + TEXT.upper()), ("first", TEXT), ("second", TEXT.upper())):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    args = ("--budget", "3.5", "--out", "new.json", *SHORT, "--context", len(TEXT) - 1, "--tokens", 200, "--json")
+    whole = json.loads(tq("plan", "--text", "both.txt", *args)[1])
+    apart = json.loads(tq("plan", "--text", "first.txt", "--verify", "second.txt", *args)[1])
+    assert whole == apart
+    assert whole["verified_tokens"] == len(TEXT) - 1
 
 
 def test_the_tail_is_the_one_whose_plan_is_nearest_as_a_whole(tq, tmp_path):
