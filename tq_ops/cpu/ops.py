@@ -6,6 +6,8 @@ Signatures and rounding points are those of `tq_ops.reference`; where they diffe
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ class CpuOps:
         if self.level not in available:
             raise InputError(f"this CPU has no kernels of level {self.level!r}; choose from {', '.join(available)}")
         self._level = library.LEVELS.index(self.level)
+        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, _Prepared]] = WeakKeyDictionary()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Projection `x @ weight.T`; few tokens by a BF16 weight in C++, where the weight is read once and as it is.
@@ -66,32 +69,23 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, all else as the reference does.
+        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, `tbq4_0` as the reference does.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
             batch: says where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
+            InputError: a plan or head_dim that the kernels cannot read.
         Rounding points: those of `tq4`; a level may differ from the reference's where FP32 sums in another order decide.
         """
-        names = {cache.k_format(layer).name, cache.v_format(layer).name}
-        if names != {"tq4"} or unsupported(cache.plan, cache.head_dim):
+        call = self._prepared(cache, layer).store
+        if call is None:
             return reference.store_kv(k, v, cache, layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
-        k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-        book = codebook_on(cache.head_dim, cache.device)
-        call = library.Store(
-            k=k.data_ptr(), v=v.data_ptr(), k_bf16=_is_bf16(k), v_bf16=_is_bf16(v),
-            k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
-            k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
-            quantizer=library.Quantizer(
-                rotation=rotation_on(layer, cache.head_dim, cache.device).data_ptr(), boundaries=book.boundaries.data_ptr(),
-                centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
-            ),
-            slots=slots.data_ptr(), tokens=k.shape[0], num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads,
-            block_size=cache.block_size, level=self._level, threads=torch.get_num_threads(),
-        )  # fmt: skip
+        call = library.Store.from_buffer_copy(call)
+        call.k, call.v, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+        call.k_bf16, call.v_bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written: the reference finds the fault again and names it.
             reference.store_kv(k, v, cache, layer, batch)
@@ -116,24 +110,65 @@ class CpuOps:
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
         of the rounded ones; blocks merged in FP32; the output to BF16. The turned q stays in FP32.
         """
-        if reason := unsupported(cache.plan, cache.head_dim):
-            raise InputError(reason)
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)
-        keys, values = (layout(f(layer).name, layer, cache.head_dim) for f in (cache.k_format, cache.v_format))
-        call = library.Attention(
-            cache=library.Cache(
-                k=_side(cache.k_fields(layer), keys.centroids), v=_side(cache.v_fields(layer), values.centroids),
-                num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
-            ),
-            q=q.data_ptr(), out=out.data_ptr(), turn=keys.turn.data_ptr(), turn_back=values.turn_back.data_ptr(),
-            block_table=block_table.data_ptr(), query_start=query_start.data_ptr(), positions=positions.data_ptr(),
-            sequences=block_table.shape[0], max_blocks=block_table.shape[1], num_heads=q.shape[1], bf16=_is_bf16(q),
-            softmax_scale=softmax_scale, level=self._level, threads=torch.get_num_threads(),
-        )  # fmt: skip
+        call = library.Attention.from_buffer_copy(self._prepared(cache, layer).attention)
+        call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
+        call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
+        call.sequences, call.max_blocks = block_table.shape
+        call.bf16, call.softmax_scale, call.threads = _is_bf16(q), softmax_scale, torch.get_num_threads()
         self._library.haarkv_attention(ctypes.byref(call))
         return out
+
+    def _prepared(self, cache: PagedKVCache, layer: int) -> _Prepared:
+        """The calls of one layer, made once a cache: filling them in takes longer than storing a token."""
+        prepared = self._caches.setdefault(cache, {})
+        if layer not in prepared:
+            prepared[layer] = _prepare(cache, layer, self._level)
+        return prepared[layer]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Calls with all that a cache and a layer decide; `store` is None if the kernels cannot quantise its formats."""
+
+    attention: library.Attention
+    store: library.Store | None
+
+
+def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
+    """
+    Raises:
+        InputError: a plan or head_dim that the kernels cannot read.
+    """
+    if reason := unsupported(cache.plan, cache.head_dim):
+        raise InputError(reason)
+    names = (cache.k_format(layer).name, cache.v_format(layer).name)
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    keys, values = (layout(name, layer, cache.head_dim) for name in names)
+    attention = library.Attention(
+        cache=library.Cache(
+            k=_side(k_fields, keys.centroids), v=_side(v_fields, values.centroids),
+            num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
+        ),
+        q=0, out=0, turn=keys.turn.data_ptr(), turn_back=values.turn_back.data_ptr(), block_table=0, query_start=0,
+        positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, level=level, threads=0,
+    )  # fmt: skip
+    if set(names) != {"tq4"}:
+        return _Prepared(attention, None)
+    book = codebook_on(cache.head_dim, cache.device)
+    store = library.Store(
+        k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
+        k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
+        quantizer=library.Quantizer(
+            rotation=rotation_on(layer, cache.head_dim, cache.device).data_ptr(), boundaries=book.boundaries.data_ptr(),
+            centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
+        ),
+        slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
+        level=level, threads=0,
+    )  # fmt: skip
+    return _Prepared(attention, store)
 
 
 def _is_bf16(x: Tensor) -> bool:
