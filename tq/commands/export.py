@@ -70,6 +70,8 @@ def command(
         model, config, span, dtype or ("float16" if atc else "float32"), opset or (ATC_OPSET if atc else DEFAULT_OPSET), atc,
         __version__,
     )  # fmt: skip
+    if out.exists() and not force:
+        raise InputError(f"{out} exists; name another folder, or replace an earlier export with --force")
     replaces = ABOUT if force else None
     check_folder(out, replaces=replaces)
     with whole_folder(out, replaces=replaces) as folder, loading(model) as progress:
