@@ -9,7 +9,7 @@ import torch
 from small_models import CONFIGS, SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
 
 from executors.reference import ReferenceExecutor
-from tq_ops import plan_file, reference
+from tq_ops import formats, plan_file, reference
 from tq_ops.batch import CacheFullError, PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import InputError, NonFiniteError
@@ -42,9 +42,9 @@ def packed_tokens(group, tail, tokens):
 
 def as_seen(plan, kv_format, x, query):
     """Vectors [query + 1, D] float64 of one head as a query sees them; x [n, D] fp32."""
-    seen = x[: query + 1].bfloat16().double()
     if not kv_format.lossy:
-        return seen
+        return kv_format.dequantize(kv_format.quantize(x[: query + 1], LAYER), LAYER).double()
+    seen = x[: query + 1].bfloat16().double()
     group, sink = kv_format.group_tokens, plan.sink
     packed = packed_tokens(group, plan.tail(kv_format), query + 1)
     for begin in range(0, packed, group):
@@ -57,32 +57,32 @@ def as_seen(plan, kv_format, x, query):
     return seen
 
 
-def expected_attention(plan, q, k, v):
+def expected_attention(plan, q, k, v, queries=slice(None)):
     """One sequence, every query by itself: [n, Hq, D] float64."""
     out = np.empty(q.shape)
-    for token in range(len(q)):
+    for token in range(len(q))[queries]:
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
             keys = as_seen(plan, plan.k(LAYER), k[:, group], token)
             values = as_seen(plan, plan.v(LAYER), v[:, group], token)
-            scores = (keys @ q[token, head].double()) * DIM**-0.5
+            scores = (keys @ q[token, head].double()) * q.shape[-1] ** -0.5
             out[token, head] = torch.softmax(scores, 0) @ values
-    return out
+    return out[queries]
 
 
 def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=False):
+def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=False, dim=DIM, block=64):
     """Every sequence of the batch in chunks, side by side: attention [n, Hq, D] of each, its q, k and v."""
-    cache = PagedKVCache(plan, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=6, num_rows=3, chunk=16, block_size=64)
-    paging = PagedSequences(6, 64, order, num_rows=3)
+    cache = PagedKVCache(plan, num_kv_heads=KV_HEADS, head_dim=dim, num_blocks=6, num_rows=3, chunk=16, block_size=block)
+    paging = PagedSequences(6, block, order, num_rows=3)
     if leftovers:
         for window in (w for w in cache.windows(LAYER) if w):
             window.vectors.fill_(torch.inf)
     sequences = [paging.add() for _ in lengths]
-    given = [[normal(n, heads, DIM, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    given = [[normal(n, heads, dim, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
              for s, n in enumerate(lengths)]  # fmt: skip
     out = [[] for _ in lengths]
     for begin in range(0, max(lengths), chunk):
@@ -91,7 +91,7 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
         batch = paging.batch([sequences[row] for row in rows], [len(part[0]) for part in parts])
         q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
         reference.store_kv(k, v, cache, LAYER, batch)
-        attended = reference.paged_attention(q, cache, LAYER, batch, DIM**-0.5)
+        attended = reference.paged_attention(q, cache, LAYER, batch, dim**-0.5)
         for row, piece in zip(rows, attended.split([len(part[0]) for part in parts]), strict=True):
             out[row].append(piece)
     return [torch.cat(pieces) for pieces in out], given
@@ -102,7 +102,21 @@ def test_each_query_sees_what_the_rule_says(name):
     plan = SPECS[name].plan(LAYER + 1)
     (first, second), given = run_attention(plan, [75, 33], 16)
     for out, (q, k, v) in zip((first, second), given, strict=True):
-        np.testing.assert_allclose(out.numpy(), expected_attention(plan, q, k, v), rtol=0, atol=2e-5)
+        # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
+        queries = slice(None, None, -9)
+        np.testing.assert_allclose(out.numpy()[queries], expected_attention(plan, q, k, v, queries), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_every_format_goes_with_a_tail_and_sinks(name):
+    """Three groups and a half of keys, so that each format is seen packed, in BF16, and as a sink."""
+    group = formats.get(name).group_tokens
+    plan = KVSpec(name, tail=group + 2, sink=2).plan(LAYER + 1)
+    length = max(24, 3 * group + group // 2)
+    (out,), ((q, k, v),) = run_attention(plan, [length], 16, dim=128, block=128)
+    last = slice(length - 1, length)  # of the many queries one, whose keys and values the oracle restores one by one
+    expected = expected_attention(plan, q, k, v, last)
+    np.testing.assert_allclose(out[last].numpy(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["tail and sinks", "keys in groups, a longer tail and sinks"])
