@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.report import emit, print_rows
+from benchmarks.timing import measure_machine
 from models.qwen3_14b.config import QWEN3_14B
 from tq_ops.batch import Batch, PagedSequences
 from tq_ops.cache import PagedKVCache, blocks_for
@@ -122,20 +123,9 @@ def measure(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
 
 
 def machine_limits() -> dict[str, float]:
-    """A copy's GB/s, read and written, and 10**9 multiply-adds a second of an FP32 matrix product, the best of a few."""
-    source = torch.empty(64 * 2**20).normal_()
-    target, square = torch.empty_like(source), torch.randn(2048, 2048)
-
-    def best(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(6):
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    copied, multiplied = best(lambda: target.copy_(source)), best(lambda: square @ square)
-    return {"copy_gb_s": 2e-9 * source.nbytes / copied, "fma_g_s": 1e-9 * 2048**3 / multiplied}
+    """A copy's GB/s, read and written, and 10**9 multiply-adds a second of an FP32 matrix product."""
+    machine = measure_machine(torch.device("cpu"))
+    return {"copy_gb_s": machine.copy_gbps, "fma_g_s": machine.fp32_gflops / 2}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

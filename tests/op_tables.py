@@ -1,4 +1,4 @@
-"""The op tables that must do what the reference does, and where each can run; tests take every one of them."""
+"""The op tables that must do what the reference does, where each can run, and the caches that their tests share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
+from small_models import cache_tensors
+from torch import Tensor
 
 from models.qwen3_14b.layer import Ops
+from tq_ops import reference
+from tq_ops.batch import Batch, PagedSequences
+from tq_ops.cache import PagedKVCache
 from tq_ops.cpu import library
 from tq_ops.cpu.build import compiler
 from tq_ops.cpu.ops import CpuOps
+from tq_ops.plan import KVSpec
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,57 @@ def _cpu(level: str) -> Callable[[], Ops]:
 
 TABLES = tuple(OpTable(f"cpu-{level}", "cpu", _cpu(level)) for level in library.LEVELS)
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+
+
+# -- Caches to attend to -------------------------------------------------------------------------------------------------
+LAYER = 1
+"""Of every case: not the first, so that a layer's own rotation counts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: `stored` tokens of each sequence, then `new` ones with queries of these dtypes."""
+
+    kv: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    block_size: int
+    stored: tuple[int, ...]
+    new: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+
+    def __str__(self) -> str:
+        return f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
+
+
+def poisoned_cache(case: Case, device: torch.device | str = "cpu") -> PagedKVCache:
+    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
+    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
+    plan = KVSpec(case.kv).plan(LAYER + 1)
+    made = PagedKVCache(
+        plan, num_kv_heads=case.kv_heads, head_dim=case.head_dim, num_blocks=blocks, block_size=case.block_size, device=device
+    )
+    for _, _, name, tensor in cache_tensors(made):
+        tensor.fill_(float("nan") if name == "scale" else 255)
+    return made
+
+
+def filled(case: Case) -> tuple[PagedKVCache, Batch]:
+    """A cache on the host with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
+    torch.manual_seed(0)
+    made = poisoned_cache(case)
+    paging = PagedSequences(made.num_blocks, case.block_size, order=torch.randperm(made.num_blocks).tolist())
+    ids = [paging.add() for _ in case.new]
+    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
+    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
+        batch = paging.batch(*zip(*pairs, strict=True))
+        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim)
+        reference.store_kv(k, v, made, LAYER, batch)
+    return made, batch
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest distance of a vector, relative to its length."""
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from op_tables import LAYER, Case, filled, poisoned_cache, relative
 from small_models import cache_tensors
 
 from tq_ops import reference
-from tq_ops.batch import Batch, PagedSequences
+from tq_ops.batch import PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.cuda.layout import layout_of, unsupported
 from tq_ops.errors import NonFiniteError
@@ -21,25 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tq_ops.cuda import choices, ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYER = 1
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention: `stored` tokens of each sequence, then `new` ones with queries."""
-
-    kv: str
-    head_dim: int
-    group: int
-    kv_heads: int
-    block_size: int
-    stored: tuple[int, ...]
-    new: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...] = (BF16, FP32)
-
-    def __str__(self) -> str:
-        return f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
 
 
 CASES = [
@@ -57,42 +40,11 @@ LONG = [
 ]  # fmt: skip
 
 
-def poisoned_cache(case: Case, device: torch.device) -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
-    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
-    plan = KVSpec(case.kv).plan(LAYER + 1)
-    made = PagedKVCache(
-        plan, num_kv_heads=case.kv_heads, head_dim=case.head_dim, num_blocks=blocks, block_size=case.block_size, device=device
-    )
-    for _, _, name, tensor in cache_tensors(made):
-        tensor.fill_(float("nan") if name == "scale" else 255)
-    return made
-
-
-def filled(case: Case) -> tuple[PagedKVCache, Batch]:
-    """A cache on the host with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
-    torch.manual_seed(0)
-    made = poisoned_cache(case, torch.device("cpu"))
-    paging = PagedSequences(made.num_blocks, case.block_size, order=torch.randperm(made.num_blocks).tolist())
-    ids = [paging.add() for _ in case.new]
-    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
-    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
-        batch = paging.batch(*zip(*pairs, strict=True))
-        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim)
-        reference.store_kv(k, v, made, LAYER, batch)
-    return made, batch
-
-
 def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
     copy = poisoned_cache(case, DEVICE)
     for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
         ours.copy_(theirs)
     return copy
-
-
-def relative(ours, theirs) -> float:
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
 
 
 def check_attention(case: Case) -> None:

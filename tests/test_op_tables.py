@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from op_tables import OpTable, every_table
+from op_tables import LAYER, Case, OpTable, every_table, filled, poisoned_cache, relative
 from small_models import cache_tensors
 from torch import Tensor
 
@@ -18,28 +18,11 @@ from tq_ops.batch import Batch, PagedSequences
 from tq_ops.cache import PagedKVCache
 from tq_ops.errors import NonFiniteError
 from tq_ops.formats.turboquant import codebook_on
-from tq_ops.plan import KVSpec
 from validation import bounds
 from validation.compare import compare_levels
 
-LAYER = 1
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention: `stored` tokens of each sequence, then `new` ones with queries."""
-
-    kv: str
-    head_dim: int
-    group: int
-    kv_heads: int
-    block_size: int
-    stored: tuple[int, ...]
-    new: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
-
+stored = cache(filled)
+"""The same, filled once a case."""
 
 # Every pair of format, head_dim, group, batch and length, as far as a format has the head_dim.
 CASES = (
@@ -63,33 +46,6 @@ CASES = (
 )
 
 
-def poisoned_cache(case: Case) -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
-    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
-    plan = KVSpec(case.kv).plan(LAYER + 1)
-    made = PagedKVCache(
-        plan, num_kv_heads=case.kv_heads, head_dim=case.head_dim, num_blocks=blocks, block_size=case.block_size
-    )
-    for _, _, name, tensor in cache_tensors(made):
-        tensor.fill_(float("nan") if name == "scale" else 255)
-    return made
-
-
-@cache
-def stored(case: Case) -> tuple[PagedKVCache, Batch]:
-    """A filled cache, and the batch of its new tokens, whose K and V it holds too."""
-    torch.manual_seed(0)
-    made = poisoned_cache(case)
-    paging = PagedSequences(made.num_blocks, case.block_size, order=torch.randperm(made.num_blocks).tolist())
-    ids = [paging.add() for _ in case.new]
-    batches = [[(i, n) for i, n in zip(ids, case.stored, strict=True) if n], list(zip(ids, case.new, strict=True))]
-    for pairs in filter(None, batches):
-        batch = paging.batch(*zip(*pairs, strict=True))
-        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim)
-        reference.store_kv(k, v, made, LAYER, batch)
-    return made, batch
-
-
 @cache
 def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Queries and what the reference makes of them."""
@@ -102,11 +58,6 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def attention(table: OpTable, case: Case, q: Tensor, batch: Batch) -> Tensor:
     return table.open().paged_attention(q, stored(case)[0], LAYER, batch, case.head_dim**-0.5)
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a vector, relative to its length."""
-    return float(((ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)).max())
 
 
 @every_table

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from checkpoints import write_checkpoint
+from refusals import assert_refused
 
 from executors.session import load as load_session
 from tq.cli import main
@@ -42,15 +43,6 @@ def tq(capsys, tmp_path, monkeypatch, checkpoint):
         return code, *capsys.readouterr()
 
     return run
-
-
-def assert_refused(ran, *words):
-    code, out, err = ran
-    assert (code, out) == (2, "")
-    assert err.startswith("tq: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
 
 
 # -- tq plan ----------------------------------------------------------------------------------------------------------------

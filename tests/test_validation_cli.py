@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
+from refusals import assert_refused
 
 import tq.files
 from executors import catalog
@@ -49,15 +50,6 @@ def faulty(monkeypatch):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def assert_refused(ran, *words):
-    code, out, err = ran
-    assert (code, out) == (2, "")
-    assert err.startswith("tq: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert str(word) in err
 
 
 def test_the_reference_passes_against_itself(run, checkpoint):

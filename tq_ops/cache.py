@@ -31,6 +31,8 @@ class PagedKVCache:
         chunk: new tokens of a sequence at a time, where a tail stays in BF16.
         block_size: tokens a block.
         device: where the tensors live.
+    Attributes:
+        most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
     Raises:
         InputError: a format has no layout for this head_dim or block size.
     """
@@ -56,6 +58,8 @@ class PagedKVCache:
         self.device = torch.device(device)
         self._k = [self._allocate(k_format) for k_format, _ in plan.layers]
         self._v = [self._allocate(v_format) for _, v_format in plan.layers]
+        has_ring = any(side.window and side.window.ring for side in (*self._k, *self._v))
+        self.most_new_tokens = chunk if has_ring else None
 
     def _allocate(self, kv_format: KVFormat) -> _Side:
         groups = self.block_size // kv_format.group_tokens
@@ -76,11 +80,6 @@ class PagedKVCache:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.plan.layers)
-
-    @property
-    def most_new_tokens(self) -> int | None:
-        """New tokens of a sequence that one batch may bring; None for any number."""
-        return self.chunk if any(side.window and side.window.ring for side in (*self._k, *self._v)) else None
 
     def k_format(self, layer: int) -> KVFormat:
         """How a layer's K is stored."""
