@@ -22,11 +22,11 @@ _BIN = Path(nvidia.__file__).parent / "bin"
 
 
 def compiled(kernel, pointers: dict[str, str], numbers: dict[str, str], constants: dict, **options: int) -> dict:
-    """Registers, spills and instructions of a kernel for sm_90, its pointers aligned as torch's are."""
+    """Registers, spills and instructions of a kernel for sm_90, its pointers aligned as torch's are, and so are its blocks."""
     names = kernel.arg_names
     types = {**pointers, **numbers}
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *_STRIDES) if name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -43,6 +43,9 @@ def compiled(kernel, pointers: dict[str, str], numbers: dict[str, str], constant
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, "copies_of_16_bytes": copies, **counts}
 
 
+_STRIDES = {"codes_stride": "i32", "scales_stride": "i32"}
+
+
 def attend(one_each: bool, head_dim: int, group: int, operand: tl.dtype = tl.float16) -> dict:
     """The attention kernel with the sizes that a launch would choose."""
     tile = choices.attention_tile(one_each, group, head_dim, operand)
@@ -51,7 +54,7 @@ def attend(one_each: bool, head_dim: int, group: int, operand: tl.dtype = tl.flo
         "q": number, "positions": "*i64", "query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32",
         "k_codes": "*u8", "v_codes": "*u8", "k_scales": "*fp16", "v_scales": "*fp16", "k_words": "*i32", "v_words": "*i32",
     }  # fmt: skip
-    numbers = {"sequences": "i32", "table_width": "i32", "scale": "fp32"}
+    numbers = {"sequences": "i32", "table_width": "i32", "scale": "fp32", **_STRIDES}
     constants = {
         "HEADS": 8, "GROUP": group, "D": head_dim, "BLOCK": 128, "SPLITS": 6, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
         "ONE_EACH": one_each, "TYPE": operand, "PERMUTE": operand == tl.float16,
@@ -69,7 +72,7 @@ def store(head_dim: int) -> dict:
     sides = {"ROUNDS": True, "SMALLEST": 0.0, "SATURATES": True, "TYPE": tl.bfloat16}
     constants = {f"{side}_{name}": value for side in "KV" for name, value in sides.items()}
     constants |= {"HEADS": 8, "D": head_dim, "BLOCK": 128, "ROWS": 16, "WRITE": True}
-    return compiled(quantize.quantize_kernel, pointers, {"tokens": "i32", "layer": "i32"}, constants)
+    return compiled(quantize.quantize_kernel, pointers, {"tokens": "i32", "layer": "i32", **_STRIDES}, constants)
 
 
 def merge(head_dim: int, splits: int) -> dict:

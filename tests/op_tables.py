@@ -17,6 +17,7 @@ from tq_ops.cache import PagedKVCache
 from tq_ops.cpu import library
 from tq_ops.cpu.build import compiler
 from tq_ops.cpu.ops import CpuOps
+from tq_ops.pages import page_bytes
 from tq_ops.plan import KVSpec
 
 
@@ -68,18 +69,21 @@ class Case:
     stored: tuple[int, ...]
     new: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    pages: bool = False  # the cache lies in pages of another owner, which are apart
 
     def __str__(self) -> str:
-        return f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
+        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
+        return name + "-pages" * self.pages
 
 
 def poisoned_cache(case: Case, device: torch.device | str = "cpu") -> PagedKVCache:
     """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
     plan = KVSpec(case.kv).plan(LAYER + 1)
-    made = PagedKVCache(
-        plan, num_kv_heads=case.kv_heads, head_dim=case.head_dim, num_blocks=blocks, block_size=case.block_size, device=device
-    )
+    shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
+    # Another layer's pages lie between.
+    pages = torch.empty(blocks, 2, page_bytes(plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
+    made = PagedKVCache(plan, num_blocks=blocks, device=device, pages={LAYER: pages[:, 1]} if case.pages else None, **shape)
     for _, _, name, tensor in cache_tensors(made):
         tensor.fill_(float("nan") if name == "scale" else 255)
     return made

@@ -114,7 +114,7 @@ def at_slots(slots: Sequence[int] | Tensor) -> Batch:
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
     """(layer, side, field, the very tensor) of everything that a cache stores."""
-    for layer in range(cache.num_layers):
+    for layer in cache.held:
         for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
             for name, tensor in tensors.items():
                 yield layer, side, name, tensor

@@ -126,6 +126,6 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
 def test_structures_are_filled_by_name_and_completely():
     with pytest.raises(AssertionError, match="scales_per_vector"):
-        library.Side(codes=None, scales=None, centroids=None)
-    # As the compiler lays them out: four bytes behind three pointers are padded.
-    assert ctypes.sizeof(library.Side) == 32
+        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0)
+    # As the compiler lays them out: four bytes behind three pointers and two strides are padded.
+    assert ctypes.sizeof(library.Side) == 48

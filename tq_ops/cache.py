@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from tq_ops.batch import Batch
 from tq_ops.errors import NonFiniteError
 from tq_ops.formats import KVFormat, NonFiniteVectorError
 from tq_ops.formats.base import require_finite
+from tq_ops.pages import fields_in
 from tq_ops.plan import BLOCK_SIZE, WINDOW_CHUNK, KVPlan
 from tq_ops.window import Window
 
@@ -19,9 +21,9 @@ from tq_ops.window import Window
 class PagedKVCache:
     """The K and V of every layer, stored in blocks of tokens, and the tokens that stay in BF16 beside them.
 
-    Each field of a format is one zeroed tensor a layer, [num_blocks, Hkv, block_size / G, *field.shape], where G tokens are
+    Each field of a format is one tensor a layer, [num_blocks, Hkv, block_size / G, *field.shape], where G tokens are
     stored together: one head's codes of one block lie together, which is the tile that a fused kernel loads. Slot s is row
-    s % block_size of block s // block_size.
+    s % block_size of block s // block_size. It is zeroed memory of the cache's own, one tensor a field, or views of `pages`.
 
     Args:
         plan: how each layer's K and V are stored.
@@ -31,6 +33,8 @@ class PagedKVCache:
         chunk: new tokens of a sequence at a time, where a tail stays in BF16.
         block_size: tokens a block.
         device: where the tensors live.
+        pages: layer -> memory of another owner as `tq_ops.pages` lays it out, [num_blocks, page_bytes] uint8, of those layers
+            that this cache holds; it is left as it is.
     Attributes:
         most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
     Raises:
@@ -48,6 +52,7 @@ class PagedKVCache:
         chunk: int = WINDOW_CHUNK,
         block_size: int = BLOCK_SIZE,
         device: torch.device | str = "cpu",
+        pages: Mapping[int, Tensor] | None = None,
     ) -> None:
         plan.require_layout(head_dim, block_size)
         self.plan = plan
@@ -56,17 +61,27 @@ class PagedKVCache:
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk = chunk
         self.device = torch.device(device)
-        self._k = [self._allocate(k_format) for k_format, _ in plan.layers]
-        self._v = [self._allocate(v_format) for _, v_format in plan.layers]
-        has_ring = any(side.window and side.window.ring for side in (*self._k, *self._v))
+        self._k: dict[int, _Side] = {}
+        self._v: dict[int, _Side] = {}
+        for layer in range(len(plan.layers)) if pages is None else pages:
+            pair = plan.layers[layer]
+            fields = (
+                tuple(map(self._allocate, pair))
+                if pages is None
+                else fields_in(pages[layer], pair, num_kv_heads, head_dim, block_size)
+            )
+            self._k[layer], self._v[layer] = map(self._side, pair, fields)
+        has_ring = any(side.window and side.window.ring for side in (*self._k.values(), *self._v.values()))
         self.most_new_tokens = chunk if has_ring else None
 
-    def _allocate(self, kv_format: KVFormat) -> _Side:
+    def _allocate(self, kv_format: KVFormat) -> dict[str, Tensor]:
         groups = self.block_size // kv_format.group_tokens
-        fields = {
+        return {
             name: torch.zeros(self.num_blocks, self.num_kv_heads, groups, *field.shape, dtype=field.dtype, device=self.device)
             for name, field in kv_format.fields(self.head_dim).items()
         }
+
+    def _side(self, kv_format: KVFormat, fields: dict[str, Tensor]) -> _Side:
         if not self.plan.has_window(kv_format):
             return _Side(kv_format, fields, None)
         window = Window(
@@ -80,6 +95,11 @@ class PagedKVCache:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.plan.layers)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The layers that are stored here: all, unless pages of some were given."""
+        return tuple(self._k)
 
     def k_format(self, layer: int) -> KVFormat:
         """How a layer's K is stored."""
@@ -143,8 +163,8 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated: every field of every layer, and the tokens in BF16."""
-        return sum(side.nbytes for side in (*self._k, *self._v))
+        """Bytes really allocated, or in use of pages: every field of every layer, and the tokens in BF16."""
+        return sum(side.nbytes for side in (*self._k.values(), *self._v.values()))
 
 
 @dataclass(frozen=True)

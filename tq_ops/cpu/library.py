@@ -25,7 +25,10 @@ class _Structure(ctypes.Structure):
 class Side(_Structure):
     """K or V of one layer."""
 
-    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("scales_per_vector", c_int32))
+    _fields_ = (
+        ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32),
+    )  # fmt: skip
 
 
 class Cache(_Structure):
@@ -56,7 +59,9 @@ class Store(_Structure):
 
     _fields_ = (
         ("k", c_void_p), ("v", c_void_p), ("k_bf16", c_int32), ("v_bf16", c_int32), ("k_codes", c_void_p),
-        ("v_codes", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p), ("quantizer", Quantizer), ("slots", c_void_p),
+        ("v_codes", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p), ("k_codes_stride", c_int64),
+        ("v_codes_stride", c_int64), ("k_scales_stride", c_int64), ("v_scales_stride", c_int64), ("quantizer", Quantizer),
+        ("slots", c_void_p),
         ("tokens", c_int64), ("num_slots", c_int64), ("num_kv_heads", c_int32), ("block_size", c_int32), ("level", c_int32),
         ("threads", c_int32),
     )  # fmt: skip

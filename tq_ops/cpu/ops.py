@@ -161,6 +161,8 @@ def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
     store = library.Store(
         k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
         k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
+        k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
+        k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
             rotation=rotation_on(layer, cache.head_dim, cache.device).data_ptr(), boundaries=book.boundaries.data_ptr(),
             centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
@@ -181,5 +183,6 @@ def _side(fields: dict[str, Tensor], centroids: Tensor) -> library.Side:
     scale = fields["scale"]
     return library.Side(
         codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=centroids.data_ptr(),
+        codes_stride=fields["codes"].stride(0), scales_stride=scale.stride(0),
         scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1,
     )  # fmt: skip

@@ -28,8 +28,9 @@ def find_tile(tile, query_start_loc, sequences, GROUP: tl.constexpr, COLUMNS: tl
 @triton.jit
 def attend_tile(
     q_low, q_high, position, state,
-    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    begin, end, table, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
+    k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     PERMUTE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
@@ -42,16 +43,21 @@ def attend_tile(
         position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
         state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
+        codes_stride, scales_stride: from a block to the next, in bytes and in scales, K's and V's alike.
         scale: softmax_scale * log2(e).
     """
     peak, total, widest, out_low, out_high = state
     token = begin + tl.arange(0, TOKENS)
     live = token < end
     if BLOCK % TOKENS == 0:
-        row = (tl.load(table + begin // BLOCK).to(tl.int64) * HEADS + kv_head) * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
+        block = tl.load(table + begin // BLOCK).to(tl.int64)
+        row = kv_head * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
+        byte = block * codes_stride + row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     else:
-        row = (tl.load(table + token // BLOCK, live, 0).to(tl.int64) * HEADS + kv_head) * BLOCK + token % BLOCK
-    byte = row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+        block = tl.load(table + token // BLOCK, live, 0).to(tl.int64)
+        row = kv_head * BLOCK + token % BLOCK
+        byte = (block * codes_stride + row * (D // 2))[:, None] + tl.arange(0, D // 2)[None, :]
+    row = block * scales_stride + row
     # Codes of tokens that do not exist are someone's leftover and stand for finite numbers; their scales may not be.
     k_low, k_high = centroids_of(tl.load(k_codes + byte), k_centroids, k_words, TYPE, PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
@@ -81,7 +87,8 @@ def attend_tile(
 @triton.jit
 def attend_kernel(
     q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
-    k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids, k_words, v_words, scale,
+    k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
+    k_centroids, v_centroids, k_words, v_words, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
@@ -120,8 +127,8 @@ def attend_kernel(
     for tile in tl.range(begin, end, TOKENS):
         peak, total, widest, low, high = attend_tile(
             q_low, q_high, position, (peak, total, widest, low, high),
-            tile, end, table, k_codes, v_codes, k_scales, v_scales, k_centroids, v_centroids,
-            k_words, v_words, kv_head, scale, HEADS, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
+            tile, end, table, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
+            k_centroids, v_centroids, k_words, v_words, kv_head, scale, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
         )  # fmt: skip
     part = vector * SPLITS + split
     tl.store(maxima + part, peak, live)

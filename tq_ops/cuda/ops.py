@@ -88,6 +88,13 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
+def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> tuple[int, int]:
+    """From a block to the next, in codes and in scales: one for K and V, since formats of a byte layout are of one size."""
+    (codes, scales), of_v = ([fields[name].stride(0) for name in ("codes", "scale")] for fields in (k_fields, v_fields))
+    assert [codes, scales] == of_v
+    return codes, scales
+
+
 def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
     """Quantise K and V and store them, in one launch and without waiting for the device.
 
@@ -102,7 +109,8 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     tokens = k.shape[0]
     quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
-        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], batch.slot_mapping, tokens,
+        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+        batch.slot_mapping, tokens,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
         HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
@@ -168,6 +176,7 @@ def attend(
     attention.attend_kernel[(tiles, heads, splits)](
         turned, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
+        *_strides(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
         HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, SPLITS=splits, COLUMNS=tile.columns, TOKENS=tile.tokens,
         ONE_EACH=one_each, TYPE=operand, PERMUTE=choices.permutes(q),

@@ -46,8 +46,8 @@ def levels(y, boundaries):
 @triton.jit
 def append(
     low, high, token, head, live, side: tl.constexpr,
-    codes, scales, slots, rotation, centroids, boundaries, fault, layer,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    codes, scales, codes_stride, scales_stride, slots, rotation, centroids, boundaries, fault, layer,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Quantise vectors [ROWS, D], given as halves, and store them; K and V alike.
@@ -79,15 +79,15 @@ def append(
     tl.atomic_min(fault + tl.zeros((ROWS,), tl.int32), key, mask=live & bad)
     if WRITE:
         live = live & (bad == 0)
-        row = (slot // BLOCK * HEADS + head) * BLOCK + slot % BLOCK
-        byte = tl.arange(0, D // 2)
-        tl.store(codes + row[:, None] * (D // 2) + byte[None, :], (low | (high << 4)).to(tl.uint8), live[:, None])
-        tl.store(scales + row, scale.to(tl.float16), live)
+        block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
+        byte = (block * codes_stride + row * (D // 2))[:, None] + tl.arange(0, D // 2)[None, :]
+        tl.store(codes + byte, (low | (high << 4)).to(tl.uint8), live[:, None])
+        tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
 
 
 @triton.jit
 def quantize_kernel(
-    k, v, k_codes, v_codes, k_scales, v_scales, slots, tokens,
+    k, v, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride, slots, tokens,
     k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
@@ -102,13 +102,13 @@ def quantize_kernel(
         low, high = tl.load(k + at, live[:, None], 0.0), tl.load(k + at + D // 2, live[:, None], 0.0)
         append(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 0,
-            k_codes, k_scales, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
-            HEADS, D, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE,
+            k_codes, k_scales, codes_stride, scales_stride, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
+            D, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE,
         )  # fmt: skip
     else:
         low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
         append(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 1,
-            v_codes, v_scales, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
-            HEADS, D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE,
+            v_codes, v_scales, codes_stride, scales_stride, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
+            D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE,
         )  # fmt: skip

@@ -92,8 +92,9 @@ struct HaarkvAttention {
 struct HaarkvStore {
     const void *k, *v;          // [T, Hkv, D] BF16 or FP32
     int32_t k_bf16, v_bf16;
-    uint8_t *k_codes, *v_codes; // as in Side
+    uint8_t *k_codes, *v_codes; // as in Side, and so are the strides
     uint16_t *k_scales, *v_scales;
+    int64_t k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride;
     Quantizer quantizer;
     const int64_t* slots;       // [T]
     int64_t tokens, num_slots;
@@ -237,9 +238,9 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         uint16_t* scales[kMaxRows];
         const int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
         for (int r = 0; r < rows; ++r) {
-            const int64_t vector = (block * heads + head + r) * s->block_size + offset;
-            codes[r] = (v ? s->v_codes : s->k_codes) + vector * (dim / 2);
-            scales[r] = (v ? s->v_scales : s->k_scales) + vector;
+            const int64_t vector = (head + r) * s->block_size + offset;
+            codes[r] = (v ? s->v_codes + block * s->v_codes_stride : s->k_codes + block * s->k_codes_stride) + vector * (dim / 2);
+            scales[r] = (v ? s->v_scales + block * s->v_scales_stride : s->k_scales + block * s->k_scales_stride) + vector;
         }
         kernels.quantize(s->quantizer, x, rows, x + kMaxRows * dim, codes, scales);
     };

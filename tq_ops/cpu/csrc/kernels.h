@@ -13,11 +13,12 @@ namespace haarkv {
 constexpr int kMaxRows = 8;      // query rows that one pass over the codes serves
 constexpr int kMaxKeysTile = 16; // keys are padded to this in scratch
 
-// K or V of one layer, for every block and KV head.
+// K or V of one layer, for every block and KV head. A block is in one piece; blocks may lie apart.
 struct Side {
     const uint8_t* codes;     // [num_blocks, Hkv, block_size, D / 2]
     const uint16_t* scales;   // [num_blocks, Hkv, block_size, scales_per_vector] FP16
     const float* centroids;   // [16]
+    int64_t codes_stride, scales_stride; // from a block to the next, in codes and in scales
     int32_t scales_per_vector;
 };
 

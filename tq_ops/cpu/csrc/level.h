@@ -25,8 +25,9 @@ struct Place {
 };
 
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
-    int64_t vector = (static_cast<int64_t>(block) * cache.num_kv_heads + head) * cache.block_size;
-    return {side.codes + vector * (cache.head_dim / 2), side.scales + vector * side.scales_per_vector};
+    const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
+    return {side.codes + block * side.codes_stride + vector * (cache.head_dim / 2),
+            side.scales + block * side.scales_stride + vector * side.scales_per_vector};
 }
 
 // Scales of n vectors to [scales_per_vector, padded] fp32, zeros behind them.
