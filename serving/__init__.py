@@ -1,0 +1,1 @@
+"""The cache inside an engine that people already run."""

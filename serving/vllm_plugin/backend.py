@@ -1,0 +1,245 @@
+"""The attention backend: pages that hold `tq4` codes and scales, written by `store_kv` and read by `paged_attention`.
+
+A page of vLLM is one block of one layer, of as many bytes as `tq_ops.pages` needs: 132 for K and V of one token and KV head of
+128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a `PagedKVCache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from serving.vllm_plugin import KV
+from serving.vllm_plugin.limits import require_supported
+from tq_ops.batch import Batch
+from tq_ops.cache import PagedKVCache
+from tq_ops.cpu.layout import HEAD_DIMS
+from tq_ops.errors import NonFiniteError
+from tq_ops.plan import BLOCK_SIZE, KVSpec
+
+if TYPE_CHECKING:
+    from models.qwen3_14b.layer import Ops
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass
+class TurnedMetadata(AttentionMetadata):
+    """One batch, the same for all layers.
+
+    Attributes:
+        batch: its tokens, without those that pad it.
+    """
+
+    batch: Batch
+
+
+class TurnedMetadataBuilder(AttentionMetadataBuilder[TurnedMetadata]):
+    """Makes a `Batch` of what vLLM tells all backends."""
+
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        require_supported(vllm_config)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TurnedMetadata:
+        return TurnedMetadata(batch_of(common_attn_metadata))
+
+
+def batch_of(common: CommonAttentionMetadata) -> Batch:
+    """vLLM's description of a forward as a `Batch`: new tokens stand at the end of their sequences.
+
+    Raises:
+        NotImplementedError: a batch whose tokens also see later ones.
+    """
+    if common.causal is not True:
+        raise NotImplementedError("attention to later tokens is not supported by a tq4 KV cache")
+    count, tokens = common.num_reqs, common.num_actual_tokens
+    starts, lengths = common.query_start_loc[: count + 1], common.seq_lens[:count]
+    new = starts.diff()
+    # The i-th new token of a sequence stands at (length before) + i.
+    first = (lengths - new - starts[:-1]).long()
+    positions = torch.arange(tokens, device=starts.device) + first.repeat_interleave(new, output_size=tokens)
+    return Batch(
+        positions=positions,
+        slot_mapping=common.slot_mapping[:tokens].long(),
+        block_table=common.block_table_tensor[:count].int(),
+        seq_lens=lengths.int(),
+        query_start_loc=starts.int(),
+        rows=torch.arange(count, device=starts.device),
+    )
+
+
+class TurnedAttention(AttentionImpl[TurnedMetadata]):
+    """One layer's attention over its pages; arguments are vLLM's.
+
+    Raises:
+        NotImplementedError: the layer's attention is not plain causal attention to all tokens.
+        KernelsMissingError: on a CPU, the C++ kernels are not built.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: object,
+    ) -> None:
+        unusual = {
+            "ALiBi": alibi_slopes, "a sliding window": sliding_window, "capped logits": logits_soft_cap,
+            "K and V of another layer": kv_sharing_target_layer_name, **others,
+        }  # fmt: skip
+        if found := [name for name, value in unusual.items() if value]:
+            raise NotImplementedError(f"attention with {' and '.join(found)} is not supported by a tq4 KV cache")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._pages: Tensor | None = None
+        self._cache: PagedKVCache | None = None
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Quantise and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
+        tokens, index = slot_mapping.shape[0], extract_layer_index(layer.layer_name)
+        k, v, slots = _taken(key[:tokens]), _taken(value[:tokens]), slot_mapping.long()
+        if (slots < 0).any():
+            real = slots >= 0
+            k, v, slots = k[real], v[real], slots[real]
+        self._store(k, v, kv_cache, index, slots)
+
+    def _store(self, k: Tensor, v: Tensor, kv_cache: Tensor, index: int, slots: Tensor) -> None:
+        cache_, ops = self._view(kv_cache, index), ops_on(kv_cache.device.type)
+        # Storing needs the slots alone.
+        nothing = slots.new_zeros(0)
+        batch = Batch(positions=nothing, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
+                      query_start_loc=nothing, rows=nothing)  # fmt: skip
+        try:
+            ops.store_kv(k, v, cache_, index, batch)
+        except NonFiniteError as error:
+            # One request's numbers must not end the others: it alone reads what is stored for it.
+            logger.error("%s; zeros stand in for what is not finite", error)
+            ops.store_kv(*(torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v)), cache_, index, batch)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TurnedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("a quantised attention output is not supported by a tq4 KV cache")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.zero_()
+        batch, index = attn_metadata.batch, extract_layer_index(layer.layer_name)
+        tokens = batch.positions.shape[0]
+        cache_ = self._view(kv_cache, index)
+        out = ops_on(kv_cache.device.type).paged_attention(_taken(query[:tokens]), cache_, index, batch, self.scale)
+        output[:tokens].copy_(out)
+        return output
+
+    def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
+        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are."""
+        if self._cache is None or self._pages is not kv_cache:
+            num_blocks, heads, block_size, content = kv_cache.shape
+            pages = kv_cache.as_strided((num_blocks, heads * block_size * content), (kv_cache.stride(0), 1))
+            self._cache = PagedKVCache(
+                KVSpec(KV).plan(index + 1), num_kv_heads=heads, head_dim=self.head_size, num_blocks=num_blocks,
+                block_size=block_size, device=kv_cache.device, pages={index: pages},
+            )  # fmt: skip
+            self._pages = kv_cache
+        return self._cache
+
+
+class TurnedAttentionBackend(AttentionBackend):
+    """`tq4` pages for any vLLM model of full attention with a head_dim that the kernels have."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TurnedAttention]:
+        return TurnedAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TurnedMetadataBuilder]:
+        return TurnedMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_DIMS)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return BLOCK_SIZE
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those in which a block is one piece of memory."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Pages of bytes, K and V of one token and KV head taking what the format takes."""
+        k_format, v_format = KVSpec(KV).plan(1).layers[0]
+        content = k_format.bytes_per_vector(spec.head_size) + v_format.bytes_per_vector(spec.head_size_v)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=int(content))
+
+
+@cache
+def ops_on(device_type: str) -> Ops:
+    """The op table of a device.
+
+    Raises:
+        KernelsMissingError: on a CPU, the C++ kernels are not built.
+    """
+    if device_type == "cpu":
+        from tq_ops.cpu.ops import CpuOps
+
+        return CpuOps()
+    from tq_ops.cuda import ops
+
+    return ops
+
+
+def _taken(x: Tensor) -> Tensor:
+    """What the kernels take: BF16 or FP32 as it is, FP16 widened."""
+    return x.float() if x.dtype == torch.float16 else x

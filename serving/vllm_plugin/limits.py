@@ -1,0 +1,66 @@
+"""What cannot be served from a `tq4` cache, said when the server starts and not at some token later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tq_ops.cpu.layout import HEAD_DIMS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Drafts that bring no attention layers of their own.
+_DRAFTS = ("ngram",)
+
+
+def is_asked_for(vllm_config: VllmConfig) -> bool:
+    """Whether this server is to keep its KV cache in `tq4`."""
+    return vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
+
+
+def require_supported(vllm_config: VllmConfig) -> None:
+    """
+    Raises:
+        ValueError: in one line, what the model is or what was asked for that the cache cannot do.
+    """
+    model = vllm_config.model_config
+    if model is not None and (reason := _model(vllm_config) or _options(vllm_config)):
+        raise ValueError(f"a tq4 KV cache cannot serve {model.model}: {reason}")
+
+
+def _model(vllm_config: VllmConfig) -> str | None:
+    """What about the model stands in the way."""
+    model = vllm_config.model_config
+    if model.use_mla:
+        return "it has multi-head latent attention (MLA), which caches one latent vector and no K and V"
+    if model.is_hybrid or model.is_attention_free:
+        return "it is a hybrid model with layers that keep a state and no K and V"
+    if model.is_encoder_decoder:
+        return "it is an encoder-decoder model; decoders alone are served"
+    if model.runner_type != "generate":
+        return "it generates no text; pooling models keep no KV cache"
+    if (window := model.get_sliding_window()) is not None:
+        return f"it has sliding-window attention (of {window} tokens); full attention alone is served"
+    if model.attention_chunk_size is not None:
+        return "it has chunked local attention; full attention alone is served"
+    if (head_dim := model.get_head_size()) not in HEAD_DIMS:
+        return f"its head_dim is {head_dim}; the kernels are made for {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+def _options(vllm_config: VllmConfig) -> str | None:
+    """Which option stands in the way."""
+    cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
+    if cache.cache_dtype != "auto":
+        return f"--kv-cache-dtype {cache.cache_dtype} names another format; leave it out"
+    if cache.kv_cache_dtype_skip_layers:
+        return "--kv-cache-dtype-skip-layers is not supported; every layer is kept in tq4"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is not supported; --tensor-parallel-size is"
+    if vllm_config.kv_transfer_config is not None:
+        return "--kv-transfer-config is not supported"
+    if drafts is not None and drafts.method not in _DRAFTS:
+        return f"speculative decoding by {drafts.method} is not supported; by {' and '.join(_DRAFTS)} it is"
+    return None

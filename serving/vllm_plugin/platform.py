@@ -1,0 +1,35 @@
+"""vLLM's CPU platform, which also takes the attention backend that it is told to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from serving.vllm_plugin.limits import is_asked_for, require_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+
+class TurnedCpuPlatform(CpuPlatform):
+    """The CPU as vLLM knows it; only `--attention-backend CUSTOM`, which vLLM's own class passes over, is heard."""
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        if selected_backend != AttentionBackendEnum.CUSTOM:
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        return AttentionBackendEnum.CUSTOM.get_path()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        if is_asked_for(vllm_config):
+            require_supported(vllm_config)
