@@ -4,4 +4,6 @@ import sys
 
 from tq.cli import main
 
-sys.exit(main())
+# A server's processes import this file without being told to run it.
+if __name__ == "__main__":
+    sys.exit(main())

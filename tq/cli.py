@@ -14,7 +14,7 @@ import click
 from tq import __version__
 from tq_ops.errors import InputError
 
-_COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "formats", "info")
+_COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "serve", "formats", "info")
 
 
 class _Commands(click.Group):

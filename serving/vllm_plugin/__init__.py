@@ -3,13 +3,15 @@
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
 Of vLLM's extension points it uses four: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
-choose it, the backend's own hook for the size of a page, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
+choose it, the backend's hook for the size of a page, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
 """
 
 from __future__ import annotations
 
 KV = "tq4"
 """The format that the pages hold."""
+PER_LAYER = "haarkv_metrics_per_layer"
+"""Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
 
 
 def register() -> None:

@@ -141,7 +141,8 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         except NonFiniteError as error:
             # One request's numbers must not end the others: it alone reads what is stored for it.
             logger.error("%s; zeros stand in for what is not finite", error)
-            ops.store_kv(*(torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v)), cache_, index, batch)
+            k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
+            ops.store_kv(k, v, cache_, index, batch)
 
     def forward(
         self,

@@ -1,0 +1,84 @@
+"""What the compressed cache holds, for `/metrics`: bytes, tokens and the ratio to BF16, per layer on request.
+
+vLLM tells its loggers which part of the pages is handed out; a page's bytes are those that vLLM allocates. Prefixes that are
+kept for later requests but belong to none count as free, in vLLM's figures and so in these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import REGISTRY, Gauge
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from serving.vllm_plugin import KV, PER_LAYER
+from serving.vllm_plugin.limits import is_asked_for
+from tq_ops.pages import page_bytes
+from tq_ops.plan import KVSpec
+
+_PREFIX = "haarkv:"
+_GAUGES = {
+    "kv_allocated_bytes": "Bytes of the compressed KV cache that vLLM has allocated, all layers and ranks.",
+    "kv_held_bytes": "Bytes of the blocks that requests hold.",
+    "kv_held_tokens": "Tokens that those blocks have room for.",
+    "kv_compression_ratio": "Bytes that BF16 would take, by the bytes that are taken.",
+}
+_LAYER = "kv_layer_held_bytes"
+
+
+class TurnedStatLogger(StatLoggerBase):
+    """Gauges for one engine (entry-point group `vllm.stat_logger_plugins`); none if its cache is not compressed."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._config = vllm_config
+        self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._gauges: dict[str, Gauge] = {}
+        if is_asked_for(vllm_config):
+            self._gauges = {name: _gauge(name, text, ("model_name", "engine")) for name, text in _GAUGES.items()}
+            if vllm_config.additional_config.get(PER_LAYER):
+                self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", ("model_name", "engine", "layer"))
+
+    def log_engine_initialized(self) -> None:
+        self._set(usage=0.0)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        if scheduler_stats is not None:
+            self._set(scheduler_stats.kv_cache_usage)
+
+    def _set(self, usage: float) -> None:
+        """
+        Args:
+            usage: part of the blocks that requests hold; one of all blocks is never handed out and not counted.
+        """
+        if not self._gauges:
+            return
+        cache = self._config.cache_config
+        blocks, page = cache.num_gpu_blocks or 0, layer_page_bytes(self._config, KV)
+        held = round(usage * max(blocks - 1, 0))
+        layers = self._config.model_config.get_total_num_hidden_layers()
+        values = {
+            "kv_allocated_bytes": blocks * page * layers,
+            "kv_held_bytes": held * page * layers,
+            "kv_held_tokens": held * cache.block_size,
+            "kv_compression_ratio": layer_page_bytes(self._config, "bf16") / page,
+        }
+        for name, value in values.items():
+            self._gauges[name].labels(*self._labels).set(value)
+        if _LAYER in self._gauges:
+            for layer in range(layers):
+                self._gauges[_LAYER].labels(*self._labels, str(layer)).set(held * page)
+
+
+def layer_page_bytes(vllm_config: VllmConfig, kv: str) -> int:
+    """Bytes of one block of one layer in a format, on all tensor-parallel ranks together."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    return page_bytes(KVSpec(kv).plan(1).layers[0], heads, model.get_head_size(), vllm_config.cache_config.block_size)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
+    """A gauge in the registry that vLLM's `/metrics` shows, in place of one that an earlier engine of this process left."""
+    if (older := REGISTRY._names_to_collectors.get(_PREFIX + name)) is not None:
+        REGISTRY.unregister(older)
+    return Gauge(_PREFIX + name, text, labels, multiprocess_mode="mostrecent")

@@ -1,0 +1,29 @@
+"""`tq serve`: vLLM's OpenAI-compatible server with a compressed KV cache."""
+
+from __future__ import annotations
+
+import click
+
+_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+
+
+@click.command("serve", context_settings=_CONTEXT)
+@click.argument("model")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
+@click.option("--kv", default="tq4", show_default=True, metavar="FORMAT", help="tq4, or bf16: vLLM's own cache.")
+@click.option("--kv-metrics-per-layer", is_flag=True, help="Tell of each layer in /metrics, too.")
+def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: bool) -> None:
+    """Serve MODEL, a Hugging Face folder or `tiny`, with vLLM, its KV cache in tq4.
+
+    Every other flag is vLLM's own and passed on as it is:
+
+    \b
+      tq serve tiny --port 8000
+      tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
+    """
+    from models.catalog import TINY
+    from serving.serve import serve
+
+    if model.startswith("random:"):
+        raise click.UsageError("vLLM reads models from folders; give tiny, a Hugging Face folder, or a name that it can load")
+    serve(str(TINY) if model == "tiny" else model, kv, flags, per_layer=kv_metrics_per_layer)
