@@ -102,7 +102,7 @@ def test_the_environment_is_never_read():
 
 
 def test_everything_imports_without_the_extras():
-    """Every module but training, benchmarks, compiled kernels, ONNX and the vLLM plug-in, in an interpreter that refuses the heavy libraries."""
+    """Every module but those of a heavy library, training and benchmarks, in an interpreter that refuses those libraries."""
     modules = [
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for p in sources()
