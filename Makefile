@@ -6,20 +6,23 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 PROMPT ?= def main(
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM asks for other versions of some libraries than the rest.
+VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test test-npu test-gpu lint tables bench clean
+.PHONY: help run test test-npu test-gpu test-vllm lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types and all tests"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
+	@echo "make test-vllm  the vLLM plug-in, in an environment of its own, and the real server"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
-	@echo "make clean   remove .venv"
+	@echo "make clean   remove .venv and .venv-vllm"
 
 run: $(VENV)/run.stamp
 	@$(BIN)/tq generate --model tiny --kv tq4 --prompt '$(PROMPT)' --max-new-tokens 96 --temperature 0.6 --top-p 0.9
@@ -33,6 +36,9 @@ test-npu: $(VENV)/dev.stamp
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
 
+test-vllm: $(VLLM)/stamp
+	$(VLLM)/bin/python -m pytest --no-header -rs tests/vllm
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +51,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks.decode_vs_transformers
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "haarkv needs Python 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 2; }
@@ -61,4 +67,11 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@# Wheels of the npu extra exist for few platforms; without it its tests say so and are counted as skipped.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[npu]' || \
 		echo "the npu extra cannot be installed here: its tests will be skipped" >&2
+	@touch $@
+
+$(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(BIN)/python
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'pytest>=8.4,<10'
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	$(VLLM)/bin/python -m serving.vllm_plugin.install
 	@touch $@

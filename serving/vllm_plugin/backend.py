@@ -120,10 +120,11 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self._pages: Tensor | None = None
         self._cache: PagedKVCache | None = None
+        self._index: int | None = None
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantise and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
-        tokens, index = slot_mapping.shape[0], extract_layer_index(layer.layer_name)
+        tokens, index = slot_mapping.shape[0], self._index_of(layer)
         k, v, slots = _taken(key[:tokens]), _taken(value[:tokens]), slot_mapping.long()
         if (slots < 0).any():
             real = slots >= 0
@@ -161,12 +162,18 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
             raise NotImplementedError("a quantised attention output is not supported by a tq4 KV cache")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
-        batch, index = attn_metadata.batch, extract_layer_index(layer.layer_name)
+        batch, index = attn_metadata.batch, self._index_of(layer)
         tokens = batch.positions.shape[0]
         cache_ = self._view(kv_cache, index)
         out = ops_on(kv_cache.device.type).paged_attention(_taken(query[:tokens]), cache_, index, batch, self.scale)
         output[:tokens].copy_(out)
         return output
+
+    def _index_of(self, layer: Any) -> int:
+        """The layer's number in the whole model, which chooses its rotation; one instance serves one layer."""
+        if self._index is None:
+            self._index = extract_layer_index(layer.layer_name)
+        return self._index
 
     def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
         """vLLM's pages of this layer as a cache, made once for as long as they stay where they are."""

@@ -45,6 +45,8 @@ def _model(vllm_config: VllmConfig) -> str | None:
         return f"it has sliding-window attention (of {window} tokens); full attention alone is served"
     if model.attention_chunk_size is not None:
         return "it has chunked local attention; full attention alone is served"
+    if cap := getattr(model.hf_text_config, "attn_logit_softcapping", None):
+        return f"its attention caps logits at {cap}, which the kernels do not"
     if (head_dim := model.get_head_size()) not in HEAD_DIMS:
         return f"its head_dim is {head_dim}; the kernels are made for {', '.join(map(str, HEAD_DIMS))}"
     return None

