@@ -26,4 +26,7 @@ def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: b
 
     if model.startswith("random:"):
         raise click.UsageError("vLLM reads models from folders; give tiny, a Hugging Face folder, or a name that it can load")
-    serve(str(TINY) if model == "tiny" else model, kv, flags, per_layer=kv_metrics_per_layer)
+    if model == "tiny":
+        # Clients name it as it was named here; what is said later counts.
+        model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
+    serve(model, kv, flags, per_layer=kv_metrics_per_layer)
