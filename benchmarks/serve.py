@@ -115,7 +115,8 @@ class Bench:
         return rounds
 
     def _round(self, server: Server, case: Case, prompts: Path, turn: int) -> Round:
-        saved = self.request.out and self.request.out / f"{server.kv}-{case.users}x{case.prompt}-{turn}.json"
+        name = f"{server.kv}-{case.users}x{case.prompt}-{turn}.json"
+        saved = None if self.request.out is None or case is _WARM_UP else self.request.out / name
         args = client_args(self.served.folder, server.port, case, prompts, self.request.seed, saved)
         before, cpu = server.metrics(), server.cpu_seconds(_WORKER)
         with watched(server.metrics) as peaks:

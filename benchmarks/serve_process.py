@@ -18,10 +18,9 @@ from urllib.request import urlopen
 from tq_ops.errors import InputError
 
 # vLLM looks for weights, for peers and for whom to report to on the network, unless told not to.
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}  # fmt: skip
+_OFFLINE = (
+    "HF_HUB_OFFLINE=1", "VLLM_HOST_IP=127.0.0.1", "GLOO_SOCKET_IFNAME=lo", "VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1",
+)  # fmt: skip
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)$")
 _REASON = re.compile(r"\b\w*(?:Error|Exception): |^tq: ")
 _NOT_THE_CAUSE = "See root cause above"
@@ -41,30 +40,28 @@ class Child:
         pipe, out = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, self._file)
         # A group of its own: Ctrl-C is ours alone, and whoever is left of the group can be found.
         self.process = subprocess.Popen(
-            [sys.executable, *command], stdin=pipe, stdout=out, stderr=self._file, text=True, start_new_session=True,
-            env={**os.environ, **_OFFLINE},
+            ["env", *_OFFLINE, sys.executable, *command], stdin=pipe, stdout=out, stderr=self._file, text=True,
+            start_new_session=True,
         )  # fmt: skip
 
     def stop(self, patience: float = 20.0) -> None:
         """End it and whatever it started; those that do not leave in time are killed."""
-        for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, patience)):
-            until = time.monotonic() + wait
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            until = time.monotonic() + patience
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-                while time.monotonic() < until:
-                    self.process.poll()  # reaps it; a group of none is not there any more
-                    os.killpg(self.process.pid, 0)
-                    time.sleep(0.05)
+            while (self.process.poll() is None or self.members()) and time.monotonic() < until:
+                time.sleep(0.05)
         self.process.wait()
         self._file.close()
 
     def members(self) -> dict[int, str]:
-        """Processes of its group by id, each with its name; nothing where /proc is not there."""
+        """Processes of its group that run, by id, each with its name; none where there is no /proc."""
         found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 name, fields = _stat(stat)
-                if int(fields[2]) == self.process.pid:
+                if int(fields[2]) == self.process.pid and fields[0] != "Z":
                     found[int(stat.parent.name)] = name
         return found
 
