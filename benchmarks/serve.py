@@ -139,8 +139,11 @@ class Bench:
         return rows, ratios
 
 
-def measure(request: Request, scratch: Path) -> tuple[Served, list[Row], list[Ratio]]:
+def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object], list[Row], list[Ratio]]:
     """Start the servers, measure, end them.
+
+    Returns:
+        What was served, what the servers tell about themselves, rows and ratios.
 
     Raises:
         InputError: vLLM is not there, a server or the client did not start or ended; nothing is left running.
@@ -159,10 +162,11 @@ def measure(request: Request, scratch: Path) -> tuple[Served, list[Row], list[Ra
             children.append(servers[-1])
         for server in servers:
             server.wait(request.patience)
+        about = servers[0].about()
         client = Client(scratch / "client.log")
         children.append(client)
         rows, ratios = Bench(request, served, servers, client, scratch).measure()
-    return served, rows, ratios
+    return served, about, rows, ratios
 
 
 # -- What is shown -----------------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot is not None:
             serve_plot.require_matplotlib()
         with tempfile.TemporaryDirectory() as scratch:
-            served, rows, ratios = measure(request, Path(scratch))
+            served, about, rows, ratios = measure(request, Path(scratch))
     except InputError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
@@ -260,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.plot.write_text(serve_plot.svg(rows, title), encoding="utf-8")
     costs = [{"kv": kv, "users": c.users, "prompt": c.prompt, **step_bytes(served.config, kv, c)}
              for c in request.cases for kv in request.kvs]  # fmt: skip
-    told = {"model": served.said, "memory_mib": request.memory, "output_tokens": request.cases[0].output,
+    told = {"model": served.said, **about, "memory_mib": request.memory, "output_tokens": request.cases[0].output,
             "repeats": request.repeats, "rows": [as_json(row) for row in rows], "ratios": [as_json(r) for r in ratios],
             "steps": costs}  # fmt: skip
     emit("serve", told, save=args.save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -114,9 +115,22 @@ class Server(Child):
         Raises:
             InputError: it does not answer.
         """
+        return parse_metrics(self._get("/metrics"))
+
+    def about(self) -> dict[str, object]:
+        """Its version, and the cores that its worker computes on.
+
+        Raises:
+            InputError: it does not answer.
+        """
+        version = json.loads(self._get("/version"))["version"]
+        return {"vllm": version, "worker_cores": worker_cores(self.log.read_text(encoding="utf-8", errors="replace"))}
+
+    def _get(self, path: str) -> str:
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-                return parse_metrics(answer.read().decode())
+            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                text: str = answer.read().decode()
+                return text
         except (URLError, OSError) as error:
             raise InputError(f"the server with {self.kv} does not answer ({error}): {self.reason()}") from None
 
@@ -154,6 +168,12 @@ def parse_metrics(text: str) -> dict[str, float]:
             if name == "vllm:cache_config_info" and (size := re.search(r'kv_cache_size_tokens="(\d+)"', sample["labels"])):
                 found["tokens"] = float(size[1])
     return found
+
+
+def worker_cores(log: str) -> list[int]:
+    """The cores that vLLM binds its first worker to, from its log; none where it does not say."""
+    found = re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", log)
+    return [int(core) for core in found[1].split(",")] if found else []
 
 
 def last_reason(log: str) -> str:

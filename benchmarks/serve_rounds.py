@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from models.qwen3_14b.config import Qwen3Config
+from tq_ops.errors import InputError
 from tq_ops.plan import KVSpec
 
 _WATCH_SECONDS = 0.2
@@ -163,7 +164,9 @@ def watched(look: Callable[[], Mapping[str, float]], every: float = _WATCH_SECON
 
     def watch() -> None:
         while not over.wait(every):
-            peaks.see(look())
+            # A server that does not answer is for whoever asks next to tell of.
+            with suppress(InputError):
+                peaks.see(look())
 
     thread = Thread(target=watch, daemon=True)
     thread.start()

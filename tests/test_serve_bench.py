@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import serve
 from benchmarks.serve_model import hf_config, model_folder, scaled_vocabulary
-from benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
+from benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics, worker_cores
 from benchmarks.serve_rounds import (
     Case,
     Peaks,
@@ -158,6 +158,11 @@ def test_the_reason_is_the_error_that_is_not_about_another_one():
     assert last_reason("") == "it said nothing"
 
 
+def test_the_cores_of_the_worker_are_in_its_log():
+    assert worker_cores("x\n(EngineCore pid=7) INFO [omp.py:185] \tlocal_rank=0, core ids=[0, 12]\n") == [0, 12]
+    assert worker_cores("nothing of the kind") == []
+
+
 def test_a_round_is_what_changed_between_both_ends():
     result = {
         "ttfts": [0.5, 0.7, 0.0], "latencies": [0.9, 1.5, 0.0], "output_lens": [5, 5, 0], "errors": ["", "", "refused"],
@@ -192,6 +197,22 @@ def test_gauges_are_watched_while_the_body_runs_and_not_after():
     assert peaks.seen["vllm:num_requests_running"] == count
 
 
+def test_a_server_that_does_not_answer_ends_no_watch():
+    looks = []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 1:
+            raise InputError("does not answer")
+        return {"vllm:num_requests_running": 5}
+
+    with watched(look, every=0.01) as peaks:
+        until = time.monotonic() + 10
+        while not peaks.seen and time.monotonic() < until:
+            time.sleep(0.01)
+    assert peaks.seen["vllm:num_requests_running"] == 5
+
+
 def test_the_first_round_gives_the_first_token_and_the_others_the_rest():
     rounds = [
         made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, held=100, preempted=1),
@@ -207,11 +228,11 @@ def test_the_first_round_gives_the_first_token_and_the_others_the_rest():
 
 
 def test_rounds_are_divided_by_their_neighbours():
-    """The machine slows down by half from one round to the next; the ratio within each is 2."""
-    slow = [made(rate=r, tpot=(1e3 / r,), cpu=10.0, ttft=(400.0,)) for r in (1.0, 40.0, 20.0, 10.0)]
-    fast = [made(rate=r, tpot=(1e3 / r,), cpu=4.0, ttft=(200.0,)) for r in (3.0, 80.0, 40.0, 20.0)]
+    """The machine is four times as fast in the middle one; quotients within rounds are 3, 2 and 1.5, of medians 1.5."""
+    slow = [made(rate=r, tpot=(1e3 / r,), cpu=10.0, ttft=(400.0,)) for r in (1.0, 10.0, 80.0, 40.0)]
+    fast = [made(rate=r, tpot=(1e3 / r,), cpu=4.0, ttft=(200.0,)) for r in (3.0, 30.0, 160.0, 60.0)]
     found = ratio(CASE, fast, slow)
-    assert (found.output_rate, found.low, found.high, found.tpot, found.cpu_ms) == (2, 2, 2, 0.5, 0.4)
+    assert (found.output_rate, found.low, found.high, found.tpot, found.cpu_ms) == (2, 1.5, 3, 0.5, 0.4)
     assert (found.cold_rate, found.ttft, found.users, found.prompt) == (3, 0.5, 3, 128)
 
 
