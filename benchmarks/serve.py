@@ -4,10 +4,10 @@
     python -m benchmarks.serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
 
 One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
-round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. The first round of a case
-sends prompts that the server has not seen: time to the first token, and the rate of prompts and answers together. The rounds
-after it send the same prompts again, whose pages are found as long as the cache holds them: the rate of answers, and the time
-of a token, without the prefill of others in between. Both need vLLM, in this Python.
+round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts
+that the servers have not seen: time to the first token, and the rate of prompts and answers together. The rounds after them
+send the last prompts again, whose pages are found as long as the cache holds them: the rate of answers, and the time of a
+token, without the prefill of others in between. A ratio is the median over rounds of the quotients within a round.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.serve_rounds import (
     Case,
     Ratio,
     Round,
+    Rounds,
     Row,
     as_json,
     client_args,
@@ -62,7 +63,8 @@ class Request:
     Attributes:
         kvs: `bf16` (vLLM's own) and `tq4`; the last over the first is the ratio.
         memory: MiB of KV cache of each server.
-        repeats: rounds that send the prompts again.
+        cold: rounds that send prompts which the servers have not seen.
+        repeats: rounds that send the last of them again.
         out: where the client's own results go; None for nowhere.
     """
 
@@ -71,6 +73,7 @@ class Request:
     kvs: Sequence[str]
     cases: Sequence[Case]
     memory: int
+    cold: int
     repeats: int
     seed: int
     patience: float
@@ -102,16 +105,22 @@ class Bench:
     def __init__(self, request: Request, served: Served, servers: Sequence[Server], client: Client, scratch: Path) -> None:
         self.request, self.served, self.servers, self.client, self.scratch = request, served, servers, client, scratch
 
-    def rounds(self, case: Case, number: int, times: int) -> dict[str, list[Round]]:
-        """Rounds of one case, the servers taking turns."""
+    def rounds(self, case: Case, number: int, cold: int, known: int) -> dict[str, Rounds]:
+        """Rounds of one case by storage, the servers taking turns.
+
+        Args:
+            number: of the case; no other has its prompts.
+        """
         prompts = self.scratch / "prompts.jsonl"
-        write_prompts(prompts, case, number)
-        rounds: dict[str, list[Round]] = {server.kv: [] for server in self.servers}
-        for turn in range(times):
+        rounds = {server.kv: Rounds() for server in self.servers}
+        for turn in range(cold + known):
+            if turn < cold:
+                write_prompts(prompts, case, number * 1000 + turn)
             for server in self.servers:
-                said = f"{case.users} users, {case.prompt:,} tokens, {server.kv}, round {turn}"
+                said = f"{case.users} users, {case.prompt:,} tokens, {server.kv}, round {turn + 1} of {cold + known}"
                 print(f"\r{said:<70}", end="", file=sys.stderr, flush=True)
-                rounds[server.kv].append(self._round(server, case, prompts, turn))
+                taken = self._round(server, case, prompts, turn)
+                (rounds[server.kv].cold if turn < cold else rounds[server.kv].known).append(taken)
         return rounds
 
     def _round(self, server: Server, case: Case, prompts: Path, turn: int) -> Round:
@@ -125,12 +134,12 @@ class Bench:
 
     def measure(self) -> tuple[list[Row], list[Ratio]]:
         """All rows and ratios, case by case."""
-        self.rounds(_WARM_UP, 0, 1)
+        self.rounds(_WARM_UP, 0, 1, 0)
         capacity = {server.kv: int(server.metrics()["tokens"]) for server in self.servers}
         rows: list[Row] = []
         ratios: list[Ratio] = []
         for number, case in enumerate(self.request.cases, 1):
-            rounds = self.rounds(case, number, 1 + self.request.repeats)
+            rounds = self.rounds(case, number, self.request.cold, self.request.repeats)
             rows += [summed_up(kv, case, capacity[kv], of) for kv, of in rounds.items()]
             if len(self.servers) > 1:
                 first, *_, last = rounds.values()
@@ -222,7 +231,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Request, argparse.Namespace]:
     parser.add_argument("--output-tokens", type=int, default=64, help="[%(default)s]")
     parser.add_argument("--kv", default="bf16,tq4", help="storages; the ratio is the last one over the first [%(default)s]")
     parser.add_argument("--memory", type=int, default=1536, metavar="MiB", help="KV cache of each server [%(default)s]")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds that send the prompts again [%(default)s]")
+    parser.add_argument("--cold", type=int, default=1, help="rounds that send new prompts [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds that send the last of them again [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
     parser.add_argument("--patience", type=float, default=300, metavar="S", help="how long a server may start [%(default)s]")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the client's own result of each round")
@@ -232,11 +242,13 @@ def parse(argv: Sequence[str] | None) -> tuple[Request, argparse.Namespace]:
     kvs = list(dict.fromkeys(args.kv.split(",")))
     if unknown := [kv for kv in kvs if kv not in ("bf16", "tq4")]:
         parser.error(f"no such storage: {unknown[0]}; choose from bf16, tq4")
-    if least := [name for name in ("output_tokens", "memory", "repeats") if getattr(args, name) < 1]:
+    if least := [name for name in ("output_tokens", "memory", "cold", "repeats") if getattr(args, name) < 1]:
         parser.error(f"--{least[0].replace('_', '-')} must be at least 1")
     layers = 4 if args.layers is None and args.model.startswith("random:") else args.layers
     cases = [Case(users, prompt, args.output_tokens) for prompt in args.prompt_tokens for users in args.users]
-    return Request(args.model, layers, kvs, cases, args.memory, args.repeats, args.seed, args.patience, args.out), args
+    return Request(
+        args.model, layers, kvs, cases, args.memory, args.cold, args.repeats, args.seed, args.patience, args.out
+    ), args
 
 
 def _stopped(*_: object) -> NoReturn:
@@ -265,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = [{"kv": kv, "users": c.users, "prompt": c.prompt, **step_bytes(served.config, kv, c)}
              for c in request.cases for kv in request.kvs]  # fmt: skip
     told = {"model": served.said, **about, "memory_mib": request.memory, "output_tokens": request.cases[0].output,
-            "repeats": request.repeats, "rows": [as_json(row) for row in rows], "ratios": [as_json(r) for r in ratios],
+            "cold": request.cold, "repeats": request.repeats,
+            "rows": [as_json(row) for row in rows], "ratios": [as_json(r) for r in ratios],
             "steps": costs}  # fmt: skip
     emit("serve", told, save=args.save)
     return 0

@@ -65,16 +65,29 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """Rounds of one storage in one case.
+
+    Attributes:
+        cold: those whose prompts the server had not seen.
+        known: those that sent the last of these prompts again.
+    """
+
+    cold: list[Round] = field(default_factory=list)
+    known: list[Round] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Row:
-    """One storage in one case; rates and latencies of the rounds whose prompts the server knew, unless said otherwise.
+    """One storage in one case; medians of the rounds whose prompts the server knew, unless said otherwise.
 
     Attributes:
         output_rate, low, high: median and extremes of the rounds.
         tpot, tpot_p99: over all requests of these rounds.
-        cold_rate: tokens of prompts and answers a second in the first round, which knew no prompt.
-        ttft, ttft_p99: of the first round.
+        ttft, ttft_p99: over all requests of the cold rounds.
+        cold_rate, cold_cpu_ms: of the cold rounds; tokens of prompts and answers a second.
         capacity: tokens that the KV cache holds, as vLLM says.
-        requests: that a p99 is taken of, first round and others.
+        requests: that a p99 is taken of, cold and known.
     """
 
     kv: str
@@ -215,28 +228,35 @@ def read_round(
 # -- What rounds come to -----------------------------------------------------------------------------------------------------
 
 
-def summed_up(kv: str, case: Case, capacity: int, rounds: Sequence[Round]) -> Row:
-    """The row of a case from its rounds, the first of which knew no prompt."""
-    cold, known = rounds[0], rounds[1:]
-    rates, tpot = [r.output_rate for r in known], [ms for r in known for ms in r.tpot]
+def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
+    """The row of a case from its rounds."""
+    cold, known = rounds.cold, rounds.known
+    rates, tpot, ttft = (
+        [r.output_rate for r in known],
+        [ms for r in known for ms in r.tpot],
+        [ms for r in cold for ms in r.ttft],
+    )
+    every = [*cold, *known]
     return Row(
-        kv, case.users, case.prompt, statistics.median(rates), min(rates), max(rates), _median(tpot), _p99(tpot),
-        statistics.median(r.cpu_ms for r in known), statistics.median(r.found for r in known), _median(cold.ttft),
-        _p99(cold.ttft), cold.total_rate, cold.cpu_ms, capacity, max(r.held for r in rounds), max(r.at_once for r in rounds),
-        sum(r.preempted for r in rounds), sum(r.failed for r in rounds), (len(cold.ttft), len(tpot)),
+        kv, case.users, case.prompt, _median(rates), min(rates), max(rates), _median(tpot), _p99(tpot),
+        _median([r.cpu_ms for r in known]), _median([r.found for r in known]), _median(ttft), _p99(ttft),
+        _median([r.total_rate for r in cold]), _median([r.cpu_ms for r in cold]), capacity, max(r.held for r in every),
+        max(r.at_once for r in every), sum(r.preempted for r in every), sum(r.failed for r in every), (len(ttft), len(tpot)),
     )  # fmt: skip
 
 
-def ratio(case: Case, one: Sequence[Round], other: Sequence[Round]) -> Ratio:
+def ratio(case: Case, one: Rounds, other: Rounds) -> Ratio:
     """`one` over `other`; the rounds took turns, so that each is divided by its neighbour."""
-    known = list(zip(one[1:], other[1:], strict=True))
-    rates = [_over(a.output_rate, b.output_rate) for a, b in known]
+
+    def over(of: Callable[[Round], float], known: bool = True) -> list[float]:
+        pairs = zip(one.known, other.known, strict=True) if known else zip(one.cold, other.cold, strict=True)
+        return [of(a) / of(b) if of(b) else float("nan") for a, b in pairs]
+
+    rates = over(lambda r: r.output_rate)
     return Ratio(
-        case.users, case.prompt, statistics.median(rates), min(rates), max(rates),
-        statistics.median(_over(_median(a.tpot), _median(b.tpot)) for a, b in known),
-        statistics.median(_over(a.cpu_ms, b.cpu_ms) for a, b in known),
-        _over(_median(one[0].ttft), _median(other[0].ttft)), _over(one[0].total_rate, other[0].total_rate),
-        _over(one[0].cpu_ms, other[0].cpu_ms),
+        case.users, case.prompt, _median(rates), min(rates), max(rates), _median(over(lambda r: _median(r.tpot))),
+        _median(over(lambda r: r.cpu_ms)), _median(over(lambda r: _median(r.ttft), known=False)),
+        _median(over(lambda r: r.total_rate, known=False)), _median(over(lambda r: r.cpu_ms, known=False)),
     )  # fmt: skip
 
 
@@ -268,7 +288,3 @@ def _median(values: Sequence[float]) -> float:
 
 def _p99(values: Sequence[float]) -> float:
     return float(np.percentile(values, 99)) if values else float("nan")
-
-
-def _over(a: float, b: float) -> float:
-    return a / b if b else float("nan")

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from benchmarks.serve_rounds import (
     Case,
     Peaks,
     Round,
+    Rounds,
     as_json,
     client_args,
     ratio,
@@ -213,31 +215,65 @@ def test_a_server_that_does_not_answer_ends_no_watch():
     assert peaks.seen["vllm:num_requests_running"] == 5
 
 
-def test_the_first_round_gives_the_first_token_and_the_others_the_rest():
-    rounds = [
-        made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, held=100, preempted=1),
-        made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0, held=300),
-        made(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failed=2),
-        made(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
-    ]
+def test_cold_rounds_give_the_first_token_and_the_others_the_rest():
+    rounds = Rounds(
+        [
+            made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, held=100, preempted=1),
+            made(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0, held=100),
+        ],
+        [
+            made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0, held=300),
+            made(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failed=2),
+            made(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
+        ],
+    )
     row = summed_up("tq4", CASE, 42240, rounds)
     assert (row.output_rate, row.low, row.high, row.tpot) == (20, 10, 30, 102.5)
     assert row.tpot_p99 == pytest.approx(119.5)
-    assert (row.ttft, row.cold_rate, row.cold_cpu_ms, row.cpu_ms) == (600, 3, 70, 25)
-    assert (row.held, row.preempted, row.failed, row.capacity, row.requests) == (400, 1, 2, 42240, (2, 6))
+    assert (row.ttft, row.cold_rate, row.cold_cpu_ms, row.cpu_ms) == (650, 4.5, 75, 25)
+    assert row.ttft_p99 == pytest.approx(797)
+    assert (row.held, row.preempted, row.failed, row.capacity, row.requests) == (400, 1, 2, 42240, (4, 6))
 
 
 def test_rounds_are_divided_by_their_neighbours():
-    """The machine is four times as fast in the middle one; quotients within rounds are 3, 2 and 1.5, of medians 1.5."""
-    slow = [made(rate=r, tpot=(1e3 / r,), cpu=10.0, ttft=(400.0,)) for r in (1.0, 10.0, 80.0, 40.0)]
-    fast = [made(rate=r, tpot=(1e3 / r,), cpu=4.0, ttft=(200.0,)) for r in (3.0, 30.0, 160.0, 60.0)]
+    """The machine is fast in the middle one; quotients within rounds are 3, 2 and 1.5, of medians 1.5; of the cold 3 and 5."""
+
+    def rounds(cold, known, cpu, ttft):
+        return Rounds(*([made(rate=r, tpot=(1e3 / r,), cpu=cpu, ttft=(ttft,)) for r in rates] for rates in (cold, known)))
+
+    slow, fast = rounds((1.0, 1.0), (10.0, 80.0, 40.0), 10.0, 400.0), rounds((3.0, 5.0), (30.0, 160.0, 60.0), 4.0, 200.0)
     found = ratio(CASE, fast, slow)
     assert (found.output_rate, found.low, found.high, found.tpot, found.cpu_ms) == (2, 1.5, 3, 0.5, 0.4)
-    assert (found.cold_rate, found.ttft, found.users, found.prompt) == (3, 0.5, 3, 128)
+    assert (found.cold_rate, found.ttft, found.cold_cpu_ms, found.users, found.prompt) == (4, 0.5, 0.4, 3, 128)
+
+
+class Turns(serve.Bench):
+    """A bench whose rounds say who ran and with which prompts."""
+
+    def __init__(self, scratch):
+        super().__init__(None, None, [SimpleNamespace(kv="bf16"), SimpleNamespace(kv="tq4")], None, scratch)
+        self.seen = []
+
+    def _round(self, server, case, prompts, turn):
+        self.seen.append((server.kv, prompts.read_text()))
+        return made()
+
+
+def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path, capsys):
+    bench = Turns(tmp_path)
+    rounds = bench.rounds(CASE, 1, cold=2, known=2)
+    bench.rounds(CASE, 2, cold=1, known=0)
+    assert [kv for kv, _ in bench.seen] == ["bf16", "tq4"] * 5
+    prompts = [text for _, text in bench.seen]
+    assert prompts[::2] == prompts[1::2]
+    first, second, third, fourth, other = prompts[::2]
+    assert second == third == fourth
+    assert len({first, second, other}) == 3
+    assert [(len(r.cold), len(r.known)) for r in rounds.values()] == [(2, 2)] * 2
 
 
 def test_nobody_answered():
-    row = summed_up("tq4", CASE, 1, [made(ttft=(), tpot=(), failed=3)] * 2)
+    row = summed_up("tq4", CASE, 1, Rounds([made(ttft=(), tpot=(), failed=3)], [made(ttft=(), tpot=(), failed=3)]))
     assert math.isnan(row.tpot)
     assert math.isnan(row.ttft_p99)
     assert row.failed == 6
@@ -245,7 +281,7 @@ def test_nobody_answered():
 
 def test_the_ratio_stands_below_the_rows_of_its_case():
     cases = [Case(1, 128, 5), Case(8, 1024, 5)]
-    rounds = [made(), made()]
+    rounds = Rounds([made()], [made()])
     rows = [summed_up(kv, case, 42240, rounds) for case in cases for kv in ("bf16", "tq4")]
     told = serve.table(rows, [ratio(case, rounds, rounds) for case in cases])
     assert [line[:3] for line in told] == [
@@ -326,7 +362,7 @@ def test_the_plot_has_a_line_of_panels_for_each_prompt_length():
     pytest.importorskip("matplotlib")
     from benchmarks import serve_plot
 
-    rows = [summed_up(kv, Case(users, prompt, 5), 1, [made(rate=users)] * 2)
+    rows = [summed_up(kv, Case(users, prompt, 5), 1, Rounds([made(rate=users)], [made(rate=users)]))
             for kv in ("bf16", "tq4") for prompt in (128, 1024) for users in (1, 8)]  # fmt: skip
     drawn = serve_plot.svg(rows, "title")
     assert drawn.count("prompts of 128 tokens") == drawn.count("prompts of 1,024 tokens") == 3
