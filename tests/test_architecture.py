@@ -27,7 +27,7 @@ ONLY_IN = {
     "onnx": ["executors/onnx"],
     "onnxruntime": ["executors/onnx"],
     "transformers": ["models/tiny_qwen3/train.py", "benchmarks/", "tq/hf/"],
-    "vllm": ["serving/"],
+    "vllm": ["benchmarks/serve_client.py", "serving/"],
 }
 TABLES = [reference, CpuOps]
 if find_spec("triton"):

@@ -1,0 +1,189 @@
+"""Child processes of the serving benchmark: started in groups of their own, asked over the loopback, ended without orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tq_ops.errors import InputError
+
+# vLLM looks for weights, for peers and for whom to report to on the network, unless told not to.
+_OFFLINE = (
+    "HF_HUB_OFFLINE=1", "VLLM_HOST_IP=127.0.0.1", "GLOO_SOCKET_IFNAME=lo", "VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1",
+)  # fmt: skip
+_SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)$")
+_REASON = re.compile(r"\b\w*(?:Error|Exception): |^tq: ")
+_NOT_THE_CAUSE = "See root cause above"
+
+
+class Child:
+    """One process and all that it starts.
+
+    Args:
+        command: Python's arguments.
+        log: takes what it says; stdin and stdout are pipes if `piped`.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, *, piped: bool = False) -> None:
+        self.log = log
+        self._file = log.open("w", encoding="utf-8")
+        pipe, out = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, self._file)
+        # A group of its own: Ctrl-C is ours alone, and whoever is left of the group can be found.
+        self.process = subprocess.Popen(
+            ["env", *_OFFLINE, sys.executable, *command], stdin=pipe, stdout=out, stderr=self._file, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def stop(self, patience: float = 20.0) -> None:
+        """End it and whatever it started; those that do not leave in time are killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            until = time.monotonic() + patience
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            while (self.process.poll() is None or self.members()) and time.monotonic() < until:
+                time.sleep(0.05)
+        self.process.wait()
+        self._file.close()
+
+    def members(self) -> dict[int, str]:
+        """Processes of its group that run, by id, each with its name; none where there is no /proc."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                name, fields = _stat(stat)
+                if int(fields[2]) == self.process.pid and fields[0] != "Z":
+                    found[int(stat.parent.name)] = name
+        return found
+
+    def cpu_seconds(self, name: str) -> float:
+        """Processor time so far of those whose name begins so, all their threads."""
+        ticks = 0
+        for pid, called in self.members().items():
+            if called.startswith(name):
+                with suppress(OSError):
+                    ticks += sum(map(int, _stat(Path(f"/proc/{pid}/stat"))[1][11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def reason(self) -> str:
+        """The line of its log that says best why it ended."""
+        return last_reason(self.log.read_text(encoding="utf-8", errors="replace"))
+
+
+class Server(Child):
+    """vLLM's server with one storage of K and V.
+
+    Args:
+        model, kv, flags: of `tq serve`.
+    """
+
+    def __init__(self, model: Path, kv: str, flags: Sequence[str], log: Path) -> None:
+        self.kv, self.port = kv, free_port()
+        where = ("--host", "127.0.0.1", "--port", str(self.port))
+        super().__init__(["-m", "tq", "serve", str(model), "--kv", kv, *flags, *where], log)
+
+    def wait(self, seconds: float) -> None:
+        """Return when it answers.
+
+        Raises:
+            InputError: it ended, or did not answer in time, with what it said last.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            if self.process.poll() is not None:
+                raise InputError(f"the server with {self.kv} did not start: {self.reason()}")
+            if time.monotonic() > until:
+                raise InputError(f"the server with {self.kv} did not answer in {seconds:.0f} s: {self.reason()}")
+            time.sleep(0.5)
+
+    def metrics(self) -> dict[str, float]:
+        """What `/metrics` tells now, as `parse_metrics`.
+
+        Raises:
+            InputError: it does not answer.
+        """
+        return parse_metrics(self._get("/metrics"))
+
+    def about(self) -> dict[str, object]:
+        """Its version, and the cores that its worker computes on.
+
+        Raises:
+            InputError: it does not answer.
+        """
+        version = json.loads(self._get("/version"))["version"]
+        return {"vllm": version, "worker_cores": worker_cores(self.log.read_text(encoding="utf-8", errors="replace"))}
+
+    def _get(self, path: str) -> str:
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                text: str = answer.read().decode()
+                return text
+        except (URLError, OSError) as error:
+            raise InputError(f"the server with {self.kv} does not answer ({error}): {self.reason()}") from None
+
+
+@contextmanager
+def ending(children: list[Child]) -> Iterator[None]:
+    """End all children on the way out, whatever the way; a second Ctrl-C does not cut that short."""
+    try:
+        yield
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for child in children:
+            child.stop()
+        signal.signal(signal.SIGINT, before)
+
+
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text by name: samples that differ in their labels added up, and `tokens`, the KV cache's size.
+
+    vLLM says how many tokens its cache holds in a label of `vllm:cache_config_info`.
+    """
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if sample := _SAMPLE.match(line):
+            name = sample["name"]
+            found[name] = found.get(name, 0.0) + float(sample["value"])
+            if name == "vllm:cache_config_info" and (size := re.search(r'kv_cache_size_tokens="(\d+)"', sample["labels"])):
+                found["tokens"] = float(size[1])
+    return found
+
+
+def worker_cores(log: str) -> list[int]:
+    """The cores that vLLM binds its first worker to, from its log; none where it does not say."""
+    found = re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", log)
+    return [int(core) for core in found[1].split(",")] if found else []
+
+
+def last_reason(log: str) -> str:
+    """The last line that names an error and is not about another one; the last line of all if none does."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    reasons = [line[found.start() :] for line in lines if (found := _REASON.search(line)) and _NOT_THE_CAUSE not in line]
+    return (reasons or lines or ["it said nothing"])[-1]
+
+
+def _stat(path: Path) -> tuple[str, list[str]]:
+    """Name and fields from the state on; a name may hold blanks and brackets."""
+    head, _, tail = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
+    return head.split("(", 1)[1], tail.split()
