@@ -1,4 +1,4 @@
-"""CPU attention of BF16 activations by 16-bit integers: what is hardest for their steps, their sums of 32 bits and their rounding."""
+"""CPU attention of BF16 activations by 16-bit integers: what is hardest for their steps, sums and rounding."""
 
 from __future__ import annotations
 
