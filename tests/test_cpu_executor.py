@@ -48,6 +48,8 @@ def test_logits_are_the_references(table, dtype):
         paging = new_paging(cache)
         logits.append(prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add()], tokens))
     limit = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
+    if dtype == torch.bfloat16 and table.name.endswith("vnni"):
+        limit *= 2  # integers in Q.K: as far as probabilities that are not rounded at all, see bounds.OP_TABLE_BF16_INTEGERS
     assert (logits[0] - logits[1]).abs().max() <= limit * logits[1].std()
 
 
@@ -126,6 +128,6 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
 def test_structures_are_filled_by_name_and_completely():
     with pytest.raises(AssertionError, match="scales_per_vector"):
-        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0)
-    # As the compiler lays them out: four bytes behind three pointers and two strides are padded.
-    assert ctypes.sizeof(library.Side) == 48
+        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, levels=None)
+    # As the compiler lays them out: nothing is padded.
+    assert ctypes.sizeof(library.Side) == 56

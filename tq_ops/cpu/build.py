@@ -30,7 +30,8 @@ _FLAGS = (
     "-w",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_X86_LEVELS = {"avx2": _AVX2, "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512vnni": (*_AVX512, "-mavx512vnni")}
 
 
 class BuildError(Exception):

@@ -9,7 +9,7 @@ from functools import cache
 from tq_ops.cpu.build import LIBRARY
 from tq_ops.errors import InputError
 
-LEVELS = ("portable", "avx2", "avx512")
+LEVELS = ("portable", "avx2", "avx512", "avx512vnni")
 """Instruction levels, each needing more of the CPU than the one before; the index is the library's own number."""
 
 
@@ -27,7 +27,7 @@ class Side(_Structure):
 
     _fields_ = (
         ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("unit", c_float), ("levels", c_void_p),
     )  # fmt: skip
 
 

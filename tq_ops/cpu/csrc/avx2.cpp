@@ -11,11 +11,12 @@ namespace {
 #include "level.h"
 #include "exponential.h"
 #include "simd_avx2.h"
+template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
 } // namespace
 
 const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats, attend<Avx2, Avx2>, rotate<Avx2>, quantize<Avx2>, project<Avx2>,
+        scratch_floats<Products>, attend<Avx2, Products>, rotate<Avx2>, quantize<Avx2>, project<Avx2>,
     };
     return kernels;
 }

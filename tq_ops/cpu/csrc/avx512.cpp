@@ -12,11 +12,12 @@ namespace {
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "simd_avx512.h"
+template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
 } // namespace
 
 const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats, attend<Avx512, Avx2>, rotate<Avx512>, quantize<Avx512>, project<Avx512>,
+        scratch_floats<Products>, attend<Avx512, Products>, rotate<Avx512>, quantize<Avx512>, project<Avx512>,
     };
     return kernels;
 }

@@ -20,7 +20,7 @@ namespace {
 constexpr int kSplitKeys = 1024;
 constexpr int64_t kWeightBytesPerItem = 128 * 1024;
 
-enum Level { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Level { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3 };
 
 int best_level() {
 #if defined(__x86_64__)
@@ -28,7 +28,9 @@ int best_level() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx2 ? avx512 ? kAvx512 : kAvx2 : kPortable;
+    if (!avx2) return kPortable;
+    if (!avx512) return kAvx2;
+    return __builtin_cpu_supports("avx512vnni") ? kAvx512Vnni : kAvx512;
 #else
     return kPortable;
 #endif
@@ -36,6 +38,7 @@ int best_level() {
 
 const Kernels& kernels_of(int level) {
 #if defined(__x86_64__)
+    if (level == kAvx512Vnni) return avx512vnni_kernels();
     if (level == kAvx512) return avx512_kernels();
     if (level == kAvx2) return avx2_kernels();
 #endif
@@ -138,7 +141,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
                 t.tile.kv_head = head;
                 t.tile.block_table = a->block_table + static_cast<int64_t>(b) * a->max_blocks;
                 t.tile.softmax_scale = a->softmax_scale;
-                t.tile.round_probabilities = a->bf16;
+                t.tile.bf16 = a->bf16;
                 int longest = 0;
                 for (int r = 0; r < t.tile.rows; ++r) {
                     const int64_t token = begin + (row + r) / group;

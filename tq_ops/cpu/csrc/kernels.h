@@ -20,6 +20,8 @@ struct Side {
     const float* centroids;   // [16]
     int64_t codes_stride, scales_stride; // from a block to the next, in codes and in scales
     int32_t scales_per_vector;
+    float unit;               // centroids[i] is about levels[i] * unit
+    const int16_t* levels;    // [16]
 };
 
 struct Cache {
@@ -34,7 +36,7 @@ struct Tile {
     int32_t limits[kMaxRows]; // row r sees keys 0 ... limits[r] - 1 of its sequence
     const float* q[kMaxRows]; // [D] rotated, word order
     float softmax_scale;
-    int32_t round_probabilities; // to BF16, against their block's maximum
+    int32_t bf16;             // activations: then probabilities are rounded to BF16, against their block's maximum
     float* sums;                 // [rows, D] out, plane order: sum of p * v
     float* maxima;               // [rows] out, largest logit
     float* totals;               // [rows] out, sum of p
@@ -60,7 +62,7 @@ struct Projection {
 };
 
 struct Kernels {
-    // Floats of scratch that `attend` needs.
+    // Floats of scratch that `attend` needs, whatever the activations.
     int64_t (*scratch_floats)(const Cache&);
     void (*attend)(const Cache&, const Tile&, float* scratch);
     // y = x @ matrix; x, y [rows, D], matrix [D, D], row-major, rows <= kMaxRows.
@@ -73,5 +75,6 @@ struct Kernels {
 const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512vnni_kernels();
 
 } // namespace haarkv

@@ -30,6 +30,10 @@ inline Place place(const Side& side, const Cache& cache, int block, int head) {
             side.scales + block * side.scales_stride + vector * side.scales_per_vector};
 }
 
+inline void fetch_scales(Place at, int n) {
+    for (int i = 0; i < n; i += kLine / 2) fetch(at.scales + i);
+}
+
 // Scales of n vectors to [scales_per_vector, padded] fp32, zeros behind them.
 template <class L> void widen_scales(const uint16_t* scales, int per_vector, int n, int stride, float* out) {
     if (per_vector == 1) return L::widen_halves(scales, n, stride, out);
@@ -200,23 +204,49 @@ void mix_block(const Cache& cache, Place at, int n, const float* weights, int st
     }
 }
 
-inline int64_t scratch_floats(const Cache& cache) {
+// Q.K and P.V of R rows in FP32.
+template <class L, class Narrow, int R> struct FloatProducts {
+    const Cache& cache;
+    const int stride; // of keys in scratch
+    float* const q;   // [D, R]
+
+    static int64_t floats(const Cache& cache) { return R * cache.head_dim; }
+
+    FloatProducts(const Cache& cache, const Tile& tile, int stride, float* scratch) : cache(cache), stride(stride), q(scratch) {
+        for (int r = 0; r < R; ++r)
+            for (int d = 0; d < cache.head_dim; ++d) q[d * R + r] = tile.q[r][d];
+    }
+
+    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead) const {
+        score_block<L, R>(cache, at, n, q, softmax_scale, stride, words, scale, logits, ahead);
+    }
+
+    void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
+        if (cache.head_dim / 8 % L::width == 0)
+            mix_block<L, R>(cache, at, n, weights, stride, shrink, sums, ahead);
+        else
+            mix_block<Narrow, R>(cache, at, n, weights, stride, shrink, sums, ahead);
+    }
+};
+
+// Floats of scratch that `attend` needs with the products `P`.
+template <template <int> class P> int64_t scratch_floats(const Cache& cache) {
     const int64_t stride = padded(cache.block_size);
-    // Transposed words, queries, logits, K's scales, V's scales, weights.
-    return stride * (cache.head_dim / 8) + kMaxRows * (cache.head_dim + stride) +
-           stride * (cache.k.scales_per_vector + cache.v.scales_per_vector * (1 + kMaxRows)) + 16;
+    // Transposed words, logits, K's scales, V's scales, weights; what the products keep.
+    return stride * (cache.head_dim / 8) + kMaxRows * stride +
+           stride * (cache.k.scales_per_vector + cache.v.scales_per_vector * (1 + kMaxRows)) + P<kMaxRows>::floats(cache) + 16;
 }
 
-template <class L, class Narrow, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
+template <class L, class P, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
     const int stride = padded(cache.block_size), dim = cache.head_dim, segments = cache.v.scales_per_vector;
     uint32_t* words = reinterpret_cast<uint32_t*>(scratch);
-    float* q = scratch + stride * (dim / 8);
-    float* p = q + R * dim;
+    float* p = scratch + stride * (dim / 8);
     float* k_scale = p + R * stride;
     float* v_scale = k_scale + stride * cache.k.scales_per_vector;
     float* weights = v_scale + stride * segments;
+    const P products(cache, tile, stride, weights + R * stride * segments);
     for (int r = 0; r < R; ++r) {
-        for (int d = 0; d < dim; ++d) q[d * R + r] = tile.q[r][d], tile.sums[r * dim + d] = 0.0f;
+        for (int d = 0; d < dim; ++d) tile.sums[r * dim + d] = 0.0f;
         tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
     }
     int longest = 0;
@@ -229,30 +259,29 @@ template <class L, class Narrow, int R> void attend_rows(const Cache& cache, con
         // The next keys are fetched while these values are mixed, the values while the keys are scored: a block's codes lie
         // apart from the next one's, where the processor does not see them coming.
         const int next = block + 1 < tile.end_block ? block + 1 : block;
-        const uint8_t* next_keys = place(cache.k, cache, tile.block_table[next], tile.kv_head).codes;
-        score_block<L, R>(cache, k, n, q, tile.softmax_scale, stride, words, k_scale, p, v.codes);
+        const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
+        fetch_scales(v, segments * n);
+        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes);
         widen_scales<L>(v.scales, segments, n, stride, v_scale);
         int seen[R];
         float shrink[R];
         for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
-        soften<L, R>(p, n, seen, tile.round_probabilities, stride, v_scale, segments, weights, tile.maxima, tile.totals, shrink);
-        if (dim / 8 % L::width == 0)
-            mix_block<L, R>(cache, v, n, weights, stride, shrink, tile.sums, next_keys);
-        else
-            mix_block<Narrow, R>(cache, v, n, weights, stride, shrink, tile.sums, next_keys);
+        soften<L, R>(p, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals, shrink);
+        fetch_scales(next_k, cache.k.scales_per_vector * n);
+        products.mix(v, n, weights, shrink, tile.sums, next_k.codes);
     }
 }
 
-template <class L, class Narrow> void attend(const Cache& cache, const Tile& tile, float* scratch) {
+template <class L, template <int> class P> void attend(const Cache& cache, const Tile& tile, float* scratch) {
     switch (tile.rows) {
-        case 1: return attend_rows<L, Narrow, 1>(cache, tile, scratch);
-        case 2: return attend_rows<L, Narrow, 2>(cache, tile, scratch);
-        case 3: return attend_rows<L, Narrow, 3>(cache, tile, scratch);
-        case 4: return attend_rows<L, Narrow, 4>(cache, tile, scratch);
-        case 5: return attend_rows<L, Narrow, 5>(cache, tile, scratch);
-        case 6: return attend_rows<L, Narrow, 6>(cache, tile, scratch);
-        case 7: return attend_rows<L, Narrow, 7>(cache, tile, scratch);
-        default: return attend_rows<L, Narrow, 8>(cache, tile, scratch);
+        case 1: return attend_rows<L, P<1>, 1>(cache, tile, scratch);
+        case 2: return attend_rows<L, P<2>, 2>(cache, tile, scratch);
+        case 3: return attend_rows<L, P<3>, 3>(cache, tile, scratch);
+        case 4: return attend_rows<L, P<4>, 4>(cache, tile, scratch);
+        case 5: return attend_rows<L, P<5>, 5>(cache, tile, scratch);
+        case 6: return attend_rows<L, P<6>, 6>(cache, tile, scratch);
+        case 7: return attend_rows<L, P<7>, 7>(cache, tile, scratch);
+        default: return attend_rows<L, P<8>, 8>(cache, tile, scratch);
     }
 }
 

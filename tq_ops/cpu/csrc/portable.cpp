@@ -9,11 +9,12 @@ namespace {
 #include "level.h"
 #include "exponential.h"
 #include "simd_portable.h"
+template <int R> using Products = FloatProducts<Portable, Portable, R>;
 } // namespace
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats, attend<Portable, Portable>, rotate<Portable>, quantize<Portable>, project<Portable>,
+        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>, quantize<Portable>, project<Portable>,
     };
     return kernels;
 }

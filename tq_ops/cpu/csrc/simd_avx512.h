@@ -41,31 +41,41 @@ struct Avx512 {
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
-        if (words % 16) { // head_dim 64
-            Avx2::transpose(codes, words, keys, out, stride);
-            return Avx2::transpose(codes + smaller(8, keys - 1) * words * 4, words, keys > 8 ? keys - 8 : 1, out + 8, stride);
+        alignas(64) uint8_t copy[width * 128];
+        if (keys < width) {
+            for (int i = 0; i < width; ++i) std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
+            codes = copy;
         }
-        for (int j = 0; j < words; j += 16) {
-            I r[16], t[16];
-            for (int i = 0; i < 16; ++i) r[i] = load_words(codes + (smaller(i, keys - 1) * words + j) * 4);
-            for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-            for (int i = 0; i < 16; i += 4)
-                for (int c = 0; c < 2; ++c) {
-                    r[i + 2 * c] = _mm512_unpacklo_epi64(t[i + c], t[i + c + 2]);
-                    r[i + 2 * c + 1] = _mm512_unpackhi_epi64(t[i + c], t[i + c + 2]);
-                }
-            // r[4 i + c] has column 4 L + c of keys 4 i ... 4 i + 3 in its L-th quarter.
-            for (int c = 0; c < 4; ++c) {
-                const I a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-                const I d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-                put(out + (j + c) * stride, _mm512_shuffle_i32x4(a, b, 0x88));
-                put(out + (j + 4 + c) * stride, _mm512_shuffle_i32x4(d, e, 0x88));
-                put(out + (j + 8 + c) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
-                put(out + (j + 12 + c) * stride, _mm512_shuffle_i32x4(d, e, 0xdd));
-            }
-        }
+        if (words == 8) return transpose_words<8>(codes, out, stride);
+        if (words == 16) return transpose_words<16>(codes, out, stride);
+        transpose_words<32>(codes, out, stride);
     }
 
   private:
+    static __m128i quarter(const uint8_t* codes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)); }
+
+    // Four words of 16 keys at a time. Keys 4 L + i, L = 0 ... 3, are put together as they are loaded, which any port can do; only the
+    // last two steps shuffle.
+    template <int WORDS> static void transpose_words(const uint8_t* codes, uint32_t* out, int stride) {
+        constexpr int kBytes = WORDS * 4;
+#pragma GCC unroll 1
+        for (int j = 0; j < WORDS; j += 4, codes += 16, out += 4 * stride) {
+            I r[4], t[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                r[i] = _mm512_castsi128_si512(quarter(codes + i * kBytes));
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (4 + i) * kBytes), 1);
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (8 + i) * kBytes), 2);
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (12 + i) * kBytes), 3);
+            }
+            t[0] = _mm512_unpacklo_epi32(r[0], r[1]), t[1] = _mm512_unpackhi_epi32(r[0], r[1]);
+            t[2] = _mm512_unpacklo_epi32(r[2], r[3]), t[3] = _mm512_unpackhi_epi32(r[2], r[3]);
+            put(out, _mm512_unpacklo_epi64(t[0], t[2]));
+            put(out + stride, _mm512_unpackhi_epi64(t[0], t[2]));
+            put(out + 2 * stride, _mm512_unpacklo_epi64(t[1], t[3]));
+            put(out + 3 * stride, _mm512_unpackhi_epi64(t[1], t[3]));
+        }
+    }
+
     static void put(uint32_t* p, I x) { _mm512_storeu_si512(p, x); }
 };

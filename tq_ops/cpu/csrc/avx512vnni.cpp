@@ -1,0 +1,37 @@
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "numbers.h"
+
+namespace haarkv {
+namespace {
+#include "level.h"
+#include "exponential.h"
+#include "simd_avx2.h"
+#include "simd_avx512.h"
+#include "simd_vnni.h"
+#include "integer_products.h"
+
+// FP32 activations stay in FP32.
+void attend_either(const Cache& cache, const Tile& tile, float* scratch) {
+    if (tile.bf16) return attend<Avx512, IntegerProducts>(cache, tile, scratch);
+    avx512_kernels().attend(cache, tile, scratch);
+}
+
+int64_t scratch_of_either(const Cache& cache) {
+    const int64_t floats = avx512_kernels().scratch_floats(cache), integers = scratch_floats<IntegerProducts>(cache);
+    return floats > integers ? floats : integers;
+}
+} // namespace
+
+const Kernels& avx512vnni_kernels() {
+    static const Kernels kernels = {
+        scratch_of_either, attend_either, avx512_kernels().rotate, avx512_kernels().quantize, avx512_kernels().project,
+    };
+    return kernels;
+}
+
+} // namespace haarkv
