@@ -296,7 +296,7 @@ def test_of_several_divergences_the_first_that_is_no_near_tie_is_named(bound):
 
 
 def test_the_bounds_leave_room_for_what_was_measured_and_not_much_more():
-    assert 0.092 < bounds.EXECUTOR_LOGITS["bfloat16"] < 2 * 0.092
+    assert 0.180 < bounds.EXECUTOR_LOGITS["bfloat16"] < 2 * 0.180
     assert 0.024 < bounds.EXECUTOR_LOGITS["float32"] < 4 * 0.024
 
 
