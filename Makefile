@@ -37,7 +37,7 @@ test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
 
 test-vllm: $(VLLM)/stamp
-	$(VLLM)/bin/python -m pytest --no-header -rs tests/vllm
+	$(VLLM)/bin/python -m pytest --no-header -rs tests/vllm_plugin
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -113,7 +113,7 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "capped logits": logits_soft_cap,
             "K and V of another layer": kv_sharing_target_layer_name, **others,
         }  # fmt: skip
-        if found := [name for name, value in unusual.items() if value]:
+        if found := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
             raise NotImplementedError(f"attention with {' and '.join(found)} is not supported by a tq4 KV cache")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
