@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from codebooks import haar_rotation
 from tq_ops import reference
 from tq_ops.batch import Batch
 from tq_ops.cache import PagedKVCache
 from tq_ops.cpu import library
 from tq_ops.cpu.layout import Layout, layout, unsupported
 from tq_ops.errors import InputError
-from tq_ops.formats.turboquant import codebook_on, rotation_on
+from tq_ops.formats.turboquant import codebook_on
 
 # From so many tokens on the matrix product of torch overtakes reading the weight by rows.
 _MOST_TOKENS_BY_ROWS = 64
@@ -171,7 +172,7 @@ def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
         k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
         k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
-            rotation=rotation_on(layer, cache.head_dim, cache.device).data_ptr(), boundaries=book.boundaries.data_ptr(),
+            rotation=haar_rotation(layer, cache.head_dim).data_ptr(), boundaries=book.boundaries.data_ptr(),
             centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
         ),
         slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
@@ -180,10 +181,14 @@ def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
     return _Prepared(attention, store)
 
 
+_IS_BF16 = {torch.bfloat16: True, torch.float32: False}
+
+
 def _is_bf16(x: Tensor) -> bool:
-    if x.dtype not in (torch.bfloat16, torch.float32):
+    found = _IS_BF16.get(x.dtype)
+    if found is None:
         raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
-    return x.dtype == torch.bfloat16
+    return found
 
 
 def _side(fields: dict[str, Tensor], turned: Layout) -> library.Side:

@@ -55,6 +55,13 @@ void widen(const void* x, bool bf16, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[i]);
 }
 
+// Whether none of n numbers, given as bits, has an exponent of ones.
+template <class T> bool finite(const T* x, int64_t n, T exponent) {
+    T bad = 0;
+    for (int64_t i = 0; i < n; ++i) bad |= static_cast<T>((x[i] & exponent) == exponent);
+    return !bad;
+}
+
 const void* at(const void* x, bool bf16, int64_t index) { return static_cast<const char*>(x) + index * (bf16 ? 2 : 4); }
 
 struct Free {
@@ -218,23 +225,20 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
     for (int side = 0; side < 2; ++side) {
         const void* x = side ? s->v : s->k;
-        const bool bf16 = side ? s->v_bf16 : s->k_bf16;
-        const uint32_t infinite = bf16 ? 0x7f80u : 0x7f800000u;
-        bool bad = false;
-        for (int64_t i = 0; i < s->tokens * heads * dim; ++i) {
-            const uint32_t u = bf16 ? static_cast<const uint16_t*>(x)[i] : static_cast<const uint32_t*>(x)[i];
-            bad |= (u & infinite) == infinite;
+        const int64_t n = s->tokens * heads * dim;
+        if (side ? s->v_bf16 : s->k_bf16) {
+            if (!finite(static_cast<const uint16_t*>(x), n, uint16_t{0x7f80})) return 1;
+        } else if (!finite(static_cast<const uint32_t*>(x), n, uint32_t{0x7f800000})) {
+            return 1;
         }
-        if (bad) return 1;
     }
     const Kernels& kernels = kernels_of(s->level);
-    const int64_t tiles = divide_up(heads, kMaxRows), scratch_size = 3 * kMaxRows * dim;
-    const Floats scratch = floats(s->threads * scratch_size);
-    auto quantize = [&](int64_t item, int thread) {
+    const int64_t tiles = divide_up(heads, kMaxRows);
+    auto quantize = [&](int64_t item, int) {
         const bool v = item & 1;
         const int64_t token = item / 2 / tiles, head = item / 2 % tiles * kMaxRows;
         const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, heads - head));
-        float* x = scratch.get() + thread * scratch_size;
+        alignas(64) float x[3 * kMaxRows * kMaxDim]; // memory from the heap takes longer to get than a token to store
         const bool bf16 = v ? s->v_bf16 : s->k_bf16;
         widen(at(v ? s->v : s->k, bf16, (token * heads + head) * dim), bf16, rows * dim, x);
         uint8_t* codes[kMaxRows];

@@ -6,7 +6,7 @@
 
 constexpr int kGroupWords = 4; // words of a key, 32 coordinates, that one sum of 32 bits takes up
 constexpr int kStretch = 128;  // keys that one sum of 32 bits takes up
-constexpr int kQueryStride = 256; // integers of a row, the largest head_dim
+constexpr int kQueryStride = kMaxDim; // integers of a row
 
 // What |integers| may add up to, of n that were rounded, so that their products with levels stay in 32 bits. A thousandth is left to
 // the rounding of FP32 sums.

@@ -11,6 +11,7 @@
 namespace haarkv {
 
 constexpr int kMaxRows = 8;      // query rows that one pass over the codes serves
+constexpr int kMaxDim = 256;     // the largest head_dim
 constexpr int kMaxKeysTile = 16; // keys are padded to this in scratch
 
 // K or V of one layer, for every block and KV head. A block is in one piece; blocks may lie apart.
@@ -44,7 +45,7 @@ struct Tile {
 
 // What vectors are quantised by: y = bf16(x / ||x||) @ rotation; level = #{b : y >= b}; scale = fp16(||x|| / ||c[level]||).
 struct Quantizer {
-    const float* rotation;   // [D, D]
+    const uint16_t* rotation; // [D, D] BF16
     const float* boundaries; // [15] ascending
     const float* centroids;  // [16]
     int32_t head_dim;

@@ -285,14 +285,15 @@ template <class L, template <int> class P> void attend(const Cache& cache, const
     }
 }
 
-template <class L, int R> void rotate_rows(const float* x, const float* matrix, int dim, float* y) {
+// Of a matrix in FP32 or BF16.
+template <class L, int R, class M> void rotate_rows(const float* x, const M* matrix, int dim, float* y) {
     constexpr int kColumns = R * 4 <= kAccumulators<L> ? 4 : R * 2 <= kAccumulators<L> ? 2 : 1;
     for (int column = 0; column < dim; column += kColumns * L::width) {
         typename L::F acc[kColumns][R];
         for (int c = 0; c < kColumns; ++c)
             for (int r = 0; r < R; ++r) acc[c][r] = L::zero();
         for (int i = 0; i < dim; ++i) {
-            const float* row = matrix + static_cast<int64_t>(i) * dim + column;
+            const M* row = matrix + static_cast<int64_t>(i) * dim + column;
             typename L::F value[kColumns];
             for (int c = 0; c < kColumns; ++c) value[c] = L::load(row + c * L::width);
 #pragma GCC unroll 8
@@ -307,7 +308,7 @@ template <class L, int R> void rotate_rows(const float* x, const float* matrix, 
     }
 }
 
-template <class L> void rotate(const float* x, int rows, const float* matrix, int dim, float* y) {
+template <class L, class M> void rotate(const float* x, int rows, const M* matrix, int dim, float* y) {
     switch (rows) {
         case 1: return rotate_rows<L, 1>(x, matrix, dim, y);
         case 2: return rotate_rows<L, 2>(x, matrix, dim, y);
@@ -331,8 +332,12 @@ inline double normalize(const float* x, int dim, float* unit) {
     int exponent;
     const double mantissa = static_cast<float>(std::frexp(std::sqrt(total), &exponent));
     const double norm = std::ldexp(mantissa, exponent), inverse = total > 0.0 ? std::ldexp(1.0, -exponent) : 0.0;
-    for (int i = 0; i < dim; ++i)
-        unit[i] = total > 0.0 ? bf16_to_float(float_to_bf16(static_cast<float>(x[i] * inverse / mantissa))) : 0.0f;
+    // A power of two costs no bit; the quotient of FP32 numbers is rounded once.
+    const float divisor = total > 0.0 ? static_cast<float>(mantissa) : 1.0f;
+    for (int i = 0; i < dim; ++i) {
+        const uint32_t u = bits_of(static_cast<float>(x[i] * inverse) / divisor); // finite
+        unit[i] = float_of((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+    }
     return norm;
 }
 
@@ -344,15 +349,21 @@ void quantize(const Quantizer& by, const float* x, int rows, float* scratch, uin
     for (int r = 0; r < rows; ++r) norms[r] = normalize(x + r * dim, dim, unit + r * dim);
     rotate<L>(unit, rows, by.rotation, dim, turned);
     int32_t* level = reinterpret_cast<int32_t*>(unit);
+    const typename L::Table table = L::table(by.centroids);
     for (int r = 0; r < rows; ++r) {
         const float* y = turned + r * dim;
-        for (int i = 0; i < dim; ++i) level[i] = 0;
-        for (int b = 0; b < 15; ++b) {
-            const float boundary = by.boundaries[b];
-            for (int i = 0; i < dim; ++i) level[i] += y[i] >= boundary;
+        for (int begin = 0; begin < dim; begin += 64) {
+            int32_t passed[64] = {};
+            for (int b = 0; b < 15; ++b)
+                for (int i = 0; i < 64; ++i) passed[i] += y[begin + i] >= by.boundaries[b];
+            for (int i = 0; i < 64; ++i) level[begin + i] = passed[i];
         }
-        float squares = 0.0f;
-        for (int i = 0; i < dim; ++i) squares += by.centroids[level[i]] * by.centroids[level[i]];
+        typename L::F sums = L::zero();
+        for (int i = 0; i < dim; i += L::width) {
+            const typename L::F centroid = L::lookup(table, L::load_words(level + i));
+            sums = L::fma(centroid, centroid, sums);
+        }
+        const float squares = L::reduce_add(sums);
         for (int i = 0; i < dim / 2; ++i) codes[r][i] = static_cast<uint8_t>(level[i] | level[i + dim / 2] << 4);
         const double scale = norms[r] / static_cast<double>(std::sqrt(squares));
         *scales[r] = float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f);

@@ -13,6 +13,7 @@ struct Avx2 {
     };
 
     static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static F load(const uint16_t* bf16) { return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16)))); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static F set1(float x) { return _mm256_set1_ps(x); }
     static F zero() { return _mm256_setzero_ps(); }

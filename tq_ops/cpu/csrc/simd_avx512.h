@@ -6,6 +6,7 @@ struct Avx512 {
     typedef __m512 Table;
 
     static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static F load(const uint16_t* bf16) { return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16)))); }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static F set1(float x) { return _mm512_set1_ps(x); }
     static F zero() { return _mm512_setzero_ps(); }

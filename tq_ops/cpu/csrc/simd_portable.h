@@ -12,6 +12,11 @@ struct Portable {
         std::memcpy(&x, p, sizeof x);
         return x;
     }
+    static F load(const uint16_t* bf16) {
+        F x;
+        for (int i = 0; i < width; ++i) x[i] = bf16_to_float(bf16[i]);
+        return x;
+    }
     static void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
     static F set1(float x) { return F{x, x, x, x, x, x, x, x}; }
     static F zero() { return set1(0.0f); }
