@@ -11,14 +11,14 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test test-npu test-gpu test-vllm lint tables bench clean
+.PHONY: help run test test-npu test-gpu test-vllm test-vllm-short lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
-	@echo "make test    linters, types and all tests"
+	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
-	@echo "make test-vllm  the vLLM plug-in, in an environment of its own, and the real server"
+	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
@@ -29,12 +29,18 @@ run: $(VENV)/run.stamp
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
+	@# Wheels of vLLM exist for few platforms, too.
+	@if $(MAKE) --no-print-directory $(VLLM)/stamp; then $(MAKE) --no-print-directory test-vllm-short; \
+		else echo "vLLM cannot be installed here: its tests are skipped" >&2; fi
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
+
+test-vllm-short: $(VLLM)/stamp
+	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/vllm_plugin
 
 test-vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs tests/vllm_plugin
@@ -70,8 +76,9 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@touch $@
 
 $(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(BIN)/python
+	@# Few of the modules that come are ever imported: these are compiled then.
 	$(BIN)/python -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'pytest>=8.4,<10'
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
-	$(VLLM)/bin/python -m serving.vllm_plugin.install
+	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'pytest>=8.4,<10'
+	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m serving.vllm_plugin.install
 	@touch $@
