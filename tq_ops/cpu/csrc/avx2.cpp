@@ -9,6 +9,8 @@
 namespace haarkv {
 namespace {
 #include "level.h"
+#include "projection.h"
+#include "vectors.h"
 #include "exponential.h"
 #include "simd_avx2.h"
 template <int R> using Products = FloatProducts<Avx2, Avx2, R>;

@@ -9,6 +9,8 @@
 namespace haarkv {
 namespace {
 #include "level.h"
+#include "projection.h"
+#include "vectors.h"
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "simd_avx512.h"

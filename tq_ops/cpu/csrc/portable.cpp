@@ -7,6 +7,8 @@
 namespace haarkv {
 namespace {
 #include "level.h"
+#include "projection.h"
+#include "vectors.h"
 #include "exponential.h"
 #include "simd_portable.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
