@@ -92,7 +92,6 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
 
     Raises:
         NotImplementedError: the layer's attention is not plain causal attention to all tokens.
-        KernelsMissingError: on a CPU, the C++ kernels are not built.
     """
 
     def __init__(
@@ -132,18 +131,18 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         self._store(k, v, kv_cache, index, slots)
 
     def _store(self, k: Tensor, v: Tensor, kv_cache: Tensor, index: int, slots: Tensor) -> None:
-        cache_, ops = self._view(kv_cache, index), ops_on(kv_cache.device.type)
+        paged, ops = self._view(kv_cache, index), ops_on(kv_cache.device.type)
         # Storing needs the slots alone.
         nothing = slots.new_zeros(0)
         batch = Batch(positions=nothing, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
                       query_start_loc=nothing, rows=nothing)  # fmt: skip
         try:
-            ops.store_kv(k, v, cache_, index, batch)
+            ops.store_kv(k, v, paged, index, batch)
         except NonFiniteError as error:
             # One request's numbers must not end the others: it alone reads what is stored for it.
             logger.error("%s; zeros stand in for what is not finite", error)
             k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
-            ops.store_kv(k, v, cache_, index, batch)
+            ops.store_kv(k, v, paged, index, batch)
 
     def forward(
         self,
@@ -164,8 +163,8 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
             return output.zero_()
         batch, index = attn_metadata.batch, self._index_of(layer)
         tokens = batch.positions.shape[0]
-        cache_ = self._view(kv_cache, index)
-        out = ops_on(kv_cache.device.type).paged_attention(_taken(query[:tokens]), cache_, index, batch, self.scale)
+        paged = self._view(kv_cache, index)
+        out = ops_on(kv_cache.device.type).paged_attention(_taken(query[:tokens]), paged, index, batch, self.scale)
         output[:tokens].copy_(out)
         return output
 

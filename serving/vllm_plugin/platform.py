@@ -8,6 +8,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from serving.vllm_plugin.limits import is_asked_for, require_supported
+from tq_ops.cpu import library
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,3 +34,4 @@ class TurnedCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
+            library.load()  # or its reason, before anything is started
