@@ -37,6 +37,15 @@ def test_a_worker_that_dies_is_an_error_and_the_next_call_starts_another():
         assert (numbers(simulator)[:2] == 1.5).all()
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal; what a shell starts in the background is told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_leaves_no_answer_for_the_next():
     with Simulator() as simulator:
         numbers(simulator)
