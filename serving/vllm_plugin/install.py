@@ -21,6 +21,7 @@ def main() -> int:
         _pip(*_needed())
     except subprocess.CalledProcessError as error:
         return int(error.returncode)
+    print(f"vLLM is installed; {', '.join(sorted(_LEFT_OUT))} are left out on purpose, whatever pip said of them")
     return 0
 
 
