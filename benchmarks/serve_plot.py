@@ -38,7 +38,7 @@ def svg(rows: Sequence[Row], title: str) -> str:
                 axis.set(xlabel="users", ylabel=label, title=f"prompts of {prompt:,} tokens")
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(users, [str(u) for u in users], minor=False)
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 1.08 * axis.dataLim.y1)
                 axis.minorticks_off()
                 axis.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
         handles, labels = axes[0][0].get_legend_handles_labels()
