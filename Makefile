@@ -37,13 +37,13 @@ test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
 
 test-gpu: $(VENV)/dev.stamp
-	$(BIN)/pytest --no-header -rs tests/test_cuda_ops.py tests/test_cuda_executor.py
+	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py
 
 test-vllm-short: $(VLLM)/stamp
-	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/vllm_plugin
+	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/serving
 
 test-vllm: $(VLLM)/stamp
-	$(VLLM)/bin/python -m pytest --no-header -rs tests/vllm_plugin
+	$(VLLM)/bin/python -m pytest --no-header -rs tests/serving
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -51,10 +51,10 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 tables: $(VENV)/run.stamp
-	$(BIN)/python -m codebooks
+	$(BIN)/python -m haarkv.codebooks
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/python -m benchmarks.decode_vs_transformers
+	$(BIN)/python -m haarkv.benchmarks.decode_vs_transformers
 
 clean:
 	rm -rf $(VENV) $(VLLM)
@@ -80,5 +80,5 @@ $(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(BIN)
 	$(BIN)/python -m venv $(VLLM)
 	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'pytest>=8.4,<10'
 	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
-	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m serving.vllm_plugin.install
+	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m haarkv.serving.vllm_plugin.install
 	@touch $@

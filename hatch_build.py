@@ -20,7 +20,7 @@ class CustomBuildHook(BuildHookInterface):
         try:
             library = builder["LIBRARY"] if builder["is_fresh"]() else builder["build"]()
         except builder["BuildError"] as error:
-            self.app.display_warning(f"installed without the CPU kernels: {error}; later: python -m tq_ops.cpu.build")
+            self.app.display_warning(f"installed without the CPU kernels: {error}; later: python -m haarkv.tq_ops.cpu.build")
             return
         build_data["artifacts"].append(library.relative_to(self.root).as_posix())
         # Plain C inside: for this platform, but for any Python.

@@ -1,1 +1,1 @@
-"""Measurements that a reader can repeat: `python -m benchmarks.NAME`."""
+"""Measurements that a reader can repeat: `python -m haarkv.benchmarks.NAME`."""

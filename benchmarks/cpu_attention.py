@@ -1,6 +1,6 @@
 """Decode attention over packed codes on a CPU beside torch's SDPA over BF16 K and V, and the floor of the machine.
 
-`python -m benchmarks.cpu_attention`
+`python -m haarkv.benchmarks.cpu_attention`
 
 One layer of Qwen3-14B, one new token of one sequence. SDPA gets the query heads of a KV head as rows of one head, in which
 form it is several times as fast as with `enable_gqa`, and the best of the forms in `sdpa_forms` counts. The sides take turns;
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.report import emit, print_rows
-from benchmarks.timing import measure_machine
-from models.qwen3_14b.config import QWEN3_14B
-from tq_ops.batch import Batch, PagedSequences
-from tq_ops.cache import PagedKVCache, blocks_for
-from tq_ops.cpu.ops import CpuOps
-from tq_ops.plan import KVSpec
+from haarkv.benchmarks.report import emit, print_rows
+from haarkv.benchmarks.timing import measure_machine
+from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import KVSpec
 
 HEADS, KV_HEADS, DIM = QWEN3_14B.num_heads, QWEN3_14B.num_kv_heads, QWEN3_14B.head_dim
 GROUP, SCALE = HEADS // KV_HEADS, DIM**-0.5
@@ -34,7 +34,7 @@ COLD_BYTES = 128 * 2**20
 # Threads of OpenMP spin for up to 20 ms after a loop.
 REST_S = 0.03
 RUNS = 5
-Run = Callable[[int], object]
+Call = Callable[[int], object]
 
 
 def packed_bytes(context: int) -> int:
@@ -52,7 +52,7 @@ def copies(context: int) -> int:
     return max(1, min(64, COLD_BYTES // packed_bytes(context)))
 
 
-def packed(context: int, ops: CpuOps, kv: str) -> tuple[Run, Run]:
+def packed(context: int, ops: CpuOps, kv: str) -> tuple[Call, Call]:
     """Attention over, and appending to, caches of random codes."""
     layers = copies(context)
     cache = PagedKVCache(
@@ -81,7 +81,7 @@ def packed(context: int, ops: CpuOps, kv: str) -> tuple[Run, Run]:
     return attend, append
 
 
-def sdpa_forms(context: int) -> dict[str, Run]:
+def sdpa_forms(context: int) -> dict[str, Call]:
     """Ways to have torch do the same over unpacked K and V."""
     layers = max(1, copies(context) // 4)
     half = [torch.randn(2, 1, KV_HEADS, context, DIM, dtype=torch.bfloat16) for _ in range(layers)]
@@ -105,7 +105,7 @@ def sdpa_forms(context: int) -> dict[str, Run]:
     }
 
 
-def measure(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
+def measure(runs: dict[str, Call], seconds: float) -> dict[str, list[float]]:
     """Milliseconds of every side, in turns of five runs, for at least so long and three turns; the first turn warms up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began, count = time.perf_counter(), 0

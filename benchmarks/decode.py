@@ -14,20 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks import decode_peers
-from benchmarks.decode_cost import Case, Cost, Kind, Row, attention_cost, row, step_cost
-from benchmarks.timing import Machine, measure_machine, take_turns
-from executors import catalog
-from executors.base import Executor
-from executors.session import plan_for
-from models.catalog import load_model
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.weights import Progress
-from tq_ops.batch import Batch, PagedSequences
-from tq_ops.cache import PagedKVCache, blocks_for
-from tq_ops.errors import InputError
-from tq_ops.plan import KVPlan, KVSpec
+from haarkv.benchmarks import decode_peers
+from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, attention_cost, row, step_cost
+from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
+from haarkv.engine.session import plan_for
+from haarkv.executors import catalog
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
 OnTurn = Callable[[str], None]
 _FILL = 4096
@@ -38,7 +37,7 @@ class Request:
     """What to measure.
 
     Attributes:
-        model, dtype, layers, device: as in `executors.session.load`.
+        model, dtype, layers, device: as in `engine.session.load`.
         executors, kvs: each executor is run with each KV format that it supports.
         peers: SDPA, and transformers' caches where they are installed.
         kinds: attention alone, whole steps, or both.
@@ -60,7 +59,7 @@ class Request:
 # -- Caches of random K and V ----------------------------------------------------------------------------------------------
 
 
-def random_kv(config: Qwen3Config, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
     generator = torch.Generator(device=device).manual_seed(0)
     shape = (case.batch, config.num_kv_heads, case.context, config.head_dim)
@@ -69,11 +68,11 @@ def random_kv(config: Qwen3Config, case: Case, device: torch.device) -> tuple[Te
 
 
 def filled(
-    plan: KVPlan, config: Qwen3Config, case: Case, k: Tensor, v: Tensor, steps: int
+    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, steps: int
 ) -> tuple[PagedKVCache, PagedSequences]:
     """A cache that holds all but the last token of a case in every layer, with room for so many steps.
 
-    Layer 0 is quantised; the others hold the same bytes where they have its formats, since no time depends on them.
+    Layer 0 is quantized; the others hold the same bytes where they have its formats, since no time depends on them.
     """
     blocks = blocks_for(case.context + steps)
     cache = PagedKVCache(
@@ -100,7 +99,9 @@ def filled(
 # -- Measuring -------------------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, progress: Progress | None = None, on_turn: OnTurn = lambda _: None) -> tuple[Machine, list[Row]]:
+def measure(
+    request: Request, progress: Progress | None = None, on_turn: OnTurn = lambda _: None
+) -> tuple[Machine, list[CostRow]]:
     """Every row of a request, case by case.
 
     Raises:
@@ -114,7 +115,7 @@ def measure(request: Request, progress: Progress | None = None, on_turn: OnTurn 
     sides = sides_of(request, model)
     device = next(iter(sides.values()))[0].device
     machine = measure_machine(device)
-    rows: list[Row] = []
+    rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(config, case, device)
         if "attention" in request.kinds:
@@ -129,7 +130,7 @@ def _steps(request: Request) -> int:
     return request.repeats + 2
 
 
-def sides_of(request: Request, model: Qwen3) -> dict[str, tuple[Executor, KVPlan]]:
+def sides_of(request: Request, model: DecoderModel) -> dict[str, tuple[Executor, KVPlan]]:
     """Every executor with every plan that it supports, by the name of its rows."""
     sides: dict[str, tuple[Executor, KVPlan]] = {}
     refused = ""
@@ -155,8 +156,8 @@ Sides = dict[str, tuple[Executor, KVPlan]]
 
 
 def _attention_rows(
-    request: Request, model: Qwen3, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
-) -> Iterator[Row]:
+    request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
+) -> Iterator[CostRow]:
     config, item = model.config, model.dtype.itemsize
     q = torch.randn(case.batch, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(1))
     q = q.to(k.device, model.dtype)
@@ -194,8 +195,8 @@ def _attend(executor: Executor, q: Tensor, cache: PagedKVCache, batch: Batch, sc
 
 
 def _step_rows(
-    request: Request, model: Qwen3, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
-) -> Iterator[Row]:
+    request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
+) -> Iterator[CostRow]:
     config = model.config
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from benchmarks.timing import Machine, Spread
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.model import Qwen3
+from haarkv.benchmarks.timing import Machine, Spread
+from haarkv.models.base import DecoderConfig, DecoderModel
 
 Kind = Literal["attention", "step"]
 
@@ -41,7 +40,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """One variant in one case.
 
     Attributes:
@@ -76,7 +75,7 @@ class Row:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
-def attention_cost(config: Qwen3Config, case: Case, kv_bytes: float, item: int) -> Cost:
+def attention_cost(config: DecoderConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of one layer.
 
     Args:
@@ -88,7 +87,7 @@ def attention_cost(config: Qwen3Config, case: Case, kv_bytes: float, item: int) 
     return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
 
 
-def step_cost(model: Qwen3, case: Case, kv_bytes: float) -> Cost:
+def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     """A whole decode step.
 
     Args:
@@ -105,11 +104,11 @@ def step_cost(model: Qwen3, case: Case, kv_bytes: float) -> Cost:
     )
 
 
-def row(kind: Kind, who: str, case: Case, cost: Cost, machine: Machine, taken: Spread | None, note: str = "") -> Row:
+def row(kind: Kind, who: str, case: Case, cost: Cost, machine: Machine, taken: Spread | None, note: str = "") -> CostRow:
     """A row with its figures worked out."""
     floor = machine.floor_ms(cost.nbytes, cost.flops)
     if taken is None:
-        return Row(kind, who, case.batch, case.context, None, None, None, cost, None, None, floor, None, note)
+        return CostRow(kind, who, case.batch, case.context, None, None, None, cost, None, None, floor, None, note)
     gbps = cost.nbytes / taken.ms / 1e6
     figures = (taken.ms, taken.low, taken.high, cost, gbps, gbps / machine.copy_gbps, floor, taken.ms / floor)
-    return Row(kind, who, case.batch, case.context, *figures, note)
+    return CostRow(kind, who, case.batch, case.context, *figures, note)

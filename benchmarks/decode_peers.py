@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.qwen3_14b.model import Qwen3
+from haarkv.models.base import DecoderModel
 
-Run = Callable[[], object]
+Call = Callable[[], object]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     """Every way of asking SDPA for decode attention that this device takes.
 
     The query heads that share a KV head are handed over as rows of one head, which reads K and V once; `gqa` is the
@@ -38,7 +38,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
             " cudnn": SDPBackend.CUDNN_ATTENTION,
             " efficient": SDPBackend.EFFICIENT_ATTENTION,
         }
-    runs: dict[str, Run] = {}
+    runs: dict[str, Call] = {}
     for form, (queries, options) in asked.items():
         for word, backend in backends.items():
             run = _sdpa(queries, k, v, options, backend)
@@ -50,7 +50,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
     return runs
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], backend: Any) -> Run:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], backend: Any) -> Call:
     @torch.inference_mode()
     def run() -> object:
         if backend is None:
@@ -67,16 +67,16 @@ class Peer:
 
     Attributes:
         run: one decode step; None if it cannot be run here, for the reason in `note`.
-        bits: of a stored value, scales included; what it reads, and not what it de-quantises.
+        bits: of a stored value, scales included; what it reads, and not what it de-quantizes.
     """
 
     name: str
-    run: Run | None
+    run: Call | None
     bits: float
     note: str = ""
 
 
-def transformers_steps(model: Qwen3, batch: int, k: Tensor, v: Tensor) -> Iterator[Peer]:
+def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor) -> Iterator[Peer]:
     """transformers' own Qwen3 with the same weights, its caches filled with the same K and V in every layer."""
     caches = {
         "DynamicCache bf16": (16.0, None),
@@ -103,7 +103,7 @@ def transformers_steps(model: Qwen3, batch: int, k: Tensor, v: Tensor) -> Iterat
             yield Peer(name, None, bits, f"{type(error).__name__}: {reason}")
 
 
-def _their_model(model: Qwen3) -> Any:
+def _their_model(model: DecoderModel) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     c = model.config
@@ -134,7 +134,7 @@ def _their_cache(config: Any, package: str | None) -> Any:
     return QuantizedCache(backend, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
 
 
-def _their_step(theirs: Any, cache: Any, batch: int) -> Run:
+def _their_step(theirs: Any, cache: Any, batch: int) -> Call:
     tokens = torch.arange(batch, device=theirs.device).unsqueeze(1) % theirs.config.vocab_size
 
     @torch.inference_mode()

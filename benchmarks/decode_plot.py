@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from benchmarks.decode_cost import Row
-from benchmarks.npu_plot import require_matplotlib
+from haarkv.benchmarks.decode_cost import CostRow
+from haarkv.benchmarks.npu_plot import require_matplotlib
 
 __all__ = ["require_matplotlib", "svg"]
 
@@ -14,7 +14,7 @@ _TITLES = {"attention": "attention of one layer", "step": "whole step"}
 _COLORS = ("#2563a8", "#c2571a", "#2b8a5a", "#8a4fb5", "#b8336a", "#6b7280", "#0e7490", "#92400e")
 
 
-def svg(rows: Sequence[Row], title: str) -> str:
+def svg(rows: Sequence[CostRow], title: str) -> str:
     """Milliseconds by context, a panel for each batch and kind; ours solid, others dashed; medians with their extremes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Decode latency of the reference executor beside transformers' own eager `generate`.
 
-`python -m benchmarks.decode_vs_transformers`
+`python -m haarkv.benchmarks.decode_vs_transformers`
 
 Both continue the same prompt of the tiny checkpoint greedily in fp32 and must produce the same tokens. A run's decode
 latency is (time of N new tokens - time of 1) / (N - 1), so that prefill and set-up drop out on either side. The sides take
@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from benchmarks.report import emit, print_rows
-from executors.generation import generate
-from executors.session import load
-from models.catalog import TINY
-from models.tiny_qwen3.corpus import held_out_texts
+from haarkv.benchmarks.report import emit, print_rows
+from haarkv.engine.generation import generate
+from haarkv.engine.session import load
+from haarkv.models.catalog import TINY
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
 
 OURS = ("bf16", "tq4", "fp32")
-Run = Callable[[int], list[int]]
+Call = Callable[[int], list[int]]
 
 
-def transformers_run(prompt: list[int]) -> Run:
+def transformers_run(prompt: list[int]) -> Call:
     """transformers' eager `generate` with a `DynamicCache`."""
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.tensor([prompt])
@@ -42,7 +42,7 @@ def transformers_run(prompt: list[int]) -> Run:
     return run
 
 
-def our_run(kv: str, prompt: list[int]) -> Run:
+def our_run(kv: str, prompt: list[int]) -> Call:
     """The reference executor with one KV format."""
     session = load("tiny", kv=kv)
 
@@ -55,7 +55,7 @@ def our_run(kv: str, prompt: list[int]) -> Run:
     return run
 
 
-def measure(runs: dict[str, Run], new_tokens: int, repeats: int) -> dict[str, list[float]]:
+def measure(runs: dict[str, Call], new_tokens: int, repeats: int) -> dict[str, list[float]]:
     """Decode ms a token of every side, taking turns; the first turn warms up and does not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):

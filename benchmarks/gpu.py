@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, in one call: the tests there, then attention, quantise-append and whole steps at the 14B shape.
+"""Everything that needs a GPU, in one call: the tests there, then attention, quantize-append and whole steps at the 14B shape.
 
-    python -m benchmarks.gpu OUT             # on a machine with an NVIDIA GPU
-    python -m benchmarks.gpu OUT --dry-run   # tiny sizes, in Triton's interpreter: shows that the script works
+    python -m haarkv.benchmarks.gpu OUT             # on a machine with an NVIDIA GPU
+    python -m haarkv.benchmarks.gpu OUT --dry-run   # tiny sizes, in Triton's interpreter: shows that the script works
 
 Each part leaves `OUT/PART.jsonl`, a line a figure, and whatever goes wrong in it is a line too; the others go on. Times are of
 captured graphs where it says so: what the GPU takes, without Python between two launches.
@@ -25,22 +25,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import decode_peers
-from benchmarks.decode import filled, random_kv
-from benchmarks.decode_cost import Case, attention_cost, row, step_cost
-from benchmarks.report import machine as host
-from benchmarks.timing import Machine, measure_machine, take_turns
-from executors.cuda import CudaExecutor
-from executors.cuda_graph import DecodeStep
-from models.qwen3_14b.config import QWEN3_14B, Qwen3Config
-from models.qwen3_14b.decode import decode
-from models.qwen3_14b.layer import RopeTable
-from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.weights import random_weights
-from tq_ops.batch import Batch
-from tq_ops.plan import KVSpec
+from haarkv.benchmarks import decode_peers
+from haarkv.benchmarks.decode import filled, random_kv
+from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost
+from haarkv.benchmarks.report import machine as host
+from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.executors.cuda_graph import DecodeStep
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.qwen3_14b.decode import decode
+from haarkv.models.qwen3_14b.weights import random_weights
+from haarkv.models.rope import RopeTable
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.plan import KVSpec
 
-Run = Callable[[], object]
+Call = Callable[[], object]
 ROOT = Path(__file__).parents[1]
 _STEPS = 12
 
@@ -49,7 +49,7 @@ _STEPS = 12
 class Sizes:
     """What is measured: the true thing, or as little as shows that the script works."""
 
-    config: Qwen3Config
+    config: DecoderConfig
     attention: Sequence[Case]
     steps: Sequence[Case]
     formats: Sequence[str]
@@ -83,13 +83,13 @@ class Bench:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes, self.config = sizes, sizes.config
-        model = Qwen3(self.config, random_weights(self.config, torch.bfloat16), RopeTable(self.config))
+        model = DecoderModel(self.config, random_weights(self.config, torch.bfloat16), RopeTable(self.config))
         self.executor = CudaExecutor(model, interpreted=sizes.dry)
         self.device = self.executor.device
         self.model = model.to(self.device)
         self.machine: Machine = measure_machine(self.device)
 
-    def captured(self, run: Run) -> Run:
+    def captured(self, run: Call) -> Call:
         """The run as a graph, which takes what the GPU takes; itself where there is no GPU."""
         if self.device.type != "cuda":
             return run
@@ -110,7 +110,7 @@ class Bench:
         for case in self.sizes.attention:
             k, v = random_kv(self.config, case, self.device)
             q = torch.randn(case.batch, self.config.num_heads, self.config.head_dim, device=self.device).to(torch.bfloat16)
-            runs: dict[str, Run] = {}
+            runs: dict[str, Call] = {}
             sizes: dict[str, float] = {}
             for kv in self.sizes.formats:
                 plan = KVSpec(kv).plan(1)
@@ -142,7 +142,7 @@ class Bench:
         """Whole decode steps as graphs, of so many layers: packed, and the same layers over SDPA and dense bf16 K and V."""
         for case in self.sizes.steps:
             k, v = random_kv(self.config, case, self.device)
-            runs: dict[str, Run] = {}
+            runs: dict[str, Call] = {}
             costs = {}
             for kv in self.sizes.formats[:1]:
                 plan = KVSpec(kv).plan(self.config.num_layers)
@@ -199,7 +199,7 @@ class DenseStep:
 def tests(dry: bool) -> Iterator[dict[str, Any]]:
     """The tests of the kernels and the executor, compiled on the GPU, and the validator on the model that ships."""
     commands = {
-        "pytest": ["-m", "pytest", "-q", "tests/test_cuda_ops.py", "tests/test_cuda_executor.py"],
+        "pytest": ["-m", "pytest", "-q", "tests/tq_ops/cuda/test_cuda_ops.py", "tests/executors/test_cuda_executor.py"],
         "validate": ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", "models/tiny_qwen3/held_out.txt",
                      "--prompt-tokens", "300", "--steps", "8"],
     }  # fmt: skip

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.report import RESULTS, emit
-from models.qwen3_14b.config import QWEN3_14B
-from tq_ops.npu import scopes
-from tq_ops.npu.scopes import VARIANTS, AttentionProgram
-from tq_ops.npu.simulator import Mode, Simulator, pipe_shares
+from haarkv.benchmarks.report import RESULTS, emit
+from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.tq_ops.npu import scopes
+from haarkv.tq_ops.npu.scopes import VARIANTS, AttentionProgram
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, pipe_shares
 
 NAME = "npu_attention"
 LONGEST_STEP = 2048

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError
 
 if TYPE_CHECKING:
-    from benchmarks.npu_attention import Point
+    from haarkv.benchmarks.npu_attention import Point
 
 _STYLE = {"tq4": ("#2563a8", "o", "-"), "published": ("#c2571a", "s", "--"), "bf16": ("#5b6470", "^", ":")}
 

@@ -1,4 +1,4 @@
-"""The ops that a KV format adds to a layer, one by one: quantising, storing, attending.
+"""The ops that a KV format adds to a layer, one by one: quantizing, storing, attending.
 
 tq bench ops --model random:14b --contexts 4096 --kv tq4,q8_0 --executor cpu
 """
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import OnTurn, Request, filled, random_kv, sides_of
-from benchmarks.decode_cost import Case
-from benchmarks.timing import Machine, measure_machine, take_turns
-from executors.base import Executor
-from models.catalog import load_model
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.weights import Progress
-from tq_ops.plan import KVPlan
+from haarkv.benchmarks.decode import OnTurn, Request, filled, random_kv, sides_of
+from haarkv.benchmarks.decode_cost import Case
+from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.tq_ops.kv.plan import KVPlan
 
 PREFILL_TOKENS = 64
 """New tokens of a sequence in the rows that are no decode step."""
@@ -30,7 +30,7 @@ class OpRow:
     """One op of one executor and format in one case.
 
     Attributes:
-        op: `quantize` (the format in plain torch), `store_kv` (quantise and append) or `paged_attention`.
+        op: `quantize` (the format in plain torch), `store_kv` (quantize and append) or `paged_attention`.
         new_tokens: of each sequence.
         ms, low, high: median and extremes, in milliseconds, of one layer.
     """
@@ -76,7 +76,7 @@ def measure(
 
 
 def _runs(
-    executor: Executor, plan: KVPlan, config: Qwen3Config, case: Case, new_tokens: int
+    executor: Executor, plan: KVPlan, config: DecoderConfig, case: Case, new_tokens: int
 ) -> dict[str, Callable[[], object]]:
     """The ops of one layer for so many new tokens of each sequence; storing writes the same slots again and again."""
     assert executor.ops is not None

@@ -1,6 +1,6 @@
 """Held-out perplexity of the tiny checkpoint with its K and V stored in each format.
 
-`python -m benchmarks.perplexity`
+`python -m haarkv.benchmarks.perplexity`
 
 Evenly spaced windows of the held-out standard-library files, each prefilled as one sequence through the reference in fp32,
 so that every token attends to stored K and V. The formats score the same tokens; ratios are to `bf16`.
@@ -15,16 +15,17 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.report import emit, print_rows
-from executors.session import Session, load
-from models.catalog import load_model
-from models.qwen3_14b.model import Qwen3, embed, head
-from models.tiny_qwen3.corpus import held_out_texts
-from tq_ops import formats, reference
+from haarkv.benchmarks.report import emit, print_rows
+from haarkv.engine.session import Session, load
+from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.model import embed, head
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
+from haarkv.tq_ops import formats, reference
 
 
 @torch.inference_mode()
-def window_losses(model: Qwen3, session: Session, window: torch.Tensor) -> torch.Tensor:
+def window_losses(model: DecoderModel, session: Session, window: torch.Tensor) -> torch.Tensor:
     """Cross entropy in nats of each token of a window [N + 1] given those before it: [N] fp32."""
     cache, paging = session.new_cache(1, len(window) - 1)
     batch = paging.batch([paging.add()], [len(window) - 1])

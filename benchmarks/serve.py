@@ -1,7 +1,7 @@
 """Load on vLLM's server: its own benchmark client, two storages of K and V, the same users, prompts and memory.
 
-    python -m benchmarks.serve                      # the 0.6B's shapes, 4 of 28 layers, random weights
-    python -m benchmarks.serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
+    python -m haarkv.benchmarks.serve                      # the 0.6B's shapes, 4 of 28 layers, random weights
+    python -m haarkv.benchmarks.serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
 
 One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
 round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts
@@ -22,17 +22,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks import serve_plot
-from benchmarks.report import emit, print_rows
-from benchmarks.serve_client import Client
-from benchmarks.serve_model import Served, model_folder
-from benchmarks.serve_process import Child, Server, ending
-from benchmarks.serve_rounds import (
+from haarkv.benchmarks import serve_plot
+from haarkv.benchmarks.report import emit, print_rows
+from haarkv.benchmarks.serve_client import Client
+from haarkv.benchmarks.serve_model import Served, model_folder
+from haarkv.benchmarks.serve_process import Child, Server, ending
+from haarkv.benchmarks.serve_rounds import (
     Case,
+    LoadRow,
     Ratio,
     Round,
     Rounds,
-    Row,
     as_json,
     client_args,
     ratio,
@@ -42,8 +42,8 @@ from benchmarks.serve_rounds import (
     watched,
     write_prompts,
 )
-from tq_ops.errors import InputError
-from tq_ops.plan import BLOCK_SIZE
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE
 
 _COLUMNS = ("users", "prompt", "KV", "out tok/s", "low … high", "TPOT", "p99", "CPU", "found", "TTFT", "p99", "cold tok/s",
             "cold CPU", "fits", "held", "at once", "preempted", "failed")  # fmt: skip
@@ -132,11 +132,11 @@ class Bench:
             result = self.client.round(args)
         return read_round(result, before, server.metrics(), peaks, server.cpu_seconds(_WORKER) - cpu)
 
-    def measure(self) -> tuple[list[Row], list[Ratio]]:
+    def measure(self) -> tuple[list[LoadRow], list[Ratio]]:
         """All rows and ratios, case by case."""
         self.rounds(_WARM_UP, 0, 1, 0)
         capacity = {server.kv: int(server.metrics()["tokens"]) for server in self.servers}
-        rows: list[Row] = []
+        rows: list[LoadRow] = []
         ratios: list[Ratio] = []
         for number, case in enumerate(self.request.cases, 1):
             rounds = self.rounds(case, number, self.request.cold, self.request.repeats)
@@ -148,7 +148,7 @@ class Bench:
         return rows, ratios
 
 
-def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object], list[Row], list[Ratio]]:
+def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object], list[LoadRow], list[Ratio]]:
     """Start the servers, measure, end them.
 
     Returns:
@@ -181,7 +181,7 @@ def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object],
 # -- What is shown -----------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row], ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
+def table(rows: Sequence[LoadRow], ratios: Sequence[Ratio]) -> list[tuple[str, ...]]:
     """Rows of text, the ratio of a case below its rows."""
     told: list[tuple[str, ...]] = []
     for users, prompt in dict.fromkeys((row.users, row.prompt) for row in rows):
@@ -191,7 +191,7 @@ def table(rows: Sequence[Row], ratios: Sequence[Ratio]) -> list[tuple[str, ...]]
     return told
 
 
-def _row(r: Row) -> tuple[str, ...]:
+def _row(r: LoadRow) -> tuple[str, ...]:
     known = (f"{r.output_rate:.1f}", f"{r.low:.1f} … {r.high:.1f}", f"{r.tpot:.1f}", f"{r.tpot_p99:.1f}", f"{r.cpu_ms:.1f}")
     cold = (f"{r.ttft:,.0f}", f"{r.ttft_p99:,.0f}", f"{r.cold_rate:.1f}", f"{r.cold_cpu_ms:,.1f}")
     held, at_once = (f"{seen:,}" if seen else "" for seen in (r.held, r.at_once))

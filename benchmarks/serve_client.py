@@ -1,6 +1,6 @@
 """vLLM's own benchmark client, kept loaded: one round of requests for each line of arguments on stdin, one JSON line each.
 
-    python -m benchmarks.serve_client
+    python -m haarkv.benchmarks.serve_client
 
 What `vllm bench serve` runs, without loading it again for each round; what it prints goes to stderr.
 """
@@ -11,15 +11,15 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.serve_process import Child
-from tq_ops.errors import InputError
+from haarkv.benchmarks.serve_process import Child
+from haarkv.tq_ops.errors import InputError
 
 
 class Client(Child):
     """The client in a process of its own."""
 
     def __init__(self, log: Path) -> None:
-        super().__init__(["-m", "benchmarks.serve_client"], log, piped=True)
+        super().__init__(["-m", "haarkv.benchmarks.serve_client"], log, piped=True)
 
     def round(self, args: list[str]) -> dict[str, object]:
         """Run one round to its end; what the client would save.

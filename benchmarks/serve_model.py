@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models.catalog import TINY, folder_of, read_config
-from models.qwen3_14b.config import Qwen3Config
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import TINY, folder_of, read_config
 
 _WORDS = 4096
 """Of the tokenizer that random weights are served with; ids from there on mean nothing."""
@@ -24,7 +24,7 @@ class Served:
     """
 
     folder: Path
-    config: Qwen3Config
+    config: DecoderConfig
     said: str
     flags: tuple[str, ...] = ()
 
@@ -57,7 +57,7 @@ def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
     return max(_WORDS, -(-words * layers // (of_layers * 128)) * 128)
 
 
-def hf_config(config: Qwen3Config) -> dict[str, object]:
+def hf_config(config: DecoderConfig) -> dict[str, object]:
     """Shapes as the `config.json` of a dense Qwen3 says them."""
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",

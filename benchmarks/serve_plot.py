@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from benchmarks.npu_plot import require_matplotlib
-from benchmarks.serve_rounds import Row
+from haarkv.benchmarks.npu_plot import require_matplotlib
+from haarkv.benchmarks.serve_rounds import LoadRow
 
 __all__ = ["require_matplotlib", "svg"]
 
@@ -14,7 +14,7 @@ _STYLE = {"bf16": ("#c2571a", "s", "--"), "tq4": ("#2563a8", "o", "-")}
 _PANELS = (("output_rate", "answers, tokens/s"), ("tpot", "ms a token"), ("ttft", "ms to the first token"))
 
 
-def svg(rows: Sequence[Row], title: str) -> str:
+def svg(rows: Sequence[LoadRow], title: str) -> str:
     """Rate of answers, time of a token and time to the first one by users; a line of panels for each prompt length."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError
 
 # vLLM looks for weights, for peers and for whom to report to on the network, unless told not to.
 _OFFLINE = (

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from models.qwen3_14b.config import Qwen3Config
-from tq_ops.errors import InputError
-from tq_ops.plan import KVSpec
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
 
 _WATCH_SECONDS = 0.2
 
@@ -78,7 +78,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadRow:
     """One storage in one case; medians of the rounds whose prompts the server knew, unless said otherwise.
 
     Attributes:
@@ -228,7 +228,7 @@ def read_round(
 # -- What rounds come to -----------------------------------------------------------------------------------------------------
 
 
-def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
+def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> LoadRow:
     """The row of a case from its rounds."""
     cold, known = rounds.cold, rounds.known
     rates, tpot, ttft = (
@@ -237,7 +237,7 @@ def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
         [ms for r in cold for ms in r.ttft],
     )
     every = [*cold, *known]
-    return Row(
+    return LoadRow(
         kv, case.users, case.prompt, _median(rates), min(rates), max(rates), _median(tpot), _p99(tpot),
         _median([r.cpu_ms for r in known]), _median([r.found for r in known]), _median(ttft), _p99(ttft),
         _median([r.total_rate for r in cold]), _median([r.cpu_ms for r in cold]), capacity, max(r.held for r in every),
@@ -260,7 +260,7 @@ def ratio(case: Case, one: Rounds, other: Rounds) -> Ratio:
     )  # fmt: skip
 
 
-def step_bytes(config: Qwen3Config, kv: str, case: Case) -> dict[str, float]:
+def step_bytes(config: DecoderConfig, kv: str, case: Case) -> dict[str, float]:
     """What a decode step of all users must read, and its multiply-adds, on average over the answer.
 
     Returns:
@@ -277,7 +277,7 @@ def step_bytes(config: Qwen3Config, kv: str, case: Case) -> dict[str, float]:
     }  # fmt: skip
 
 
-def as_json(row: Row | Ratio) -> dict[str, Any]:
+def as_json(row: LoadRow | Ratio) -> dict[str, Any]:
     """For a JSON line: four digits are more than any figure here has."""
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(row).items()}
 

@@ -1,4 +1,4 @@
-"""Regenerate the shipped tables: `python -m codebooks` writes them, `python -m codebooks --check` compares only.
+"""Regenerate the shipped tables: `python -m haarkv.codebooks` writes them, `python -m haarkv.codebooks --check` compares only.
 
 The published Lloyd-Max table depends on the last bit of the math library's `exp` and `erf` (see `lloyd_max.py`). Its
 authors' bits come out of Intel MKL's machine-independent code path, so the work is done in a child process that asks MKL
@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from codebooks.haar import compute_rotation
-from codebooks.hadamard import sign_tables
-from codebooks.lloyd_max import MAX_BITS, Solver, solve
-from codebooks.tables import CHECKSUMS, DATA, HAAR, HADAMARD, LLOYD_MAX, SHIPPED_HEAD_DIMS, SHIPPED_LAYERS, codebook_key
+from haarkv.codebooks.haar import compute_rotation
+from haarkv.codebooks.hadamard import sign_tables
+from haarkv.codebooks.lloyd_max import MAX_BITS, Solver, solve
+from haarkv.codebooks.tables import CHECKSUMS, DATA, HAAR, HADAMARD, LLOYD_MAX, SHIPPED_HEAD_DIMS, SHIPPED_LAYERS, codebook_key
 
 _REPRODUCIBLE = {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 _SOLVERS: tuple[Solver, ...] = ("published", "converged")
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             write_whole(args.into / name, content)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        child = [sys.executable, "-m", "codebooks", "--into", scratch]
+        child = [sys.executable, "-m", "haarkv.codebooks", "--into", scratch]
         subprocess.run(child, check=True, env={**os.environ, **_REPRODUCIBLE}, cwd=Path(__file__).parents[1])
         fresh = {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
     stale = [name for name, content in fresh.items() if not (DATA / name).is_file() or (DATA / name).read_bytes() != content]

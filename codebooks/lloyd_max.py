@@ -1,4 +1,4 @@
-"""Lloyd-Max quantisers of a Gaussian coordinate N(0, 1/sqrt(head_dim)): the published table and the converged one.
+"""Lloyd-Max quantizers of a Gaussian coordinate N(0, 1/sqrt(head_dim)): the published table and the converged one.
 
 A unit vector turned by a Haar rotation has coordinates that are close to N(0, 1/sqrt(D)), so one scalar codebook serves
 every coordinate of every head. `published` repeats the solver of the public Qwen3-14B TurboQuant kernels, which stops
@@ -19,7 +19,7 @@ Solver = Literal["published", "converged"]
 
 
 class Codebook(NamedTuple):
-    """A scalar quantiser of 2**bits levels.
+    """A scalar quantizer of 2**bits levels.
 
     Attributes:
         centroids: [2**bits] fp32, ascending; in units of a unit vector's coordinate.
@@ -110,7 +110,7 @@ def converged_unit_centroids(levels: int) -> Tensor:
 
 
 def gaussian_distortion(codebook: Codebook, sigma: float) -> float:
-    """Mean squared error of quantising N(0, sigma) with this codebook, as a fraction of sigma**2, in float64."""
+    """Mean squared error of quantizing N(0, sigma) with this codebook, as a fraction of sigma**2, in float64."""
     c = codebook.centroids.double() / sigma
     inner = codebook.boundaries.double() / sigma
     infinity = c.new_full((1,), math.inf)

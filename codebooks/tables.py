@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from codebooks.haar import compute_rotation
-from codebooks.lloyd_max import Codebook, Solver, solve
+from haarkv.codebooks.haar import compute_rotation
+from haarkv.codebooks.lloyd_max import Codebook, Solver, solve
 
 DATA = Path(__file__).parent / "data"
 LLOYD_MAX, HAAR, HADAMARD, CHECKSUMS = "lloyd_max.json", "haar_d128.safetensors", "hadamard_signs.json", "SHA256SUMS"

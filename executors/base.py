@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.layer import Ops
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.plan import KVPlan
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 
 
 class Executor(Protocol):
@@ -25,15 +25,15 @@ class Executor(Protocol):
     """
 
     name: str
-    config: Qwen3Config
+    config: DecoderConfig
     device: torch.device
     description: str
 
     @property
-    def ops(self) -> Ops | None:
+    def ops(self) -> OpTable | None:
         """The op table it runs, so that a recorder can wrap it; None if its layers are fused programs."""
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache."""
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -4,50 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from executors.base import Executor
-from models.qwen3_14b.model import Qwen3
-from tq_ops.errors import InputError
-from tq_ops.plan import KVPlan
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan
 
 
-def _reference(model: Qwen3, device: str | None) -> Executor:
+def _reference(model: DecoderModel, device: str | None) -> Executor:
     if device not in (None, "cpu"):
         raise InputError(f"the reference runs on the cpu, not on {device!r}")
-    from executors.reference import ReferenceExecutor
+    from haarkv.executors.reference import ReferenceExecutor
 
     return ReferenceExecutor(model)
 
 
-def _cpu(model: Qwen3, device: str | None) -> Executor:
+def _cpu(model: DecoderModel, device: str | None) -> Executor:
     if device not in (None, "cpu"):
         raise InputError(f"the executor cpu runs on the cpu, not on {device!r}")
-    from executors.cpu import CpuExecutor
+    from haarkv.executors.cpu import CpuExecutor
 
     return CpuExecutor(model)
 
 
-def _npu(model: Qwen3, device: str | None) -> Executor:
-    from executors.npu import NpuExecutor
+def _npu(model: DecoderModel, device: str | None) -> Executor:
+    from haarkv.executors.npu import NpuExecutor
 
     return NpuExecutor(model, device)
 
 
-def _cuda(model: Qwen3, device: str | None) -> Executor:
-    from executors.cuda import CudaExecutor
+def _cuda(model: DecoderModel, device: str | None) -> Executor:
+    from haarkv.executors.cuda import CudaExecutor
 
     return CudaExecutor(model, device)
 
 
-def _onnx(model: Qwen3, device: str | None) -> Executor:
+def _onnx(model: DecoderModel, device: str | None) -> Executor:
     try:
-        from executors.onnx import OnnxExecutor
+        from haarkv.executors.onnx import OnnxExecutor
     except ImportError as error:
         raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
     return OnnxExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[Qwen3, str | None], Executor]] = {
+_BUILDERS: dict[str, Callable[[DecoderModel, str | None], Executor]] = {
     "reference": _reference,
     "cpu": _cpu,
     "cuda": _cuda,
@@ -72,7 +72,7 @@ def default_dtype(name: str) -> str:
     return "bfloat16" if _known(name) in ("npu", "cuda") else "float32"
 
 
-def create(name: str, model: Qwen3, plan: KVPlan, device: str | None = None) -> Executor:
+def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = None) -> Executor:
     """An executor for a model and a KV plan.
 
     Args:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from executors.reference import ReferenceExecutor
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.layer import Ops
-from models.qwen3_14b.model import Qwen3
-from tq_ops import reference
-from tq_ops.cpu.layout import unsupported
-from tq_ops.cpu.library import KernelsMissingError
-from tq_ops.cpu.ops import CpuOps
-from tq_ops.plan import KVPlan
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu.layout import unsupported
+from haarkv.tq_ops.cpu.library import KernelsMissingError
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 
 
 class CpuExecutor(ReferenceExecutor):
@@ -22,8 +21,8 @@ class CpuExecutor(ReferenceExecutor):
 
     name = "cpu"
 
-    def __init__(self, model: Qwen3) -> None:
-        ops: Ops
+    def __init__(self, model: DecoderModel) -> None:
+        ops: OpTable
         try:
             ops = CpuOps()
             self.description = f"C++ kernels ({ops.level}) on the CPU"
@@ -32,5 +31,5 @@ class CpuExecutor(ReferenceExecutor):
             self.description = f"the reference's plain torch on the CPU, slowly: {missing}"
         super().__init__(model, ops)
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return unsupported(plan, config.head_dim)

@@ -12,18 +12,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from executors.cuda_graph import DecodeStep, bucket_of
-from executors.non_finite import blame
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.decode import decode
-from models.qwen3_14b.layer import OP_NAMES, Ops
-from models.qwen3_14b.model import Qwen3, run_layers
-from models.qwen3_14b.prefill import prefill
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.cuda.layout import NO_FAULT, layout_of, unsupported
-from tq_ops.errors import InputError
-from tq_ops.plan import KVPlan
+from haarkv.executors.cuda_graph import DecodeStep, bucket_of
+from haarkv.executors.non_finite import blame
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.decode import decode
+from haarkv.models.qwen3_14b.model import run_layers
+from haarkv.models.qwen3_14b.prefill import prefill
+from haarkv.tq_ops.cuda.layout import NO_FAULT, layout_of, unsupported
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 
 class CudaExecutor:
@@ -47,15 +47,15 @@ class CudaExecutor:
     name = "cuda"
 
     def __init__(
-        self, model: Qwen3, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
+        self, model: DecoderModel, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
     ) -> None:
         self.device = torch.device("cpu") if interpreted else _open(device)
         try:
-            from tq_ops.cuda import ops
+            from haarkv.tq_ops.cuda import ops
         except ImportError:
             raise InputError("executor cuda needs Triton; install the cuda extra (pip install 'haarkv[cuda]')") from None
         self.config = model.config
-        self.ops: Ops = cast(Ops, ops)
+        self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
         self.description = f"cuda ({name})"
         self._model = model.to(self.device)
@@ -67,12 +67,12 @@ class CudaExecutor:
         table = {name: getattr(ops, name) for name in OP_NAMES}
         if folded:
             table["paged_attention"] = ops.attend_turned
-        self._careful_ops = cast(Ops, SimpleNamespace(**table))
-        self.step_ops: Ops = cast(Ops, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
+        self._careful_ops = cast(OpTable, SimpleNamespace(**table))
+        self.step_ops: OpTable = cast(OpTable, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
         return unsupported(plan, config.head_dim)
@@ -107,7 +107,7 @@ class CudaExecutor:
     def _all_sound(self, logits: Tensor) -> Tensor:
         return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
-    def _checked(self, logits: Tensor, sound: Tensor, rerun: Callable[[Ops], object]) -> Tensor:
+    def _checked(self, logits: Tensor, sound: Tensor, rerun: Callable[[OpTable], object]) -> Tensor:
         """The logits of a step that is over, or the error that names what is not finite in it."""
         if bool(sound):
             return logits
@@ -132,7 +132,7 @@ def _open(device: str | None) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-def fold_rotations(model: Qwen3, plan: KVPlan) -> Qwen3:
+def fold_rotations(model: DecoderModel, plan: KVPlan) -> DecoderModel:
     """The model whose output projections turn V back: `o_proj_h @ rotation` for each query head h.
 
     Attention's turned output y stands for `y @ rotation.T`, so `(y @ rotation.T) @ o_proj_h.T = y @ (o_proj_h @ rotation).T`.

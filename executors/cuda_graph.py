@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 
 Step = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """From token ids [B] and their places to logits [B, vocab] fp32 and whether all went well, a bool [] on the device."""

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.qwen3_14b.layer import OP_NAMES, Ops
-from models.qwen3_14b.weights import Weights
-from tq_ops.errors import NonFiniteError
+from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 
 class _FoundError(Exception):
@@ -20,7 +20,7 @@ class _FoundError(Exception):
         self.op, self.args_of_op = op, args
 
 
-def _watched(ops: Ops, stored_layers: list[int]) -> Ops:
+def _watched(ops: OpTable, stored_layers: list[int]) -> OpTable:
     """The same op table, which raises at the first op that makes something not finite out of what it is given."""
 
     def watch(name: str) -> Callable[..., Any]:
@@ -39,10 +39,10 @@ def _watched(ops: Ops, stored_layers: list[int]) -> Ops:
 
         return run
 
-    return cast(Ops, SimpleNamespace(**{name: watch(name) for name in OP_NAMES}))
+    return cast(OpTable, SimpleNamespace(**{name: watch(name) for name in OP_NAMES}))
 
 
-def blame(weights: Weights, ops: Ops, rerun: Callable[[Ops], object]) -> NonFiniteError:
+def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) -> NonFiniteError:
     """Name the tensor and layer at which a forward first stops being finite.
 
     Args:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.model import Qwen3, embed
-from models.qwen3_14b.npu import inputs, programs
-from models.qwen3_14b.npu.programs import LayerProgram
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.errors import InputError, NonFiniteError
-from tq_ops.npu.device import Runner, open_runner
-from tq_ops.plan import KVPlan
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.model import embed
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.models.qwen3_14b.npu.programs import LayerProgram
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.npu.device import Runner, open_runner
 
 
 class NpuExecutor:
@@ -31,7 +31,7 @@ class NpuExecutor:
     name = "npu"
     ops = None
 
-    def __init__(self, model: Qwen3, device: str | None = None) -> None:
+    def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
             raise InputError(f"executor npu cannot run this: {reason}")
         if model.dtype != torch.bfloat16:
@@ -54,7 +54,7 @@ class NpuExecutor:
         ]
         self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         for kv_format in plan.formats:
             if kv_format.name != "tq4":
                 return f"its programs read and write tq4, not {kv_format.name}"

@@ -15,10 +15,11 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from executors.onnx_model import (
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.onnx.model import (
     DEFAULT_OPSET,
     FIELDS,
-    GraphPlan,
+    GraphSpec,
     Sizes,
     build,
     cache_name,
@@ -26,14 +27,12 @@ from executors.onnx_model import (
     unsupported,
     weight_values,
 )
-from executors.onnx_qwen3 import Qwen3Scopes
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.model import Qwen3
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.errors import InputError, NonFiniteError
-from tq_ops.plan import KVPlan
-from tq_ops.reference import pad_queries
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.reference import pad_queries
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
@@ -96,16 +95,16 @@ class OnnxExecutor:
     name = "onnx"
     ops = None
 
-    def __init__(self, model: Qwen3, provider: str | None = None) -> None:
+    def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
         self._provider = open_provider(provider)
         self.config = model.config
         self.device = torch.device(self._provider.device)
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
         self._weights = dict(weight_values(model.to(self.device)))
-        self._sessions: dict[GraphPlan, _Session] = {}
+        self._sessions: dict[GraphSpec, _Session] = {}
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return unsupported(config, plan)
 
     @torch.inference_mode()
@@ -121,14 +120,14 @@ class OnnxExecutor:
         token, _, valid = pad_queries(batch)
         out = torch.empty_like(hidden[token])
         for layer in span:
-            plan = GraphPlan(range(layer, layer + 1), embed=False, head=False, opset=DEFAULT_OPSET)
+            plan = GraphSpec(range(layer, layer + 1), embed=False, head=False, opset=DEFAULT_OPSET)
             self._run(plan, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
 
     def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, tokens: int | str) -> Tensor:
         token, _, valid = pad_queries(batch)
-        plan = GraphPlan(range(self.config.num_layers), embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens))
+        plan = GraphSpec(range(self.config.num_layers), embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens))
         inputs = {"input_ids": token_ids[token]}
         if tokens != 1:
             rows = torch.arange(token.shape[0], device=self.device) * token.shape[1]
@@ -140,7 +139,7 @@ class OnnxExecutor:
         return logits
 
     def _run(
-        self, plan: GraphPlan, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
+        self, plan: GraphSpec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
     ) -> None:
         """Run a graph on tensors where they lie, and store what it made of the new tokens."""
         _, _, valid = pad_queries(batch)
@@ -176,7 +175,7 @@ class OnnxExecutor:
         for name, tensor in tensors.items():
             bind(name, self._provider.memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
-    def _session(self, plan: GraphPlan) -> _Session:
+    def _session(self, plan: GraphSpec) -> _Session:
         """The session of a graph, opened when it is first run. Weights are inputs: all sessions use the model's own memory."""
         if plan not in self._sessions:
             options = ort.SessionOptions()

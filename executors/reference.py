@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from executors.non_finite import blame
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.decode import decode
-from models.qwen3_14b.layer import Ops
-from models.qwen3_14b.model import Qwen3, run_layers
-from models.qwen3_14b.prefill import prefill
-from tq_ops import reference
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.errors import NonFiniteError
-from tq_ops.plan import KVPlan
+from haarkv.executors.non_finite import blame
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.decode import decode
+from haarkv.models.qwen3_14b.model import run_layers
+from haarkv.models.qwen3_14b.prefill import prefill
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 
-Forward = Callable[[Qwen3, Tensor, Batch, PagedKVCache, Ops], Tensor]
+Forward = Callable[[DecoderModel, Tensor, Batch, PagedKVCache, OpTable], Tensor]
 
 
 class ReferenceExecutor:
@@ -34,12 +34,12 @@ class ReferenceExecutor:
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
 
-    def __init__(self, model: Qwen3, ops: Ops = reference) -> None:
+    def __init__(self, model: DecoderModel, ops: OpTable = reference) -> None:
         self.config = model.config
         self.ops = ops
         self._model = model
 
-    def supports(self, config: Qwen3Config, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return None
 
     @torch.inference_mode()

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.qwen3_14b.config import FAMILY, Qwen3Config
-from models.qwen3_14b.layer import RopeTable
-from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.weights import Progress, load_weights, random_tensors, random_weights, stored_tensors
-from tq_ops.errors import InputError
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.config import FAMILY, read_hf_config
+from haarkv.models.qwen3_14b.weights import Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.rope import RopeTable
+from haarkv.tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,20 +38,20 @@ def folder_of(name: str) -> Path | None:
     return folder
 
 
-def read_config(name: str, layers: int | None = None) -> Qwen3Config:
+def read_config(name: str, layers: int | None = None) -> DecoderConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
         name: `tiny`, `random:SIZE` (0.6b … 32b) or a checkpoint folder.
         layers: for `random:SIZE`, how many of the model's layers to build.
     Raises:
-        InputError: no such model, a config that is not a dense Qwen3, or layers for a checkpoint.
+        InputError: no such model, a config that is not a dense DecoderModel, or layers for a checkpoint.
     """
     folder = folder_of(name)
     if folder is not None:
         if layers is not None:
             raise InputError("--layers shortens a random model; a checkpoint runs whole")
-        return Qwen3Config.from_hf(folder / "config.json")
+        return read_hf_config(folder / "config.json")
     size = name.removeprefix(_RANDOM)
     if size not in FAMILY:
         raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in FAMILY)}")
@@ -63,7 +63,7 @@ def read_config(name: str, layers: int | None = None) -> Qwen3Config:
     return replace(config, num_layers=layers)
 
 
-def load_model(name: str, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None) -> Qwen3:
+def load_model(name: str, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None) -> DecoderModel:
     """Load a model by name onto the host.
 
     Args:
@@ -80,10 +80,10 @@ def load_model(name: str, dtype: str = "float32", layers: int | None = None, pro
         weights = random_weights(config, DTYPES[dtype], progress=progress)
     else:
         weights = load_weights(folder, config, DTYPES[dtype], progress)
-    return Qwen3(config, weights, RopeTable(config))
+    return DecoderModel(config, weights, RopeTable(config))
 
 
-def stream_tensors(name: str, config: Qwen3Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stream_tensors(name: str, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
     Args:

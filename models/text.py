@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from models.catalog import folder_of
-from models.qwen3_14b.config import Qwen3Config, eos_token_ids
-from tq_ops.errors import InputError
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import folder_of
+from haarkv.models.qwen3_14b.config import eos_token_ids
+from haarkv.tq_ops.errors import InputError
 
 
 class TextStream(Protocol):
@@ -49,7 +50,7 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """`tokenizer.json` of a checkpoint folder, with its chat template where it has one."""
 
-    def __init__(self, folder: Path, config: Qwen3Config) -> None:
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{folder} has no tokenizer.json; text cannot be turned into tokens")
@@ -122,7 +123,7 @@ class ByteTokenizer:
         return f"<{token_id}>"
 
 
-def load_tokenizer(name: str, config: Qwen3Config) -> Tokenizer:
+def load_tokenizer(name: str, config: DecoderConfig) -> Tokenizer:
     """Tokenizer of a model by name.
 
     Raises:

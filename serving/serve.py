@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from serving.vllm_plugin import KV, PER_LAYER
-from tq_ops.errors import InputError
+from haarkv.serving.vllm_plugin import KV, PER_LAYER
+from haarkv.tq_ops.errors import InputError
 
 KV_STORAGES = (KV, "bf16")
 """What `--kv` takes; `bf16` leaves the cache to vLLM."""

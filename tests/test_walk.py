@@ -1,11 +1,10 @@
 """The documentation runs: the walk of one K vector, the README's script, and every link between our own files."""
 
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

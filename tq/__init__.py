@@ -20,37 +20,46 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0"
 
 _PUBLIC = {
-    "Batch": "tq_ops.batch",
-    "InputError": "tq_ops.errors",
-    "KVPlan": "tq_ops.plan",
-    "KVSpec": "tq_ops.plan",
-    "PagedKVCache": "tq_ops.cache",
-    "PagedSequences": "tq_ops.batch",
-    "Qwen3Config": "models.qwen3_14b.config",
-    "Sampling": "executors.sampling",
-    "Session": "executors.session",
+    "Batch": "haarkv.tq_ops.kv.batch",
+    "InputError": "haarkv.tq_ops.errors",
+    "KVPlan": "haarkv.tq_ops.kv.plan",
+    "KVSpec": "haarkv.tq_ops.kv.plan",
+    "PagedKVCache": "haarkv.tq_ops.kv.cache",
+    "PagedSequences": "haarkv.tq_ops.kv.batch",
+    "DecoderConfig": "haarkv.models.base",
+    "Sampling": "haarkv.engine.sampling",
+    "Session": "haarkv.engine.session",
     "TQCache": "tq.hf.cache",
     "generate": "tq.hf.generate",
-    "load": "executors.session",
+    "load": "haarkv.engine.session",
 }
 
 # Without TQCache and generate, so that `from tq import *` needs no extra.
 __all__ = [
-    "Batch", "InputError", "KVPlan", "KVSpec", "PagedKVCache", "PagedSequences", "Qwen3Config", "Sampling", "Session",
-    "formats", "load",
+    "Batch",
+    "DecoderConfig",
+    "InputError",
+    "KVPlan",
+    "KVSpec",
+    "PagedKVCache",
+    "PagedSequences",
+    "Sampling",
+    "Session",
+    "formats",
+    "load",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name == "formats":
-        return import_module("tq_ops.formats")
+        return import_module("haarkv.tq_ops.formats")
     if name in _PUBLIC:
         try:
             return getattr(import_module(_PUBLIC[name]), name)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] != "transformers":
                 raise
-            from tq_ops.errors import InputError
+            from haarkv.tq_ops.errors import InputError
 
             raise InputError(f"tq.{name} needs transformers, which is not installed; run pip install 'haarkv[hf]'") from None
     raise AttributeError(f"module 'tq' has no attribute {name!r}")

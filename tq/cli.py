@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from haarkv.tq_ops.errors import InputError
 from tq import __version__
-from tq_ops.errors import InputError
 
 _COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "serve", "formats", "info")
 

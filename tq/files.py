@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 
-from tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError
 
 
 def check_writable(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from tq_ops.plan import KVSpec
+    from haarkv.tq_ops.kv.plan import KVSpec
 
 
 class _Layers(click.ParamType[tuple[int, ...]]):
@@ -58,8 +58,8 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         click.UsageError: a plan file together with what it says already.
         InputError: a file that is no plan.
     """
-    from tq_ops.plan import KVSpec
-    from tq_ops.plan_file import load
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.tq_ops.kv.plan_file import load
 
     if (file := given.get("kv_plan")) is None:
         return KVSpec(given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"])

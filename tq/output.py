@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from models.qwen3_14b.weights import Progress
-    from validation.evaluation import OnStep
+    from haarkv.models.qwen3_14b.weights import Progress
+    from haarkv.validation.fidelity.evaluation import OnStep
 
 
 # A pipe or a file has no width; so many columns keep every table in one piece.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 
 _WIDEN_BYTES = 2 * 2**20
 
@@ -74,7 +74,7 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-    """Quantise K and V and store them, each once, at their slots.
+    """Quantize K and V and store them, each once, at their slots.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
@@ -88,7 +88,7 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """Causal attention of new tokens over everything stored of their sequences, themselves included.
 
-    The oracle of the rotated-domain kernels: it de-quantises, then attends. KV head g serves the query heads
+    The oracle of the rotated-domain kernels: it de-quantizes, then attends. KV head g serves the query heads
     g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `Window.seen` says.
 
     Args:

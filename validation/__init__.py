@@ -4,7 +4,7 @@ report = validate(reference, candidate, model, prompts, steps, plan)
 report.passed, report.first_divergence, report.rows
 """
 
-from validation.report import Report
-from validation.runner import validate
+from haarkv.validation.layers.report import Report
+from haarkv.validation.layers.runner import validate
 
 __all__ = ["Report", "validate"]

@@ -2,7 +2,7 @@
 
 Tests of a single formula state theirs beside the formula.
 
-Two questions are never mixed: *fast against reference* (tight, of one op or one layer) and *quantised against full
+Two questions are never mixed: *fast against reference* (tight, of one op or one layer) and *quantized against full
 precision* (fidelity, a distribution). Measured figures are from torch 2.13 on x86-64; each bound leaves a margin for
 another order of FP32 sums.
 """
@@ -68,7 +68,7 @@ ORACLE_KV = 5e-6
 # Measured: 7e-6 for tq4; where numbers are rounded to BF16, 7e-5 (tq4_seed) and 5e-4 (bf16).
 ORACLE_DIFFERENT_LEVELS = 2e-4
 ORACLE_DIFFERENT_BF16 = 3e-3
-# Ties left to grow, against what quantisation does: measured 2e-6 without a tie, up to 0.06 with one.
+# Ties left to grow, against what quantization does: measured 2e-6 without a tie, up to 0.06 with one.
 ORACLE_FREE_RUNNING = 0.2
 # Share of a BF16 layer's output that may have other bits than the oracle's: one number on the way that falls to the other
 # side of a rounding point moves its token's. Measured over four seeds: 0 mostly, 0.067 (one of 13 tokens) at most; without

@@ -1,87 +1,50 @@
-"""Shapes of a dense Qwen3, read from a Hugging Face `config.json` or by the name of a family member."""
+"""Shapes of a dense DecoderModel, read from a Hugging Face `config.json` or by the name of a family member."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tq_ops.errors import InputError
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.errors import InputError
 
 
-@dataclass(frozen=True)
-class Qwen3Config:
-    """What the forward needs to know; the words are Hugging Face's.
+def read_hf_config(path: Path) -> DecoderConfig:
+    """Read a `config.json`.
 
-    Attributes:
-        head_dim: D, from the config and never hidden_size / num_heads.
-        num_kv_heads: Hkv; each serves num_heads / num_kv_heads query heads.
-        tie_word_embeddings: the head is the embedding.
-        eos_token_ids: tokens that end a text.
+    Raises:
+        InputError: no such file, not JSON, not a dense DecoderModel, or a feature that is not built (rope scaling, sliding
+            windows, attention biases), by name.
     """
+    raw = _read_json(path)
+    _refuse_what_is_not_built(raw, path)
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rope_theta: float = 1e6
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 40960
-    eos_token_ids: tuple[int, ...] = ()
+    def count(key: str, default: int | None = None) -> int:
+        return int(_positive(raw, key, path, default, int))
 
-    @property
-    def softmax_scale(self) -> float:
-        """1/sqrt(head_dim)."""
-        return float(self.head_dim**-0.5)
-
-    @classmethod
-    def from_hf(cls, path: Path) -> Qwen3Config:
-        """Read a `config.json`.
-
-        Raises:
-            InputError: no such file, not JSON, not a dense Qwen3, or a feature that is not built (rope scaling, sliding
-                windows, attention biases), by name.
-        """
-        raw = _read_json(path)
-        _refuse_what_is_not_built(raw, path)
-
-        def count(key: str, default: int | None = None) -> int:
-            return int(_positive(raw, key, path, default, int))
-
-        heads, rope = count("num_attention_heads"), _rope(raw)
-        config = cls(
-            hidden_size=count("hidden_size"),
-            num_layers=count("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=count("num_key_value_heads", heads),
-            head_dim=count("head_dim", 128),  # Qwen3's own default, whatever hidden_size / heads may be
-            intermediate_size=count("intermediate_size"),
-            vocab_size=count("vocab_size"),
-            rope_theta=_positive(raw if rope.get("rope_theta") is None else rope, "rope_theta", path, 1e4),
-            rms_norm_eps=_positive(raw, "rms_norm_eps", path, 1e-6),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=count("max_position_embeddings", 32768),
-            eos_token_ids=eos_token_ids(raw, path),
-        )
-        if config.num_heads % config.num_kv_heads:
-            raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
-        if config.head_dim % 2:
-            raise InputError(f"{path}: head_dim {config.head_dim} is odd; rotary embedding needs an even one")
-        return config
-
-    def num_parameters(self) -> int:
-        """Weights of the model, a tied head counted once."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        norms = 2 * self.hidden_size + 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + norms
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+    heads, rope = count("num_attention_heads"), _rope(raw)
+    config = DecoderConfig(
+        hidden_size=count("hidden_size"),
+        num_layers=count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", 128),  # Qwen3's own default, whatever hidden_size / heads may be
+        intermediate_size=count("intermediate_size"),
+        vocab_size=count("vocab_size"),
+        rope_theta=_positive(raw if rope.get("rope_theta") is None else rope, "rope_theta", path, 1e4),
+        rms_norm_eps=_positive(raw, "rms_norm_eps", path, 1e-6),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position_embeddings=count("max_position_embeddings", 32768),
+        eos_token_ids=eos_token_ids(raw, path),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
+    if config.head_dim % 2:
+        raise InputError(f"{path}: head_dim {config.head_dim} is odd; rotary embedding needs an even one")
+    return config
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
@@ -146,12 +109,12 @@ def _refuse_what_is_not_built(raw: Mapping[str, Any], path: Path) -> None:
             raise InputError(f"{path} asks for {reason}, which this project does not build")
 
 
-QWEN3_14B = Qwen3Config(
+QWEN3_14B = DecoderConfig(
     hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=8, head_dim=128, intermediate_size=17408,
     vocab_size=151936, eos_token_ids=(151645, 151643),
 )  # fmt: skip
 
-FAMILY: dict[str, Qwen3Config] = {
+FAMILY: dict[str, DecoderConfig] = {
     "0.6b": replace(
         QWEN3_14B, hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tie_word_embeddings=True
     ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.qwen3_14b.layer import Ops
-from models.qwen3_14b.model import Qwen3, embed, head, run_layers
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.model import embed, head, run_layers
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
 
 
-def decode(model: Qwen3, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: Ops) -> Tensor:
+def decode(model: DecoderModel, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
     """Store the K and V of each sequence's next token and predict the one after.
 
     Args:

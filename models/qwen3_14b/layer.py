@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
 from torch import Tensor
 
-from models.qwen3_14b.config import Qwen3Config
-from models.qwen3_14b.weights import LayerWeights
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-
-
-class Ops(Protocol):
-    """An op table: a module such as `tq_ops.reference`, whose signatures every other table repeats."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
-    def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
-    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None: ...
-    def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor: ...
-
-
-OP_NAMES = ("rms_norm", "linear", "rope", "silu_mul", "store_kv", "paged_attention")
-"""Every op of a table, in the order in which a layer first calls them."""
-
-
-class RopeTable:
-    """cos and sin of every position, FP32: computed once on the host and handed to every executor.
-
-        inv_freq_i = theta ** (-2i/D);   angle = position * inv_freq
-
-    Args:
-        config: theta, head_dim and the number of positions.
-        device: where the tables live.
-    """
-
-    def __init__(self, config: Qwen3Config, device: torch.device | str = "cpu") -> None:
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        inv_freq = 1.0 / (config.rope_theta**exponent)
-        angle = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * inv_freq
-        self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D/2] fp32 of positions [T]."""
-        return self.cos[positions], self.sin[positions]
+from haarkv.models.base import DecoderConfig
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
 
 
 def decoder_layer(
@@ -54,8 +16,8 @@ def decoder_layer(
     weights: LayerWeights,
     index: int,
     *,
-    config: Qwen3Config,
-    ops: Ops,
+    config: DecoderConfig,
+    ops: OpTable,
     cache: PagedKVCache,
     batch: Batch,
     rope: tuple[Tensor, Tensor],

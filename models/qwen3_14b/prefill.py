@@ -1,6 +1,6 @@
 """Prefill: new tokens of several sequences at once, ragged, each attending to what its sequence has stored so far.
 
-Attention reads the *stored* K and V, quantised, also those of the tokens that have just come in: what a token sees does not
+Attention reads the *stored* K and V, quantized, also those of the tokens that have just come in: what a token sees does not
 depend on how its prompt was cut into chunks. A prompt is prefilled in chunks by calling this once a chunk.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.qwen3_14b.layer import Ops
-from models.qwen3_14b.model import Qwen3, embed, head, run_layers
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.model import embed, head, run_layers
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
 
 
-def prefill(model: Qwen3, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: Ops) -> Tensor:
+def prefill(model: DecoderModel, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
     """Store the K and V of T tokens of B sequences and predict what follows each sequence.
 
     Args:

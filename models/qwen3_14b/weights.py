@@ -1,4 +1,4 @@
-"""Weights of a dense Qwen3: from Hugging Face safetensors, memory-mapped, or random of the true shapes."""
+"""Weights of a dense DecoderModel: from Hugging Face safetensors, memory-mapped, or random of the true shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.qwen3_14b.config import Qwen3Config
-from tq_ops.errors import InputError
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.errors import InputError
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
@@ -91,7 +91,7 @@ def layer_names(index: int) -> dict[str, str]:
     return {field: _LAYER.format(index, name) for field, name in _HF_NAMES.items()}
 
 
-def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each field of `LayerWeights`."""
     hidden, dim = config.hidden_size, config.head_dim
     q, kv, mlp = config.num_heads * dim, config.num_kv_heads * dim, config.intermediate_size
@@ -102,7 +102,7 @@ def layer_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def checkpoint_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor a checkpoint of this config must hold."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
@@ -114,7 +114,7 @@ def checkpoint_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def assemble(config: Qwen3Config, get: Callable[[str], Tensor]) -> Weights:
+def assemble(config: DecoderConfig, get: Callable[[str], Tensor]) -> Weights:
     """Build `Weights` from a lookup by Hugging Face name."""
     embedding = get(EMBEDDING)
     layers = tuple(
@@ -125,12 +125,12 @@ def assemble(config: Qwen3Config, get: Callable[[str], Tensor]) -> Weights:
     return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(HEAD))
 
 
-def random_weights(config: Qwen3Config, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
+def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
     """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint."""
     return _gathered(config, random_tensors(config, dtype, seed), progress)
 
 
-def random_tensors(config: Qwen3Config, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
     generator = torch.Generator().manual_seed(seed)
     for name, shape in checkpoint_shapes(config).items():
@@ -140,7 +140,7 @@ def random_tensors(config: Qwen3Config, dtype: torch.dtype, seed: int = 0) -> It
             yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
 
 
-def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
+def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
     """Load a checkpoint folder, one file or sharded.
 
     Files are memory-mapped: a tensor whose dtype is already `dtype` stays in the file's pages and takes no memory of its
@@ -154,7 +154,7 @@ def load_weights(folder: Path, config: Qwen3Config, dtype: torch.dtype, progress
     return _gathered(config, stored_tensors(folder, config, dtype), progress)
 
 
-def stored_tensors(folder: Path, config: Qwen3Config, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Raises:
@@ -172,7 +172,7 @@ def stored_tensors(folder: Path, config: Qwen3Config, dtype: torch.dtype) -> Ite
             yield name, opened[files[name]].get_tensor(name).to(dtype)
 
 
-def _gathered(config: Qwen3Config, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+def _gathered(config: DecoderConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
     """A whole model of a stream of its tensors."""
     total, found = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):

@@ -1,4 +1,4 @@
-"""Train `tiny_qwen3`, or train it further: `python -m models.tiny_qwen3.train`.
+"""Train `tiny_qwen3`, or train it further: `python -m haarkv.models.tiny_qwen3.train`.
 
 Data: `corpus.py`. Tokenizer: byte-level BPE of 4,096 with single digits, trained on the same files. Windows of 512 tokens
 for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. The defaults are the recipe of the
@@ -23,7 +23,7 @@ from tokenizers import models as token_models
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 
 HERE = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"

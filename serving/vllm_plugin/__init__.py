@@ -18,7 +18,7 @@ def register() -> None:
     """Name the backend; what vLLM calls in each of its processes (entry-point group `vllm.general_plugins`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "serving.vllm_plugin.backend.TurnedAttentionBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, "haarkv.serving.vllm_plugin.backend.RotatedAttentionBackend")
 
 
 def platform() -> str | None:
@@ -28,5 +28,5 @@ def platform() -> str | None:
     """
     from vllm.platforms import cpu_platform_plugin
 
-    ours = {"vllm.platforms.cpu.CpuPlatform": "serving.vllm_plugin.platform.TurnedCpuPlatform"}
+    ours = {"vllm.platforms.cpu.CpuPlatform": "haarkv.serving.vllm_plugin.platform.RotatedCpuPlatform"}
     return ours.get(cpu_platform_plugin() or "")

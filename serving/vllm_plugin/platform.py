@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from serving.vllm_plugin.limits import is_asked_for, require_supported
-from tq_ops.cpu import library
+from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
+from haarkv.tq_ops.cpu import library
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
-class TurnedCpuPlatform(CpuPlatform):
+class RotatedCpuPlatform(CpuPlatform):
     """The CPU as vLLM knows it; only `--attention-backend CUSTOM`, which vLLM's own class passes over, is heard."""
 
     @classmethod

@@ -15,7 +15,7 @@ from tq.options import Numbers
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
-    from benchmarks.npu_attention import Point
+    from haarkv.benchmarks.npu_attention import Point
 
 
 @click.group("bench")
@@ -47,7 +47,7 @@ def npu(
     Simulated, for one Ascend 910B, and relative: they compare designs and are no latency. A point takes from seconds to
     minutes.
     """
-    from benchmarks import npu_attention, npu_plot
+    from haarkv.benchmarks import npu_attention, npu_plot
     from tq.files import check_writable, write_whole
 
     unknown = set(variants) - set(npu_attention.VARIANTS)

@@ -15,10 +15,10 @@ from tq.options import Numbers
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
-    from benchmarks.decode import Request
-    from benchmarks.decode_cost import Row
-    from benchmarks.ops import OpRow
-    from benchmarks.timing import Machine
+    from haarkv.benchmarks.decode import Request
+    from haarkv.benchmarks.decode_cost import CostRow
+    from haarkv.benchmarks.ops import OpRow
+    from haarkv.benchmarks.timing import Machine
 
 _OPTIONS = (
     click.option("--model", default="random:0.6b", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE."),
@@ -55,9 +55,9 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
     Every variant of a case holds the same K and V and takes turns with the others. The floor is what this machine allows,
     measured in the same run: bytes at the speed of a copy, or operations at that of a matrix product, whichever takes longer.
     """
-    from benchmarks import decode_plot
-    from benchmarks.decode import measure
-    from benchmarks.report import emit
+    from haarkv.benchmarks import decode_plot
+    from haarkv.benchmarks.decode import measure
+    from haarkv.benchmarks.report import emit
     from tq.files import check_writable, write_whole
 
     if plot_file is not None:
@@ -76,9 +76,9 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
 @click.command("ops")
 @_options
 def ops(**given: Any) -> None:
-    """Quantising, storing and attending, one layer at a time, for one new token and for a chunk of 64."""
-    from benchmarks.ops import measure
-    from benchmarks.report import emit
+    """Quantizing, storing and attending, one layer at a time, for one new token and for a chunk of 64."""
+    from haarkv.benchmarks.ops import measure
+    from haarkv.benchmarks.report import emit
 
     request = _request(given)
     with loading(request.model) as progress, _turning() as on_turn:
@@ -94,7 +94,7 @@ def ops(**given: Any) -> None:
     emit("ops", _line(request, machine, rows), save=given["save"])
 
 
-def _line(request: Request, machine: Machine, rows: Sequence[Row] | Sequence[OpRow]) -> dict[str, Any]:
+def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence[OpRow]) -> dict[str, Any]:
     settings = {"model": request.model, "dtype": request.dtype, "layers": request.layers, "repeats": request.repeats}
     return settings | {"machine": asdict(machine), "rows": [r.as_json() for r in rows]}
 
@@ -102,8 +102,8 @@ def _line(request: Request, machine: Machine, rows: Sequence[Row] | Sequence[OpR
 def _request(given: dict[str, Any], **more: Any) -> Request:
     import torch
 
-    from benchmarks.decode import Request
-    from validation.evaluation_setup import parse_list
+    from haarkv.benchmarks.decode import Request
+    from haarkv.validation.fidelity.setup import parse_list
 
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
@@ -126,7 +126,7 @@ def _turning() -> Iterator[Callable[[str], None]]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _print(request: Request, machine: Machine, rows: Sequence[Row]) -> None:
+def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
@@ -147,13 +147,13 @@ def _print(request: Request, machine: Machine, rows: Sequence[Row]) -> None:
     )
 
 
-def _best_peer(rows: Sequence[Row], like: Row) -> float | None:
+def _best_peer(rows: Sequence[CostRow], like: CostRow) -> float | None:
     """Fastest of the others' times in a row's case."""
     times = [r.ms for r in rows if (r.batch, r.context) == (like.batch, like.context) and r.peer and r.ms is not None]
     return min(times, default=None)
 
 
-def _cells(r: Row, peer: float | None) -> tuple[str, ...]:
+def _cells(r: CostRow, peer: float | None) -> tuple[str, ...]:
     def shown(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 

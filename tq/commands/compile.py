@@ -14,7 +14,7 @@ from tq.files import check_folder, whole_folder
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
-    from executors.npu_compile import Compiled
+    from haarkv.models.qwen3_14b.npu.compile import Compiled
 
 _PROGRAMS = ("decode", "prefill", "head")
 
@@ -34,8 +34,8 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     PyPTO keeps a compilation for the life of a process and writes no library that another one could load: on an NPU the
     first forward compiles again. What this shows is that the programs compile, how long it takes, and what they become.
     """
-    from executors.npu_compile import compile_programs
-    from models.catalog import read_config
+    from haarkv.models.catalog import read_config
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs
 
     if folder is not None:
         check_folder(folder)

@@ -15,10 +15,10 @@ from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
-    from executors.generation import Completion
-    from models.text import Tokenizer
-    from validation.fidelity import Candidate
-    from validation.greedy_diff import Divergence, GreedyDiff, OnStep, PromptDiff
+    from haarkv.engine.generation import Completion
+    from haarkv.models.text import Tokenizer
+    from haarkv.validation.fidelity.greedy_diff import Divergence, GreedyDiff, OnStep, PromptDiff
+    from haarkv.validation.fidelity.scores import Candidate
 
 # Python, which is what tiny was trained on, of different lengths.
 _PROMPTS = (
@@ -77,14 +77,14 @@ def command(
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     import torch
 
-    from validation.greedy_diff import default_dtype, greedy_diff, load_sides, parse_side
+    from haarkv.validation.fidelity.greedy_diff import default_dtype, greedy_diff, load_contenders, parse_contender
 
     if threads is not None:
         torch.set_num_threads(threads)
-    side_a, side_b = parse_side(spec_a), parse_side(spec_b)
+    side_a, side_b = parse_contender(spec_a), parse_contender(spec_b)
     dtype = dtype or default_dtype(side_a, side_b)
     with loading(model) as progress:
-        a, b = load_sides(
+        a, b = load_contenders(
             model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=kv_spec(kv), progress=progress
         )
     with _counting() as on_step:

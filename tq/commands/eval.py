@@ -18,8 +18,8 @@ from tq.kv_options import kv_options, kv_spec
 from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
-    from validation.evaluation import Plan, Row, Setup
-    from validation.evaluation_partial import Partial
+    from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
+    from haarkv.validation.fidelity.partial import Partial
 
 # Columns that the whole table takes; a narrower terminal gets it in two parts.
 _WIDTH = 120
@@ -83,11 +83,11 @@ def command(
         check_writable(file)
     import torch
 
-    from tq_ops import formats
-    from tq_ops.plan_file import load
-    from validation.evaluation import evaluate, make_plan
-    from validation.evaluation_plot import require_matplotlib, svg
-    from validation.evaluation_setup import load_setup, parse_list
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.kv.plan_file import load
+    from haarkv.validation.fidelity.evaluation import evaluate, make_workload
+    from haarkv.validation.fidelity.plot import require_matplotlib, svg
+    from haarkv.validation.fidelity.setup import load_setup, parse_list
 
     if plot_file is not None:
         require_matplotlib()
@@ -110,7 +110,7 @@ def command(
             progress=progress,
         )
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
-    plan = make_plan(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
+    plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
     with scoring(len(setup.caches) * plan.steps) as on_step:
         rows = evaluate(setup, plan, partial=open_partial(resume_file, setup, plan), on_step=on_step)
     if plot_file is not None:
@@ -121,10 +121,10 @@ def command(
         _print(model, text_file, setup, plan, rows)
 
 
-def open_partial(file: Path | None, setup: Setup, plan: Plan) -> Partial:
+def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
     """What an earlier run has left in a file, if any, and where this one keeps what it does."""
-    from validation.evaluation_partial import Partial
-    from validation.evaluation_setup import cache_fingerprint, run_fingerprint
+    from haarkv.validation.fidelity.partial import Partial
+    from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
     if file is None:
         return Partial()
@@ -138,7 +138,7 @@ def open_partial(file: Path | None, setup: Setup, plan: Plan) -> Partial:
     return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(file, content))
 
 
-def _print(model: str, text_file: str, setup: Setup, plan: Plan, rows: Sequence[Row]) -> None:
+def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:
     dtype, number = str(setup.model.dtype).removeprefix("torch."), len(plan.windows)
     windows = f"{number:,} window{'s' * (number != 1)} of {plan.windows[0].length:,}"
     title = f"{model} in {dtype}: {plan.scored:,} tokens of {text_file} in {windows}, against its own bf16 cache"
@@ -169,7 +169,7 @@ def _print(model: str, text_file: str, setup: Setup, plan: Plan, rows: Sequence[
         print(f"greedy: tokens equal to bf16's, of {plan.new_tokens} after each of {count} prompts of {length} tokens")
 
 
-def _as_json(setup: Setup, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:
     return {
         "dtype": str(setup.model.dtype).removeprefix("torch."),
         "tokens": plan.scored,

@@ -47,14 +47,14 @@ def command(
 
     docs/onnx.md describes inputs and outputs. With --for atc: graphs of static shapes for Ascend's compiler, and atc.sh.
     """
-    from models.catalog import read_config
-    from tq_ops.errors import InputError
-    from tq_ops.plan import KVSpec
+    from haarkv.models.catalog import read_config
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.plan import KVSpec
 
     try:
-        from executors.onnx_atc import ATC_OPSET
-        from executors.onnx_export import ABOUT, Export, write_export
-        from executors.onnx_model import DEFAULT_OPSET, unsupported
+        from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
+        from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
+        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, unsupported
     except ImportError as error:
         raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 

@@ -18,8 +18,8 @@ def command(head_dim: int, as_json: bool) -> None:
 
     Bytes are of one K or V vector of one KV head, scales included; the ratio is to bf16.
     """
-    from tq_ops import formats
-    from tq_ops.errors import InputError
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.errors import InputError
 
     formats.get(formats.names()[0]).fields(head_dim)  # what not even the default can hold is a slip
     rows: list[dict[str, Any]] = []

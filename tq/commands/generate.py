@@ -14,8 +14,8 @@ from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
-    from executors.generation import Completion
-    from executors.session import Result, Session
+    from haarkv.engine.generation import Completion
+    from haarkv.engine.session import Result, Session
 
 
 @click.command("generate")
@@ -65,8 +65,8 @@ def command(
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
     import torch
 
-    from executors.sampling import Sampling
-    from executors.session import load
+    from haarkv.engine.sampling import Sampling
+    from haarkv.engine.session import load
 
     spec = kv_spec(kv)
     if threads is not None:

@@ -12,7 +12,7 @@ import click
 from tq.output import print_table
 
 if TYPE_CHECKING:
-    from models.qwen3_14b.config import Qwen3Config
+    from haarkv.models.base import DecoderConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -44,7 +44,7 @@ def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
 
     MODEL is tiny (the default), a Hugging Face folder, or random:SIZE. Weights are not read.
     """
-    from models.catalog import read_config
+    from haarkv.models.catalog import read_config
 
     config = read_config(model, layers)
     weights = 2 * config.num_parameters()
@@ -67,7 +67,7 @@ def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
     print_table(title, ["format", "bytes/token", "vs bf16", "tokens"], cells)
 
 
-def _shape_rows(config: Qwen3Config, weights: int) -> list[tuple[str, str]]:
+def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
     return [
         ("layers", f"{config.num_layers}"),
         ("hidden", f"{config.hidden_size}"),
@@ -79,12 +79,12 @@ def _shape_rows(config: Qwen3Config, weights: int) -> list[tuple[str, str]]:
     ]
 
 
-def _kv_rows(config: Qwen3Config, free: int) -> list[dict[str, Any]]:
+def _kv_rows(config: DecoderConfig, free: int) -> list[dict[str, Any]]:
     """Bytes a token of every format that has a layout for this head_dim, and the tokens that whole blocks then hold."""
-    from executors.session import plan_for
-    from tq_ops import formats
-    from tq_ops.errors import InputError
-    from tq_ops.plan import BLOCK_SIZE, KVSpec
+    from haarkv.engine.session import plan_for
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
 
     def size_of(name: str) -> float:
         return plan_for(KVSpec(name), config).bytes_per_token(config.num_kv_heads, config.head_dim)

@@ -17,9 +17,9 @@ from tq.options import Numbers
 from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
-    from models.qwen3_14b.config import Qwen3Config
-    from validation.evaluation import Row, Setup
-    from validation.planner import Choice, Costs, Verified
+    from haarkv.models.base import DecoderConfig
+    from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
+    from haarkv.validation.planning.planner import Allocation, Costs, Verified
 
 _CONTEXT = 4096
 
@@ -81,11 +81,11 @@ def command(
             check_writable(file)
     import torch
 
-    from executors.session import shape_of
-    from models.catalog import read_config
-    from tq_ops.plan_file import dumps
-    from validation import planner
-    from validation.evaluation_setup import load_setup
+    from haarkv.engine.session import shape_of
+    from haarkv.models.catalog import read_config
+    from haarkv.tq_ops.kv.plan_file import dumps
+    from haarkv.validation.fidelity.setup import load_setup
+    from haarkv.validation.planning import planner
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -115,20 +115,20 @@ def command(
 class _Request:
     """What the plan has to be."""
 
-    config: Qwen3Config
+    config: DecoderConfig
     names: Sequence[str]
     budget: float
     tails: Sequence[int]
     context: int
 
-    def choices(self, costs: Costs) -> list[Choice]:
-        from validation.planner import choices_within
+    def choices(self, costs: Costs) -> list[Allocation]:
+        from haarkv.validation.planning.planner import choices_within
 
         return choices_within(costs, self.config, budget=self.budget, tails=self.tails, context=self.context)
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from validation.planner import cache_of, places
+        from haarkv.validation.planning.planner import cache_of, places
 
         for choice in self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)}):
             cache_of(setup.base, choice.plan)
@@ -139,9 +139,9 @@ class _Found:
     """What was chosen, and by what; `rows` are of all plans measured whole, `tokens` those of the calibration."""
 
     costs: Costs
-    choice: Choice
-    row: Row
-    rows: Sequence[Row]
+    choice: Allocation
+    row: FidelityRow
+    rows: Sequence[FidelityRow]
     tokens: int
 
 
@@ -155,7 +155,7 @@ def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
     return ids[: len(ids) // 2], ids[len(ids) // 2 :]
 
 
-def _context(wanted: int | None, config: Qwen3Config, texts: Sequence[list[int]]) -> int:
+def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:
     """Tokens of a sequence: as wanted, or as many as the model and both texts allow, 4,096 at most."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:
@@ -171,12 +171,12 @@ def _context(wanted: int | None, config: Qwen3Config, texts: Sequence[list[int]]
 def _search(
     setup: Setup, request: _Request, ids: list[int], tokens: int, window: int | None, resume_file: Path | None
 ) -> _Found:
-    from validation.evaluation import make_plan
-    from validation.planner import changed_caches, compare, measure
+    from haarkv.validation.fidelity.evaluation import make_workload
+    from haarkv.validation.planning.planner import changed_caches, compare, measure
 
     limit = request.config.max_position_embeddings
-    places = make_plan(ids, limit, window=window, tokens=tokens, prompts=0)
-    whole = make_plan(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
+    places = make_workload(ids, limit, window=window, tokens=tokens, prompts=0)
+    whole = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
     changed = replace(setup, caches={name: side for name, (_, _, side) in changed_caches(setup.base, request.names).items()})
     partial = open_partial(resume_file, changed, places)
     with scoring(len(changed.caches) * places.scored) as on_step:
@@ -189,11 +189,11 @@ def _search(
 
 
 def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], tokens: int) -> Verified:
-    from validation.evaluation import make_plan
-    from validation.planner import rivals_of, verify
+    from haarkv.validation.fidelity.evaluation import make_workload
+    from haarkv.validation.planning.planner import rivals_of, verify
 
     limit = request.config.max_position_embeddings
-    unseen = make_plan(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
+    unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
     rivals = rivals_of(found.choice.plan, request.config, request.context, request.names)
     with scoring((1 + len(rivals)) * unseen.scored) as on_step:
         return verify(setup, unseen, found.choice.plan, rivals, on_step)
@@ -234,19 +234,19 @@ def _print(request: _Request, found: _Found, verified: Verified) -> None:
         print(_verdict(verified.plan, row, nearer, verified.windows))
 
 
-def _ending(out_file: Path, better: Row | None, written: bool) -> str:
+def _ending(out_file: Path, better: FidelityRow | None, written: bool) -> str:
     lost = f", though {better.kv} of the same bytes is no worse" if better else ""
     if written:
         return f"written to {out_file}{lost}"
     return f"{out_file} is not written{lost.replace('though', 'for')}; --force writes it"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: FidelityRow) -> tuple[str, ...]:
     sizes = (f"{row.bytes_per_token:,.0f}", f"{row.bits_per_value:.3f}")
     return (row.kv, *sizes, *(f"{kl:.3g}" for kl in (row.kl_mean, row.kl_median, row.kl_p999)))
 
 
-def _verdict(plan: Row, rival: Row, nearer: int, windows: int) -> str:
+def _verdict(plan: FidelityRow, rival: FidelityRow, nearer: int, windows: int) -> str:
     """By how much the plan wins or loses, in one line."""
     size = plan.bytes_per_token / rival.bytes_per_token - 1
     bytes_ = "the same bytes" if size == 0 else f"{abs(size):.1%} {'fewer' if size < 0 else 'more'} bytes"

@@ -21,8 +21,8 @@ def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: b
       tq serve tiny --port 8000
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
-    from models.catalog import TINY
-    from serving.serve import serve
+    from haarkv.models.catalog import TINY
+    from haarkv.serving.serve import serve
 
     if model.startswith("random:"):
         raise click.UsageError("vLLM reads models from folders; give tiny, a Hugging Face folder, or a name that it can load")

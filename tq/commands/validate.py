@@ -19,9 +19,9 @@ from tq.kv_options import kv_options, kv_spec
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
-    from models.qwen3_14b.model import Qwen3
-    from validation.report import Finding, Report, Row
-    from validation.self_test import SelfTestRow
+    from haarkv.models.base import DecoderModel
+    from haarkv.validation.layers.report import Finding, LayerRow, Report
+    from haarkv.validation.layers.self_test import SelfTestRow
 
 _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
 
@@ -65,11 +65,11 @@ def command(context: click.Context, /, **given: Any) -> int:
     if given["csv_file"]:
         write_whole(given["csv_file"], _as_csv(report))
     if given["html_file"]:
-        from validation.page import page
+        from haarkv.validation.layers.page import page
 
         write_whole(given["html_file"], page(report))
     if given["as_json"]:
-        from validation.report import as_json
+        from haarkv.validation.layers.report import as_json
 
         print(json.dumps(as_json(report)))
     else:
@@ -85,11 +85,11 @@ def _validate(
     texts = [*prompts, *(read_prompt(file) for file in files)]
     if not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
-    from executors.catalog import create, default_dtype
-    from executors.session import Session, plan_for
-    from models.catalog import load_model
-    from models.text import load_tokenizer
-    from validation.runner import count_rows, validate
+    from haarkv.engine.session import Session, plan_for
+    from haarkv.executors.catalog import create, default_dtype
+    from haarkv.models.catalog import load_model
+    from haarkv.models.text import load_tokenizer
+    from haarkv.validation.layers.runner import count_rows, validate
 
     spec = kv_spec(others)
     # Both run the same weights: in the dtype of the one that asks for less.
@@ -113,13 +113,13 @@ _COLUMNS = (
 
 
 @contextmanager
-def _watched(total: int, as_json: bool) -> Iterator[Callable[[Row], None]]:
+def _watched(total: int, as_json: bool) -> Iterator[Callable[[LayerRow], None]]:
     """Rows as they come: a table on stdout, or a bar on stderr where stdout is for JSON."""
     if not as_json:
         # Not before the first row: what is refused prints nothing.
         printed = False
 
-        def show(row: Row) -> None:
+        def show(row: LayerRow) -> None:
             nonlocal printed
             if not printed:
                 print(_line([name for name, _ in _COLUMNS]))
@@ -142,7 +142,7 @@ def _line(cells: Sequence[str]) -> str:
     return "  ".join(parts).rstrip()
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: LayerRow) -> list[str]:
     return [
         f"{row.phase} {row.step}", str(row.layer), row.mode, f"{100 * row.k_match:.3f}", f"{100 * row.v_match:.3f}",
         str(row.unexplained), f"{row.scale_err:.1e}", f"{row.hidden_cos:.8f}", f"{row.rel_l2:.1e}", f"{row.max_abs:.1e}",
@@ -169,7 +169,7 @@ def _print_verdict(report: Report) -> None:
 
 
 def _as_csv(report: Report) -> str:
-    from validation.report import csv_rows
+    from haarkv.validation.layers.report import csv_rows
 
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
@@ -186,11 +186,11 @@ def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> i
     for option in context.command.params:
         if option.name and option.name not in _OWN and context.get_parameter_source(option.name) is not source:
             raise click.UsageError(f"--self-test brings its own model, prompts and executor; leave out {option.opts[0]}")
-    from models.catalog import load_model
-    from models.text import load_tokenizer
-    from validation.self_test import self_test
+    from haarkv.models.catalog import load_model
+    from haarkv.models.text import load_tokenizer
+    from haarkv.validation.layers.self_test import self_test
 
-    models: list[Qwen3] = [load_model("tiny", name) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
+    models: list[DecoderModel] = [load_model("tiny", name) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
     tokenizer = load_tokenizer("tiny", models[0].config)
     prompts = [tokenizer.encode(text) for text in _SELF_TEST_PROMPTS]
     rows = self_test(models, prompts, None if as_json else _show_fault)

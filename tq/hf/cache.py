@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.stats import CacheStats, layer_stats
-from tq_ops import formats
-from tq_ops.errors import InputError
-from tq_ops.plan import KVSpec
-from tq_ops.plan_file import load
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -23,13 +23,13 @@ class TQCache(Cache):  # type: ignore[misc]
         model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="tq4"))
 
     Attention gets what is stored, restored into temporaries; nothing restored outlives the layer that asked for it. Each
-    vector is quantised once, when it leaves the tail; cropping and reordering move what is stored.
+    vector is quantized once, when it leaves the tail; cropping and reordering move what is stored.
 
     Args:
         config: the model's config, `model.config`.
         kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`.
-        tail: that many recent tokens stay in the model's own dtype, and are quantised when newer ones push them out. By
-            default the fewest that a format needs: none, or G - 1 where G tokens are quantised together.
+        tail: that many recent tokens stay in the model's own dtype, and are quantized when newer ones push them out. By
+            default the fewest that a format needs: none, or G - 1 where G tokens are quantized together.
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.

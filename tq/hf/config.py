@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_ops.errors import InputError
-from tq_ops.plan import ModelShape
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import ModelShape
 
 
 def decoder_config(config: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any, overload
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from haarkv.tq_ops.errors import InputError
 from tq.hf.cache import TQCache
-from tq_ops.errors import InputError
 
 
 @overload

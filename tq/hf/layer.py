@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tq.hf.store import Side
-from tq_ops.errors import InputError
-from tq_ops.formats import KVFormat
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from tq.hf.store import SideStore
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         # Tokens that have left the tail do not come back into it.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
-        self.sides: tuple[Side, ...] = ()
+        self.sides: tuple[SideStore, ...] = ()
         self._seen = 0
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         described = (("K", self.k_format, key_states, self.tail[0]), ("V", self.v_format, value_states, self.tail[1]))
         self.sides = tuple(
-            Side(name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]))
+            SideStore(name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]))
             for name, kv_format, x, tail in described
         )
         self.is_initialized = True
@@ -127,7 +127,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens; nothing that stays is quantised again.
+        """Forget the newest `-tokens_to_remove` tokens; nothing that stays is quantized again.
 
         Raises:
             InputError: a positive number, or tokens that a window has left behind would have to come back.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tq.hf.store import Side
+from tq.hf.store import SideStore
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CacheStats:
         return self.used / self.fp32 if self.fp32 else 0.0
 
 
-def layer_stats(layer: int, kv: str, sides: tuple[Side, ...]) -> LayerStats:
+def layer_stats(layer: int, kv: str, sides: tuple[SideStore, ...]) -> LayerStats:
     """The row of one layer; `sides` is empty before the first token."""
     values = sum(side.tokens * side.tail.shape[0] * side.tail.shape[1] * side.tail.shape[3] for side in sides)
     return LayerStats(

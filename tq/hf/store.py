@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tq_ops.errors import NonFiniteError
-from tq_ops.formats import KVFormat, NonFiniteVectorError
-from tq_ops.formats.kivi import groups_to_flush
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
+from haarkv.tq_ops.formats.kivi import groups_to_flush
 
 READ_TOKENS = 1024
 """Tokens that are restored at a time, so that a read needs little beside its result."""
@@ -22,7 +22,7 @@ class Packed:
     """Groups of a format, appended at the end and dropped at either end, in memory that is taken ahead.
 
     Each field is one tensor [B, Hkv, capacity, *field.shape], of which the groups `begin` to `end` are in use. A token is
-    copied about 32 times while a cache grows to any length, and no group is ever quantised again: of one that `drop_newest`
+    copied about 32 times while a cache grows to any length, and no group is ever quantized again: of one that `drop_newest`
     cuts through, the fewer tokens that still count are remembered.
 
     Args:
@@ -136,14 +136,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class Prepared:
-    """New vectors, quantised and not yet stored."""
+    """New vectors, quantized and not yet stored."""
 
     sink: Tensor
     packed: dict[str, Tensor] | None
     tail: Tensor
 
 
-class Side:
+class SideStore:
     """K or V of one layer: `sink` tokens as handed in, then packed ones, then up to `tail` tokens as handed in.
 
     Tokens leave the tail in groups of the format, oldest first, as soon as it would hold more than `tail`.
@@ -170,7 +170,7 @@ class Side:
         return self.sink.shape[2] + self.packed.tokens + self.tail.shape[2]
 
     def prepare(self, x: Tensor, seen: int) -> Prepared:
-        """Quantise what leaves the tail when x [B, Hkv, n, D] arrives after `seen` tokens; nothing is stored yet.
+        """Quantize what leaves the tail when x [B, Hkv, n, D] arrives after `seen` tokens; nothing is stored yet.
 
         Raises:
             NonFiniteError: naming layer, side, row, KV head and position.

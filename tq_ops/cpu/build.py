@@ -1,4 +1,4 @@
-"""Compile the kernels with the system's C++ compiler: `python -m tq_ops.cpu.build`. Installing the package does the same.
+"""Compile the kernels with the system's C++ compiler, as installing the package does: `python -m haarkv.tq_ops.cpu.build`.
 
 One translation unit an instruction level, each with its own flags; the level is chosen when the library runs. Nothing but the
 compiler is needed: no headers of torch or Python, since the library is plain C to those who load it. This file imports nothing

@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tq_ops import formats
-from tq_ops.formats.hadamard import HadamardTBQ4
-from tq_ops.formats.turboquant import codebook_on, rotation_on
-from tq_ops.plan import KVPlan
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.hadamard import HadamardTBQ4
+from haarkv.tq_ops.formats.turboquant import codebook_on, rotation_on
+from haarkv.tq_ops.kv.plan import KVPlan
 
 HEAD_DIMS = (64, 128, 256)
 LARGEST_LEVEL = 2**13 - 1

@@ -6,8 +6,8 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
-from tq_ops.cpu.build import LIBRARY
-from tq_ops.errors import InputError
+from haarkv.tq_ops.cpu.build import LIBRARY
+from haarkv.tq_ops.errors import InputError
 
 LEVELS = ("portable", "avx2", "avx512", "avx512vnni")
 """Instruction levels, each needing more of the CPU than the one before; the index is the library's own number."""
@@ -22,7 +22,7 @@ class _Structure(ctypes.Structure):
         super().__init__(**fields)
 
 
-class Side(_Structure):
+class SideArgs(_Structure):
     """K or V of one layer."""
 
     _fields_ = (
@@ -34,7 +34,7 @@ class Side(_Structure):
 class Cache(_Structure):
     """Both sides and their shape."""
 
-    _fields_ = (("k", Side), ("v", Side), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
+    _fields_ = (("k", SideArgs), ("v", SideArgs), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
 
 
 class Attention(_Structure):
@@ -49,7 +49,7 @@ class Attention(_Structure):
 
 
 class Quantizer(_Structure):
-    """Tables that vectors are quantised by."""
+    """Tables that vectors are quantized by."""
 
     _fields_ = (("rotation", c_void_p), ("boundaries", c_void_p), ("centroids", c_void_p), ("head_dim", c_int32))
 
@@ -87,7 +87,7 @@ def load() -> ctypes.CDLL:
     Raises:
         KernelsMissingError: it was not compiled, or is of another machine.
     """
-    how = "install a C++ compiler and run `python -m tq_ops.cpu.build`"
+    how = "install a C++ compiler and run `python -m haarkv.tq_ops.cpu.build`"
     if not LIBRARY.exists():
         raise KernelsMissingError(f"the C++ kernels of the CPU are not built; {how}")
     try:

@@ -1,4 +1,4 @@
-"""The op table of CPUs: attention over packed codes, quantise-append and BF16 projections in C++, the rest by the reference.
+"""The op table of CPUs: attention over packed codes, quantize-append and BF16 projections in C++, the rest by the reference.
 
 Signatures and rounding points are those of `tq_ops.reference`; where they differ, it is said.
 """
@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from codebooks import haar_rotation
-from tq_ops import reference
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.cpu import library
-from tq_ops.cpu.layout import Layout, layout, unsupported
-from tq_ops.errors import InputError
-from tq_ops.formats.turboquant import codebook_on
+from haarkv.codebooks import haar_rotation
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cpu.layout import Layout, layout, unsupported
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.turboquant import codebook_on
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 
 # From so many tokens on the matrix product of torch overtakes reading the weight by rows.
 _MOST_TOKENS_BY_ROWS = 64
@@ -70,7 +70,7 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantise K and V and store them, each once, at their slots; `tq4` in C++, `tbq4_0` as the reference does.
+        """Quantize K and V and store them, each once, at their slots; `tq4` in C++, `tbq4_0` as the reference does.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
@@ -139,7 +139,7 @@ class CpuOps:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Calls with all that a cache and a layer decide; `store` is None if the kernels cannot quantise its formats."""
+    """Calls with all that a cache and a layer decide; `store` is None if the kernels cannot quantize its formats."""
 
     attention: library.Attention
     store: library.Store | None
@@ -191,9 +191,9 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], turned: Layout) -> library.Side:
+def _side(fields: dict[str, Tensor], turned: Layout) -> library.SideArgs:
     scale = fields["scale"]
-    return library.Side(
+    return library.SideArgs(
         codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=turned.centroids.data_ptr(),
         codes_stride=fields["codes"].stride(0), scales_stride=scale.stride(0),
         scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=turned.unit, levels=turned.levels.data_ptr(),

@@ -7,8 +7,8 @@ and one part of the stored tokens. Partial results are un-normalised; `merge_ker
 import triton
 import triton.language as tl
 
-from tq_ops.cuda.lookup import centroids_of, load_words
-from tq_ops.cuda.rotate import dot, rounded, turn
+from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
+from haarkv.tq_ops.cuda.rotate import dot, rounded, turn
 
 
 @triton.jit

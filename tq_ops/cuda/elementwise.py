@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tq_ops.cuda.rotate import rounded
+from haarkv.tq_ops.cuda.rotate import rounded
 
 
 @triton.jit

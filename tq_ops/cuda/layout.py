@@ -8,10 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tq_ops.formats import KVFormat
-from tq_ops.formats.hadamard import HadamardTBQ4
-from tq_ops.formats.turboquant import codebook_on, rotation_on
-from tq_ops.plan import KVPlan
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.hadamard import HadamardTBQ4
+from haarkv.tq_ops.formats.turboquant import codebook_on, rotation_on
+from haarkv.tq_ops.kv.plan import KVPlan
 
 NAMES = ("tq4", "tbq4_0")
 HEAD_DIMS = (64, 128, 256)

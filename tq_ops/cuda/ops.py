@@ -11,13 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from tq_ops import reference
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.cuda import attention, choices, elementwise, quantize
-from tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
-from tq_ops.cuda.rotate import rotate_kernel
-from tq_ops.errors import NonFiniteError
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cuda import attention, choices, elementwise, quantize
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
+from haarkv.tq_ops.cuda.rotate import rotate_kernel
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 
 LOG2_E = 1.4426950408889634
 _ROWS, _WIDTH = 16, 32
@@ -96,7 +96,7 @@ def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> tuple[
 
 
 def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
-    """Quantise K and V and store them, in one launch and without waiting for the device.
+    """Quantize K and V and store them, in one launch and without waiting for the device.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
@@ -198,7 +198,7 @@ def attend_turned(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, soft
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantised K or V in memory.
+    """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
     What it allocates is the turned queries and a partial result for each split, of which there are `MOST_SPLITS` at most
     whatever the context.

@@ -1,9 +1,9 @@
-"""Quantise and append: one launch turns K and V of all new tokens and heads and writes codes and scales to their slots."""
+"""Quantize and append: one launch turns K and V of all new tokens and heads and writes codes and scales to their slots."""
 
 import triton
 import triton.language as tl
 
-from tq_ops.cuda.rotate import rounded, turn
+from haarkv.tq_ops.cuda.rotate import rounded, turn
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def append(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise vectors [ROWS, D], given as halves, and store them; K and V alike.
+    """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
 
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
     order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped.

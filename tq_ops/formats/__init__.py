@@ -13,15 +13,15 @@ from typing import Literal
 
 import torch
 
-from tq_ops.errors import InputError
-from tq_ops.formats.base import Choice, Field, KVFormat, NonFiniteVectorError, stored_bytes
-from tq_ops.formats.fp8 import FP8E4M3
-from tq_ops.formats.ggml import BlockQ4, BlockQ8
-from tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
-from tq_ops.formats.kivi import kivi_pair
-from tq_ops.formats.manthan import Manthan3
-from tq_ops.formats.plain import Plain
-from tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
+from haarkv.tq_ops.formats.fp8 import FP8E4M3
+from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8
+from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
+from haarkv.tq_ops.formats.kivi import kivi_pair
+from haarkv.tq_ops.formats.manthan import Manthan3
+from haarkv.tq_ops.formats.plain import Plain
+from haarkv.tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed
 
 Side = Literal["k", "v"]
 
@@ -37,7 +37,7 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     BlockQ4(),
     BlockQ8(),
     FP8E4M3(),
-    Plain("bf16", torch.bfloat16, "no quantisation, two bytes a value"),
+    Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
     Plain("fp32", torch.float32, "exact, for checking fp32 runs"),
 )
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
@@ -79,4 +79,15 @@ def describe(k_format: KVFormat, v_format: KVFormat) -> str:
     return k_format.name if k_format.name == v_format.name else f"k={k_format.name},v={v_format.name}"
 
 
-__all__ = ["Choice", "Field", "KVFormat", "NonFiniteVectorError", "Side", "describe", "get", "names", "parse", "stored_bytes"]
+__all__ = [
+    "Field",
+    "KVFormat",
+    "LevelChoice",
+    "NonFiniteVectorError",
+    "Side",
+    "describe",
+    "get",
+    "names",
+    "parse",
+    "stored_bytes",
+]

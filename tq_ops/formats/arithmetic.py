@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tq_ops.formats.packing import groups_of
+from haarkv.tq_ops.formats.packing import groups_of
 
 
 def divide(x: Tensor, number: float) -> Tensor:

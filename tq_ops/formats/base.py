@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LevelChoice:
     """What the levels of some vectors are chosen from, so that a comparison can tell a tie from an error.
 
     Attributes:
@@ -50,7 +50,7 @@ class KVFormat(Protocol):
     Attributes:
         name: the word for it in `formats.get` and `--kv`.
         purpose: one line for a table: what it is for.
-        group_tokens: tokens that are quantised together; 1 if each vector stands alone.
+        group_tokens: tokens that are quantized together; 1 if each vector stands alone.
         lossy: whether BF16 says more of a vector than what is stored.
     """
 
@@ -90,7 +90,7 @@ class KVFormat(Protocol):
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
         """What `quantize` chooses the levels of x from; None of a format without levels.
 
         Args:

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from tq_ops.errors import InputError
-from tq_ops.formats.base import Choice, Field, bytes_of, require_finite, stored_bytes
-from tq_ops.formats.packing import groups_of
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import groups_of
 
 
 class BlockFormat(ABC):
@@ -41,7 +41,7 @@ class BlockFormat(ABC):
     def levels(self, fields: dict[str, Tensor]) -> Tensor: ...
 
     @abstractmethod
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice: ...
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice: ...
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return float(stored_bytes(self.fields(head_dim)))

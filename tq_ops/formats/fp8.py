@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tq_ops.formats.base import Choice, Field, require_finite
+from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
 
 LARGEST = 448.0
 
@@ -57,7 +57,7 @@ class FP8E4M3:
         magnitude = (fields["codes"] & 127).int()
         return torch.where(fields["codes"] < 128, 126 + magnitude, 126 - magnitude).to(torch.uint8)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         x = x.float()
         reach = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return Choice(x, reach.expand_as(x), _boundaries_on(x.device))
+        return LevelChoice(x, reach.expand_as(x), _boundaries_on(x.device))

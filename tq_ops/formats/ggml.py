@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tq_ops.formats.arithmetic import divide, reciprocal, round_half_away
-from tq_ops.formats.base import Choice, Field
-from tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
-from tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
+from haarkv.tq_ops.formats.arithmetic import divide, reciprocal, round_half_away
+from haarkv.tq_ops.formats.base import Field, LevelChoice
+from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 
 
 class BlockQ4(BlockFormat):
@@ -60,7 +60,7 @@ class BlockQ4(BlockFormat):
         codes = self._codes(fields)
         return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         blocks = self.split(x)
         value, scale = self._value(blocks)
         value = value.clamp(0, 15.5)
@@ -73,7 +73,7 @@ class BlockQ4(BlockFormat):
         opposites = (blocks.amax(-1) + blocks.amin(-1)).abs() <= 2 * noise * length
         reach = torch.where(opposites.unsqueeze(-1), torch.ones_like(reach), reach)
         value = torch.where(torch.signbit(scale), turned, value)
-        return Choice(value.flatten(-2), reach.flatten(-2), torch.arange(1.0, 17.0, device=x.device))
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), torch.arange(1.0, 17.0, device=x.device))
 
 
 class BlockQ8(BlockFormat):
@@ -116,10 +116,10 @@ class BlockQ8(BlockFormat):
         """Codes counted from -127, which is level 0."""
         return (fields["codes"].int() + 127).to(torch.uint8)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         value, scale = self._value(self.split(x))
         boundaries = torch.arange(-126.5, 127.0, device=x.device)
         # Away from zero: a negative tie belongs to the level below.
         above = torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf))
         boundaries = torch.where(boundaries < 0, above, boundaries)
-        return Choice(value.flatten(-2), relative_reach(value, x, scale, noise).flatten(-2), boundaries)
+        return LevelChoice(value.flatten(-2), relative_reach(value, x, scale, noise).flatten(-2), boundaries)

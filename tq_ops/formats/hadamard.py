@@ -7,11 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from codebooks import hadamard_signs
-from tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
-from tq_ops.formats.base import Choice, Field
-from tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
-from tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
+from haarkv.codebooks import hadamard_signs
+from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
+from haarkv.tq_ops.formats.base import Field, LevelChoice
+from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 
 
 @cache
@@ -83,10 +83,10 @@ class HadamardTQ3(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         _, value, scale = self._value(self.split(x))
         reach = relative_reach(value, x, scale, noise)
-        return Choice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))
 
 
 class HadamardTBQ4(BlockFormat):
@@ -155,9 +155,9 @@ class HadamardTBQ4(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 4)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         value, norm = self._value(self.split(x))
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
         # A block shorter than its vector turns by more; a turn spreads noise evenly, so what reaches a coordinate is noise.
         reach = torch.where(norm == 0, torch.zeros_like(value), ((noise * length).unsqueeze(-1) / norm).expand_as(value))
-        return Choice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))

@@ -1,7 +1,7 @@
 """KIVI: asymmetric levels of groups of G; keys per channel over tokens, values per token over channels; nothing is rotated.
 
 Source: KIVI (arXiv 2402.02750), in the arithmetic of the public SYCL kernels. The original differs: no 1e-10, ties to even,
-int32 words, and other rules of when the recent tokens are quantised.
+int32 words, and other rules of when the recent tokens are quantized.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tq_ops.errors import InputError
-from tq_ops.formats.arithmetic import divide, round_half_away
-from tq_ops.formats.base import Choice, Field, bytes_of, require_finite, stored_bytes
-from tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 
 EPS = 1e-10
 
 
 def groups_to_flush(recent: int, window: int, group: int) -> int:
-    """How many groups of the oldest full-precision tokens to quantise, so that at most `window - 1` and, once any was, at
+    """How many groups of the oldest full-precision tokens to quantize, so that at most `window - 1` and, once any was, at
     least `window - group` stay.
 
-        while recent >= window: quantise the oldest `group`, recent -= group
+        while recent >= window: quantize the oldest `group`, recent -= group
 
     Args:
         recent: tokens in full precision now, the new ones included.
         window: R, at least `group`.
         group: G tokens.
     Raises:
-        ValueError: a window shorter than a group, which would have to quantise tokens that are not there.
+        ValueError: a window shorter than a group, which would have to quantize tokens that are not there.
     """
     if not 0 < group <= window:
         raise ValueError(f"a group has 1 to {window} tokens, the window, not {group}")
@@ -130,13 +130,13 @@ class KiviKeys(_Kivi):
         """[..., G, D] uint8."""
         return unpack_stream(fields["codes"], self.bits).transpose(-1, -2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         x = x.float()
         longest = torch.linalg.vector_norm(x, dim=-1).amax(-1)[..., None, None]
         if isinstance(noise, Tensor):
             noise = noise.amax(-2, keepdim=True)
         value, reach, boundaries = self._choice(x.transpose(-1, -2), longest, noise)
-        return Choice(value.transpose(-1, -2), reach.transpose(-1, -2), boundaries)
+        return LevelChoice(value.transpose(-1, -2), reach.transpose(-1, -2), boundaries)
 
 
 class KiviValues(_Kivi):
@@ -175,12 +175,12 @@ class KiviValues(_Kivi):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], self.bits)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         length = torch.linalg.vector_norm(x.float(), dim=-1)[..., None, None]
         if isinstance(noise, Tensor):
             noise = noise.unsqueeze(-1)
         value, reach, boundaries = self._choice(self._grouped(x), length, noise)
-        return Choice(value.flatten(-2), reach.flatten(-2), boundaries)
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), boundaries)
 
 
 def kivi_pair(bits: int, group: int) -> tuple[KiviKeys, KiviValues]:

@@ -8,10 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tq_ops.errors import InputError
-from tq_ops.formats.arithmetic import square_root, sum_pairwise
-from tq_ops.formats.base import Choice, Field, bytes_of, require_finite, stored_bytes
-from tq_ops.formats.packing import pack_stream, unpack_stream
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 BITS = 3
 CENTROIDS = (-2.151946, -1.343910, -0.756006, -0.245094, 0.245094, 0.756006, 1.343910, 2.151946)
@@ -74,12 +74,12 @@ class Manthan3:
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], BITS)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         scaled = _scaled(x.float())[1]
         reach = math.sqrt(x.shape[-1]) * noise * torch.ones_like(scaled)
         # A choice counts the boundaries that the value reaches, and here it has to exceed them.
         boundaries = _boundaries_on(x.device)
-        return Choice(scaled, reach, torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf)))
+        return LevelChoice(scaled, reach, torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf)))
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

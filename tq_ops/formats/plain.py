@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tq_ops.formats.base import Choice, Field, bytes_of
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of
 
 
 class Plain:
@@ -37,5 +37,5 @@ class Plain:
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return None
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
         return None

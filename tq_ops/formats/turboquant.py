@@ -1,6 +1,6 @@
 """Rotated Lloyd-Max formats: `tq4`, the product's packed 66-byte layout, its kin of 2 to 8 bits, and the published `tq4_seed`.
 
-All rotate a unit vector by the layer's Haar rotation and quantise each coordinate with one Gaussian codebook; `tq4` and the
+All rotate a unit vector by the layer's Haar rotation and quantize each coordinate with one Gaussian codebook; `tq4` and the
 132-byte `tq4_seed` choose the same levels and differ in what is stored. Source: TurboQuant (arXiv 2504.19874), MSE variant,
 no QJL.
 """
@@ -12,10 +12,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from codebooks import Codebook, haar_rotation, lloyd_max
-from tq_ops.errors import InputError
-from tq_ops.formats.base import Choice, Field, bytes_of, require_finite, stored_bytes
-from tq_ops.formats.packing import pack_parts, pack_planes, planes, unpack_parts, unpack_planes
+from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import pack_parts, pack_planes, planes, unpack_parts, unpack_planes
 
 BITS = 4
 LARGEST_FP16 = 65504.0
@@ -39,7 +39,7 @@ def rotation_on(layer: int, head_dim: int, device: torch.device) -> Tensor:
 
 
 def polar_quantize(unit: Tensor, layer: int, bits: int = BITS) -> Tensor:
-    """Rotate unit vectors and quantise each coordinate.
+    """Rotate unit vectors and quantize each coordinate.
 
         y = bf16(unit) @ rotation;   level_i = #{b : y_i >= b}
 
@@ -56,7 +56,7 @@ def polar_quantize(unit: Tensor, layer: int, bits: int = BITS) -> Tensor:
     return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8)
 
 
-def polar_choice(unit: Tensor, layer: int, noise: float | Tensor, bits: int = BITS) -> Choice:
+def polar_choice(unit: Tensor, layer: int, noise: float | Tensor, bits: int = BITS) -> LevelChoice:
     """What `polar_quantize` chooses the levels of unit vectors from, and how far noise may move it.
 
         reach_j = noise + 2 * sqrt(sum over the coordinates i beside a BF16 rounding point of (ulp_i * rotation_ij)**2)
@@ -75,7 +75,7 @@ def polar_choice(unit: Tensor, layer: int, noise: float | Tensor, bits: int = BI
     step = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent - 8)
     to_rounding_point = step / 2 - (unit - rounded).abs()
     reach = 2 * (torch.where(to_rounding_point <= noise, step, 0.0).square() @ rotation.square()).sqrt() + noise
-    return Choice(rounded @ rotation, reach, codebook_on(unit.shape[-1], unit.device, bits).boundaries)
+    return LevelChoice(rounded @ rotation, reach, codebook_on(unit.shape[-1], unit.device, bits).boundaries)
 
 
 def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class TurboQuant:
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_planes(fields["codes"], self.bits)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
         return polar_choice(exact_norm(x.float())[0], layer, noise, self.bits)
 
 
@@ -213,6 +213,6 @@ class TurboQuant4Seed:
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return fields["codes"]
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> Choice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
         x = x.float()
         return polar_choice(x / (x.square().sum(-1, keepdim=True) + SEED_EPS).sqrt(), layer, noise)

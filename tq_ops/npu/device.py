@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tq_ops.errors import InputError
-from tq_ops.npu.program import Kernel, Program
-from tq_ops.npu.simulator import Mode, Simulator
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 
 class Runner(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tq_ops.npu.program import Argument, Kernel, ordered
+from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
 
 _HEAD_DIM, _BLOCK = 128, 128
 _L0B, _BF16 = 64 * 2**10, 2
@@ -108,7 +108,7 @@ class StoreProgram:
         )
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from tq_ops.npu import store_kernel
+        from haarkv.tq_ops.npu.kernels import store_kernel
 
         kernel: Kernel = store_kernel.build(self, options)
         return kernel
@@ -171,7 +171,7 @@ class AttentionProgram:
         return ordered(self, named)
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from tq_ops.npu import attention_kernel
+        from haarkv.tq_ops.npu.kernels import attention_kernel
 
         kernel: Kernel = attention_kernel.build(self, with_tuned(options))
         return kernel

@@ -2,7 +2,7 @@
 
 import pypto
 
-from tq_ops.npu.linear import Tiles, hidden_norm
+from haarkv.tq_ops.npu.kernels.linear import Tiles, hidden_norm
 
 
 def build(shape, options):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from codebooks import haar_rotation
-from models.qwen3_14b.model import Qwen3
-from models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
-from tq_ops.batch import Batch
-from tq_ops.cache import PagedKVCache
-from tq_ops.npu.program import ordered
+from haarkv.codebooks import haar_rotation
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.npu.program import ordered
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
     return tiling
 
 
-def layer_constants(model: Qwen3, index: int) -> dict[str, Tensor]:
+def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
     """A layer's arguments that never change: weights and rotation, on the model's device."""
     weights = model.weights.layers[index]
     rotation = haar_rotation(index, model.config.head_dim).to(weights.q_proj.device).contiguous()
@@ -99,7 +99,7 @@ def layer_constants(model: Qwen3, index: int) -> dict[str, Tensor]:
     }
 
 
-def head_constants(model: Qwen3, program: HeadProgram) -> list[dict[str, Tensor]]:
+def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, Tensor]]:
     """The head's arguments that never change, for each slice of the vocabulary; the last is padded with rows of zeros."""
     norm = model.weights.final_norm.view(1, -1)
     slices = torch.split(model.weights.lm_head, program.vocab_size)

@@ -5,9 +5,9 @@ Loops must stand in the jit body; what happens within one iteration is in the he
 
 import pypto
 
-from tq_ops.npu.attention import Packed, Place, attend_step, bf16_as_fp16, rotate_queries, softmaxes, unrotate
-from tq_ops.npu.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
-from tq_ops.npu.tq4 import BLOCK, HEAD_DIM, append, quantise
+from haarkv.tq_ops.npu.kernels.attention import Packed, Place, attend_step, bf16_as_fp16, rotate_queries, softmaxes, unrotate
+from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
+from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HEAD_DIM, append, quantize
 
 _HEADS_PER_VECTOR_TILE = 8
 
@@ -37,11 +37,11 @@ def _project_qkv(x, projections, norms, cos, sin, outputs, layer, tiles):
     outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, HEAD_DIM]))
 
 
-def _quantise(x, rotation, codes, scale, layer):
+def _quantize(x, rotation, codes, scale, layer):
     """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills codes [rows * Hkv, 64] and scale [rows * Hkv, 1]."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-    new_codes, new_scale = quantise(pypto.reshape(x, [layer.rows * kv_heads, HEAD_DIM]), rotation, layer.rows * kv_heads)
+    new_codes, new_scale = quantize(pypto.reshape(x, [layer.rows * kv_heads, HEAD_DIM]), rotation, layer.rows * kv_heads)
     codes[:] = new_codes
     scale[:] = new_scale
 
@@ -137,9 +137,9 @@ def build(layer, options):
                 c = pypto.view(cos, [rows, HALF], [base, 0])
                 s = pypto.view(sin, [rows, HALF], [base, 0])
                 _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), layer, tiles)
-            for _ in pypto.loop(1, name="QUANTISE", idx_name="i2"):
-                _quantise(k, rotation, new_k_codes, new_k_scale, layer)
-                _quantise(v, rotation, new_v_codes, new_v_scale, layer)
+            for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
+                _quantize(k, rotation, new_k_codes, new_k_scale, layer)
+                _quantize(v, rotation, new_v_codes, new_v_scale, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
                 append(i, slot[base + i], new_k_codes, new_k_scale, k_codes, k_scale, kv_heads)
                 append(i, slot[base + i], new_v_codes, new_v_scale, v_codes, v_scale, kv_heads)

@@ -1,4 +1,4 @@
-"""The programs of a Qwen3: a decoder layer, for decode and for prefill, and the head. What they take; no PyPTO here."""
+"""The programs of a DecoderModel: a decoder layer, for decode and for prefill, and the head. What they take; no PyPTO here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from models.qwen3_14b.config import Qwen3Config
-from tq_ops.npu.program import Argument, Kernel
-from tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.npu.program import Argument, Kernel
+from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
 
 HEAD_DIM = 128
 BLOCK = 128
@@ -40,7 +40,7 @@ class LayerProgram:
         return (*(Argument(name) for name in names), *(Argument(name, output=True) for name in written))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from models.qwen3_14b.npu import layer_kernel
+        from haarkv.models.qwen3_14b.npu import layer_kernel
 
         kernel: Kernel = layer_kernel.build(self, with_tuned(options))
         return kernel
@@ -68,7 +68,7 @@ class HeadProgram:
         return Argument("hidden"), Argument("final_norm"), Argument("lm_head"), Argument("logits", output=True)
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from models.qwen3_14b.npu import head_kernel
+        from haarkv.models.qwen3_14b.npu import head_kernel
 
         kernel: Kernel = head_kernel.build(self, options)
         return kernel
@@ -79,30 +79,30 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 
 
-def _layer(config: Qwen3Config, name: str, rows: int, unit_tokens: int, step_tokens: int, most_heads: int) -> LayerProgram:
+def _layer(config: DecoderConfig, name: str, rows: int, unit_tokens: int, step_tokens: int, most_heads: int) -> LayerProgram:
     at_once = heads_at_once(config.num_kv_heads, most_heads)
     attention = AttentionShape(config.num_heads, config.num_kv_heads, unit_tokens, step_tokens, at_once)
     return LayerProgram(name, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rows, attention)
 
 
-def decode_program(config: Qwen3Config, step_tokens: int = DECODE_STEP) -> LayerProgram:
+def decode_program(config: DecoderConfig, step_tokens: int = DECODE_STEP) -> LayerProgram:
     """One new token of each sequence; every layer shares it, and any batch, context and block table."""
     return _layer(config, "decode_layer", DECODE_ROWS, 1, step_tokens, 8)
 
 
-def prefill_program(config: Qwen3Config) -> LayerProgram:
+def prefill_program(config: DecoderConfig) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
     return _layer(config, "prefill_layer", PREFILL_ROWS, PREFILL_UNIT, PREFILL_STEP, 1)
 
 
-def head_program(config: Qwen3Config, most_vocab: int | None = None) -> HeadProgram:
+def head_program(config: DecoderConfig, most_vocab: int | None = None) -> HeadProgram:
     """Final norm and LM head of a model, or of an even slice of at most `most_vocab` rows of its vocabulary."""
     slices = math.ceil(config.vocab_size / (most_vocab or config.vocab_size))
     vocab = math.ceil(config.vocab_size / slices / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     return HeadProgram("head", config.hidden_size, vocab, config.rms_norm_eps, DECODE_ROWS, min(vocab, _VOCAB_PIECE))
 
 
-def unsupported(config: Qwen3Config) -> str | None:
+def unsupported(config: DecoderConfig) -> str | None:
     """None, or in one sentence why no program can be built for such a model."""
     if config.head_dim != HEAD_DIM:
         return f"its programs are written for head_dim {HEAD_DIM}, not {config.head_dim}"

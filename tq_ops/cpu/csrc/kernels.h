@@ -43,7 +43,7 @@ struct Tile {
     float* totals;               // [rows] out, sum of p
 };
 
-// What vectors are quantised by: y = bf16(x / ||x||) @ rotation; level = #{b : y >= b}; scale = fp16(||x|| / ||c[level]||).
+// What vectors are quantized by: y = bf16(x / ||x||) @ rotation; level = #{b : y >= b}; scale = fp16(||x|| / ||c[level]||).
 struct Quantizer {
     const uint16_t* rotation; // [D, D] BF16
     const float* boundaries; // [15] ascending

@@ -1,4 +1,4 @@
-// Whole vectors: turned by a matrix, and quantised, over an instruction level `L` of level.h.
+// Whole vectors: turned by a matrix, and quantized, over an instruction level `L` of level.h.
 
 // Of a matrix in FP32 or BF16.
 template <class L, int R, class M> void rotate_rows(const float* x, const M* matrix, int dim, float* y) {

@@ -1,0 +1,151 @@
+"""Generate with any executor: chunked prefill of a ragged batch, then decode until every sequence has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.sampling import Sampler, Sampling
+from haarkv.executors.base import Executor
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+
+PREFILL_CHUNK = 512
+Finish = Literal["eos", "length", "context"]
+
+
+@dataclass
+class Completion:
+    """What was generated after one prompt.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        token_ids: new tokens, the end-of-text token not among them.
+        finish: "eos", "length" (max_new_tokens) or "context" (the cache holds no more).
+    """
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass
+class Timing:
+    """Wall time of one `generate`.
+
+    Attributes:
+        prefill_s: all prompts, up to and with the first sampled tokens.
+        decode_s: all decode steps.
+        decode_steps: forwards of one token a sequence.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+
+    @property
+    def decode_ms_per_token(self) -> float | None:
+        """Mean latency of a decode step in ms, None without one."""
+        return 1e3 * self.decode_s / self.decode_steps if self.decode_steps else None
+
+
+def prefill_in_chunks(
+    executor: Executor,
+    prompts: Sequence[Sequence[int]],
+    sequences: Sequence[int],
+    paging: PagedSequences,
+    cache: PagedKVCache,
+    chunk: int = PREFILL_CHUNK,
+) -> Tensor:
+    """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
+
+    Returns:
+        [B, vocab] fp32, the logits after each prompt's last token.
+    """
+    last: dict[int, Tensor] = {}
+    chunk = min(chunk, cache.most_new_tokens or chunk)
+    for begin in range(0, max(map(len, prompts)), chunk):
+        rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
+        pieces = [prompts[row][begin : begin + chunk] for row in rows]
+        batch = paging.batch([sequences[row] for row in rows], [len(piece) for piece in pieces]).to(cache.device)
+        token_ids = torch.tensor([t for piece in pieces for t in piece], device=cache.device)
+        last.update(zip(rows, executor.prefill(token_ids, batch, cache), strict=True))
+    return torch.stack([last[row] for row in range(len(prompts))])
+
+
+def generate(
+    executor: Executor,
+    cache: PagedKVCache,
+    paging: PagedSequences,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_context: int,
+    eos_token_ids: Sequence[int] = (),
+    sampling: Sampling | None = None,
+    chunk: int = PREFILL_CHUNK,
+    on_token: Callable[[int, int], None] | None = None,
+) -> tuple[list[Completion], Timing]:
+    """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
+
+    Args:
+        prompts: token ids, each at least one.
+        max_new_tokens: at most so many for each prompt.
+        max_context: at most so many tokens of prompt and text together.
+        on_token: called with (index of the prompt, token) as tokens come; not for the end of text.
+    Raises:
+        InputError: an empty prompt or one longer than max_context; nothing was run.
+    """
+    _check_prompts(prompts, max_context, max_new_tokens)
+    timing, began = Timing(), time.perf_counter()
+    completions = [Completion(len(prompt)) for prompt in prompts]
+    samplers = [Sampler(sampling or Sampling(), index) for index in range(len(prompts))]
+    sequences = [paging.add() for _ in prompts]
+    running = list(range(len(prompts)))
+    try:
+        logits = prefill_in_chunks(executor, prompts, sequences, paging, cache, chunk)
+        while True:
+            for row, index in enumerate(running):
+                token, done = samplers[index].next(logits[row]), completions[index]
+                if token in eos_token_ids:
+                    done.finish = "eos"
+                    continue
+                done.token_ids.append(token)
+                if on_token:
+                    on_token(index, token)
+                if len(done.token_ids) == max_new_tokens:
+                    done.finish = "length"
+                elif done.prompt_tokens + len(done.token_ids) > max_context:
+                    done.finish = "context"
+            now = time.perf_counter()
+            if not timing.prefill_s:
+                timing.prefill_s = now - began
+            else:
+                timing.decode_s, timing.decode_steps = now - began - timing.prefill_s, timing.decode_steps + 1
+            running = [index for index in running if completions[index].finish is None]
+            if not running:
+                return completions, timing
+            batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
+            token_ids = torch.tensor([completions[i].token_ids[-1] for i in running], device=cache.device)
+            logits = executor.decode(token_ids, batch, cache)
+    finally:
+        for sequence in sequences:
+            paging.free(sequence)
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {number} is empty; give at least one token of text")
+        if len(prompt) > max_context:
+            raise InputError(f"prompt {number} has {len(prompt)} tokens, the cache holds {max_context}; raise --max-context")
+    if not prompts:
+        raise InputError("no prompt was given")

@@ -1,0 +1,173 @@
+"""A folder with a model as ONNX graphs: prefill and decode, or ATC's buckets, around one file of weights written once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor
+
+from haarkv.codebooks import haar_rotation
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import folder_of, stream_tensors
+from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
+from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, offsets_of, require_opset, table_values, weight_types
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
+
+ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
+"""Names of files in the folder: what it is, the weights, and ATC's command lines."""
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+Progress = Callable[[int, int], None]
+"""Called with (weights written, weights in all)."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to export.
+
+    Attributes:
+        model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
+        config: its shapes.
+        span: layers; the first brings the embedding, the last the head.
+        dtype: of weights and hidden states.
+        opset: version of the standard operators.
+        atc: whether for Ascend's ATC.
+        version: of this project.
+    """
+
+    model: str
+    config: DecoderConfig
+    span: range
+    dtype: str
+    opset: int
+    atc: bool
+    version: str
+
+    def __post_init__(self) -> None:
+        if self.atc and self.dtype not in ATC_DTYPES:
+            raise InputError(f"ATC's documentation lists no {self.dtype}; give --dtype {' or '.join(ATC_DTYPES)}")
+        if self.atc and self.opset != ATC_OPSET:
+            raise InputError(f"graphs for ATC are of opset {ATC_OPSET}, not {self.opset}; leave out --opset")
+        require_opset(self.opset)
+
+    @property
+    def embed(self) -> bool:
+        """Whether graphs begin with token ids; otherwise with hidden states."""
+        return self.span.start == 0
+
+    @property
+    def head(self) -> bool:
+        """Whether graphs end with logits; otherwise with hidden states."""
+        return self.span.stop == self.config.num_layers
+
+    def about(self) -> dict[str, str]:
+        """What every graph says of itself."""
+        return {
+            "haarkv.version": self.version,
+            "haarkv.model": self.model,
+            "haarkv.layers": f"{self.span.start}:{self.span.stop} of {self.config.num_layers}",
+            "haarkv.dtype": self.dtype,
+            "haarkv.kv_format": "tq4",
+            "haarkv.bytes_per_vector": f"{formats.get('tq4').bytes_per_vector(self.config.head_dim):g}",
+            "haarkv.rotation_sha256": rotation_sha256(self.span, self.config.head_dim),
+        }
+
+
+def rotation_sha256(span: range, head_dim: int) -> str:
+    """SHA-256 of the rotations of some layers: their BF16 bits, little-endian, row by row, layer after layer."""
+    digest = hashlib.sha256()
+    for layer in span:
+        digest.update(haar_rotation(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
+    return digest.hexdigest()
+
+
+def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
+    """Write everything into an empty folder; one weight at a time is in memory.
+
+    Returns:
+        names of the graphs' files.
+    Raises:
+        InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
+        OSError: the system refuses to write.
+    """
+    scopes = Qwen3Scopes(export.config, export.dtype)
+    types = weight_types(scopes, export.span, embed=export.embed, head=export.head)
+    stored = StoredWeights(WEIGHTS, offsets_of(types))
+    _write_weights(folder / WEIGHTS, export, types, stored, progress)
+    graphs = dict(_atc_graphs(export, stored, folder) if export.atc else _graphs(export, scopes, stored))
+    for name, model in graphs.items():
+        (folder / name).write_bytes(model.SerializeToString())
+        onnx.checker.check_model(str(folder / name), full_check=True)
+    about = {
+        **export.about(),
+        "opset": export.opset,
+        "weights": WEIGHTS,
+        "graphs": list(graphs),
+        "config": asdict(export.config),
+    }
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    source = folder_of(export.model)
+    for name in _COPIED if source is not None else ():
+        if (source / name).is_file():  # type: ignore[operator]
+            shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
+    return list(graphs)
+
+
+def _graphs(export: Export, scopes: Qwen3Scopes, stored: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:
+    about = tuple(export.about().items())
+    for phase, sizes in (("prefill", Sizes()), ("decode", Sizes(tokens=1))):
+        plan = GraphSpec(export.span, export.embed, export.head, export.opset, sizes, metadata=about)
+        yield f"{phase}.onnx", build(scopes, plan, stored)
+
+
+def _atc_graphs(export: Export, stored: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Every bucket's graph, and the script that compiles them all."""
+    lines = ["#!/bin/sh", "set -eu", ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
+    for bucket in BUCKETS:
+        model = _atc_graph(export, bucket, stored)
+        shapes = {
+            value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in model.graph.input
+        }
+        lines.append(command_line(bucket, shapes))
+        yield f"{bucket.name}.onnx", model
+    (folder / COMMANDS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _atc_graph(export: Export, bucket: Bucket, stored: StoredWeights) -> onnx.ModelProto:
+    scopes = AtcScopes(export.config, export.dtype, batch=bucket.batch, tokens=bucket.tokens)
+    about = tuple(export.about().items())
+    return build(scopes, atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=about), stored)
+
+
+def _write_weights(
+    path: Path, export: Export, types: dict[str, TensorType], stored: StoredWeights, progress: Progress | None
+) -> None:
+    wanted: Iterable[tuple[str, Tensor]] = chain(
+        stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype]), table_values(export.config)
+    )
+    done = 0
+    with path.open("wb") as file:
+        for name, tensor in wanted:
+            if name not in types:
+                continue
+            if not all(torch.isfinite(edge) for edge in tensor.aminmax()):
+                raise InputError(f"the weight {name} is not finite in {export.dtype}; give another --dtype or fetch it again")
+            file.seek(stored.offsets[name])
+            file.write(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
+            done += 1
+            if progress:
+                progress(done, len(types))
+    if done != len(types):
+        raise ValueError(f"{len(types) - done} weights were not written")

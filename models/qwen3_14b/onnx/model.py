@@ -1,0 +1,300 @@
+"""Whole ONNX models: embedding, a span of layers and head around the scopes of `onnx_qwen3`, and where their weights lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+from torch import Tensor
+
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes, rotation_name
+from haarkv.models.qwen3_14b.weights import EMBEDDING, FINAL_NORM, HEAD, layer_names, layer_shapes
+from haarkv.models.rope import RopeTable
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.turboquant import rotation_on
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
+
+FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
+"""What a layer stores, in the order of inputs and outputs."""
+HEAD_DIMS = (64, 128, 256)
+DEFAULT_OPSET = 23
+OLDEST_OPSET = 15  # the first whose models may hold functions
+NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
+ALIGNMENT = 4096  # of each weight in its file: ONNX Runtime then maps it instead of reading it
+ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
+
+_FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
+_UNSTORED = np.iinfo(np.int32).max  # the "step" of a slot that holds nothing
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a graph's inputs: numbers, or names of what may differ from run to run.
+
+    Attributes:
+        batch: B, sequences.
+        tokens: Q, new tokens a sequence.
+        columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
+        blocks, block_size: of the cache.
+    """
+
+    batch: int | str = "batch"
+    tokens: int | str = "tokens"
+    columns: int | str = "columns"
+    blocks: int | str = "blocks"
+    block_size: int | str = "block_size"
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What goes into one model.
+
+    Attributes:
+        span: layers, by their index in the whole model.
+        embed: begin with token ids instead of hidden states.
+        head: end with logits instead of hidden states.
+        opset: version of the standard operators.
+        sizes: of the inputs; with `static` all of them numbers.
+        functions: layers and scopes as functions.
+        static: for compilers that want every shape to be a constant: no node computes one.
+        metadata: kept in the model.
+    """
+
+    span: range
+    embed: bool
+    head: bool
+    opset: int
+    sizes: Sizes = Sizes()
+    functions: bool = True
+    static: bool = False
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    """In one sentence why there is no graph for a model with such a cache, or None."""
+    for kv_format in plan.formats:
+        if kv_format.name != "tq4":
+            return f"its graphs read and write tq4, not {kv_format.name}"
+    if plan.windowed:
+        return "its graphs read tq4 alone, no tokens in BF16 beside it; leave out the tail and the sinks"
+    if config.head_dim not in HEAD_DIMS:
+        return f"its graphs are made for a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
+    return None
+
+
+def cache_name(layer: int, stored: str) -> str:
+    """Name of the input that is a layer's stored field."""
+    return f"layers.{layer}.{stored}"
+
+
+def new_name(layer: int, stored: str) -> str:
+    """Name of the output that is the same field of the new tokens."""
+    return f"layers.{layer}.new_{stored}"
+
+
+# -- Weights -------------------------------------------------------------------------------------------------------------
+def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -> dict[str, TensorType]:
+    """Every tensor outside the graph of a span: the model's own by their Hugging Face names, rotary tables, rotations."""
+    config, element = scopes.config, scopes.element
+    types: dict[str, TensorType] = {}
+    embedding = TensorType(element, (config.vocab_size, config.hidden_size))
+    if embed or (head and config.tie_word_embeddings):
+        types[EMBEDDING] = embedding
+    tables = TensorType(_FLOAT, (config.max_position_embeddings, config.head_dim // 2))
+    types |= {ROPE_COS: tables, ROPE_SIN: tables}
+    for layer in span:
+        names = layer_names(layer)
+        types |= {names[name]: TensorType(element, shape) for name, shape in layer_shapes(config).items()}
+        types[rotation_name(layer)] = TensorType(_FLOAT, (config.head_dim, config.head_dim))
+    if head:
+        types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
+        if not config.tie_word_embeddings:
+            types[HEAD] = embedding
+    return types
+
+
+def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything that a graph of the model may want: the very tensors, where they exist already."""
+    return chain(model.weights.named(), table_values(model.config, model.rope))
+
+
+def table_values(config: DecoderConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the weights that no checkpoint holds: rotary tables and rotations."""
+    rope = rope or RopeTable(config)
+    yield ROPE_COS, rope.cos
+    yield ROPE_SIN, rope.sin
+    for layer in range(config.num_layers):
+        yield rotation_name(layer), rotation_on(layer, config.head_dim, rope.cos.device)
+
+
+def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
+    """Where each weight begins in the file that holds them all."""
+    offsets, end = {}, 0
+    for name, of in types.items():
+        offsets[name] = end
+        end += -(-of.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets
+
+
+# -- Graphs --------------------------------------------------------------------------------------------------------------
+def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = None) -> onnx.ModelProto:
+    """One model.
+
+    Args:
+        stored: where its weights lie; without it they are inputs.
+    Raises:
+        InputError: an opset without functions, or newer than the onnx package.
+    """
+    require_opset(plan.opset)
+    return _Model(scopes, plan).build(stored)
+
+
+def require_opset(opset: int) -> None:
+    """Refuse an opset that no graph can be written in.
+
+    Raises:
+        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
+    """
+    newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
+    if not OLDEST_OPSET <= opset <= newest:
+        raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
+
+
+class _Model:
+    def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
+        self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
+        self.g = Graph(plan.opset, plan.functions)
+        self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head)
+        self.one_token = self.sizes.tokens == 1
+        self.group = self.config.num_heads // self.config.num_kv_heads
+
+    def build(self, stored: StoredWeights | None) -> onnx.ModelProto:
+        inputs, outputs = self.interface()
+        begin = "input_ids" if self.plan.embed else "hidden"
+        hidden = self._embedded() if self.plan.embed else self.g.reshape("rows", "hidden", [-1, self.config.hidden_size])
+        shared = self._shared(begin)
+        for layer in self.plan.span:
+            hidden = self._layer(layer, hidden, shared)
+        self._finish(hidden, begin)
+        name = f"qwen3 layers {self.plan.span.start} to {self.plan.span.stop - 1}"
+        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), stored)
+
+    def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
+        """Inputs and outputs, in order."""
+        s, config = self.sizes, self.config
+        heads, half = config.num_kv_heads, config.head_dim // 2
+        states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
+        inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
+        inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
+        if self.plan.head and not self.one_token:
+            inputs["last_rows"] = TensorType(_INT32, (s.batch,))
+        ends = {"logits": TensorType(_FLOAT, (s.batch, config.vocab_size))}
+        outputs = ends if self.plan.head else {"hidden_out": states}
+        for layer in self.plan.span:
+            for stored in FIELDS:
+                codes = stored.endswith("codes")
+                last = (half,) if codes else ()
+                given, made = (TensorProto.UINT8, self.scopes.codes_out) if codes else (TensorProto.FLOAT16,) * 2
+                inputs[cache_name(layer, stored)] = TensorType(given, (s.blocks, heads, s.block_size, *last))
+                outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
+        return inputs, outputs
+
+    def _weight(self, name: str) -> str:
+        of = self.types[name]
+        return self.g.weight(name, of)
+
+    def _embedded(self) -> str:
+        ids = self.g.reshape("token_rows", "input_ids", [-1])
+        return self.g.node("embedded", "Gather", self._weight(EMBEDDING), ids)
+
+    def _shared(self, begin: str) -> dict[str, str]:
+        """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
+        g, last = self.g, self.config.max_position_embeddings - 1
+        steps, by_row, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
+        past = g.reshape("past_column", "past_lens", [-1, 1])
+        # A token sees what was stored before it came, and new tokens up to itself: slots are born at step 0 or never.
+        unstored = g.scalar(_UNSTORED, np.int32)
+        born = g.node("slot_born", "Where", g.node("slot_holds", "Less", slots, past), g.scalar(0, np.int32), unstored)
+        keys = g.reshape("key_born", g.node("born", "Concat", born, by_row, axis=1), [0, 1, 1, -1])
+        until = g.node("query_until", "Add", by_head, g.scalar(1, np.int32))
+        visible = g.node("visible", "Less", keys, g.reshape("query_rows", until, [1, 1, -1, 1]))
+        stored = g.node("stored", "Less", keys, unstored)
+        # Padding may stand behind the last position that there is.
+        after, last_one = g.node("past_and_step", "Add", past, steps), g.scalar(last, np.int32)
+        position = g.node("position", "Where", g.node("is_before_last", "Less", after, last_one), after, last_one)
+        cos, sin = (
+            g.reshape(name, g.node(f"{name}_rows", "Gather", self._weight(table), position), [0, 0, 1, -1])
+            for name, table in (("cos", ROPE_COS), ("sin", ROPE_SIN))
+        )
+        return {
+            "block_table": "block_table", "visible": visible, "stored": stored, "cos": cos, "sin": sin,
+            "q_shape": q_shape, "kv_shape": kv_shape,
+        }  # fmt: skip
+
+    def _shapes(self, begin: str) -> tuple[str, str, str, str, str, str]:
+        """What follows from the sizes, computed from the inputs' shapes.
+
+        Returns:
+            steps [1, Q], the same by row [B, Q] and by query head of a KV head [1, G * Q], slots [S], shapes of Q and of
+            K and V.
+        """
+        g, config = self.g, self.config
+        lead = g.node("batch_and_tokens", "Shape", begin, start=0, end=2)
+        count = g.node("tokens", "Cast", g.node("tokens_int64", "Gather", lead, g.scalar(1, np.int64)), to=_INT32)
+        zero, one = g.scalar(0, np.int32), g.scalar(1, np.int32)
+        steps = g.reshape("steps", g.node("step", "Range", zero, count, one), [1, -1])
+        codes = g.node("codes_shape", "Shape", cache_name(self.plan.span.start, "k_codes"))
+        block_size = g.node("block_size_int64", "Gather", codes, g.scalar(2, np.int64))
+        columns = g.node("columns_int64", "Gather", g.node("table_shape", "Shape", "block_table"), g.scalar(1, np.int64))
+        total = g.node("slot_count", "Cast", g.node("slots_int64", "Mul", columns, block_size), to=_INT32)
+        q_shape, kv_shape = (
+            g.node(name, "Concat", lead, g.integers([heads, config.head_dim]), axis=0)
+            for name, heads in (("q_shape", config.num_heads), ("kv_shape", config.num_kv_heads))
+        )
+        by_row = g.node("steps_by_row", "Expand", steps, lead)
+        by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
+        return steps, by_row, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
+
+    def _constant_shapes(self) -> tuple[str, str, str, str, str, str]:
+        """The same where all sizes are known."""
+        g, sizes, config = self.g, self.sizes, self.config
+        batch, tokens = int(sizes.batch), int(sizes.tokens)
+        steps = np.arange(tokens, dtype=np.int32)[None]
+        slots = np.arange(int(sizes.columns) * int(sizes.block_size), dtype=np.int32)
+        q_shape, kv_shape = (
+            g.integers([batch, tokens, heads, config.head_dim]) for heads in (config.num_heads, config.num_kv_heads)
+        )
+        return (
+            g.constant("steps", steps), g.constant("steps_by_row", np.tile(steps, (batch, 1))),
+            g.constant("steps_by_head", np.tile(steps, self.group)), g.constant("slots", slots), q_shape, kv_shape,
+        )  # fmt: skip
+
+    def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
+        names = layer_names(layer)
+        weights = {f"{name}.weight": self._weight(names[name]) for name in layer_shapes(self.config)}
+        fields = {stored: cache_name(layer, stored) for stored in FIELDS}
+        hidden, *new = self.g.call(
+            f"layers.{layer}", "DecoderLayer", self.scopes.layer, hidden=hidden, **fields, **shared,
+            rotation=self._weight(rotation_name(layer)), **weights,
+        )  # fmt: skip
+        for stored, value in zip(FIELDS, new, strict=True):
+            half = [self.config.head_dim // 2] if stored.endswith("codes") else []
+            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.num_kv_heads, *half])
+        return hidden
+
+    def _finish(self, hidden: str, begin: str) -> None:
+        g, config = self.g, self.config
+        if not self.plan.head:
+            shape = [-1, int(self.sizes.tokens)] if isinstance(self.sizes.tokens, int) else None
+            lead = g.integers(shape) if shape else "batch_and_tokens"
+            out = g.node("hidden_shape", "Concat", lead, g.integers([config.hidden_size]), axis=0)
+            g.node("hidden_out", "Reshape", hidden, out)
+            return
+        rows = hidden if self.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
+        self.scopes.head(g, rows, self._weight(FINAL_NORM), self._weight(EMBEDDING if config.tie_word_embeddings else HEAD))

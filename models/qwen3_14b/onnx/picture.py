@@ -1,0 +1,80 @@
+"""A picture of one decoder layer, drawn from the graph itself.
+
+    python -m haarkv.models.qwen3_14b.onnx.picture | dot -Tsvg > FILE
+
+`dot` is graphviz's. Calls of functions are filled; attention is drawn with its own nodes inside. Constants are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import onnx
+
+from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, FIELDS, GraphSpec, build
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
+
+_OPENED = "Attention"
+_STYLE = 'fontname="Helvetica" fontsize=11'
+
+
+def layer_graph(opened: str = _OPENED) -> str:
+    """The decoder layer of Qwen3-14B in graphviz's language.
+
+    Args:
+        opened: the function whose nodes are drawn inside their call.
+    """
+    plan = GraphSpec(range(1), embed=False, head=False, opset=DEFAULT_OPSET)
+    model = build(Qwen3Scopes(QWEN3_14B), plan)
+    functions = {function.name: function for function in model.functions}
+    layer = functions["DecoderLayer"]
+    lines = [
+        "digraph layer {", "rankdir=TB; ranksep=0.25; nodesep=0.15; bgcolor=white;",
+        f'node [shape=box style="rounded,filled" fillcolor=white height=0.28 margin="0.08,0.03" {_STYLE}];',
+        "edge [arrowsize=0.6 color=gray40];",
+    ]  # fmt: skip
+    made = {name: name for name in layer.input}
+    lines += [_node(name, name, "#eeeeee", "ellipse") for name in layer.input if not name.endswith("weight")]
+    for node in layer.node:
+        if node.op_type == opened:
+            lines += _cluster(node, functions[opened], made)
+        else:
+            fill = "#cfe2f3" if node.domain == FUNCTION_DOMAIN else "white"
+            lines.append(_node(node.name, f"{node.name}\\n{node.op_type}", fill))
+            lines += _edges(node.input, node.name, made)
+            made |= dict.fromkeys(node.output, node.name)
+    for output, word in zip(layer.output, ("hidden out", *(f"new_{stored}" for stored in FIELDS)), strict=True):
+        lines += [_node(word, word, "#eeeeee", "ellipse"), *_edges([output], word, made)]
+    return "\n".join([*lines, "}"])
+
+
+def _cluster(call: onnx.NodeProto, function: onnx.FunctionProto, made: dict[str, str]) -> Iterator[str]:
+    """A call with the nodes of its function inside."""
+    yield f'subgraph "cluster {call.name}" {{ label="{call.name}" {_STYLE} style=rounded color="#6fa8dc" bgcolor="#f3f8fd";'
+    inside = dict(zip(function.input, (made.get(name, "") for name in call.input), strict=True))
+    edges: list[str] = []
+    for node in function.node:
+        if node.op_type == "Constant":
+            continue
+        name = f"{call.name}/{node.name}"
+        yield _node(name, f"{node.name}\\n{node.op_type}", "white")
+        edges += _edges(node.input, name, inside)
+        inside |= dict.fromkeys(node.output, name)
+    yield "}"
+    yield from edges
+    made |= {outer: inside[inner] for outer, inner in zip(call.output, function.output, strict=True)}
+
+
+def _node(name: str, label: str, fill: str, shape: str = "box") -> str:
+    return f'"{name}" [label="{label}" fillcolor="{fill}" shape={shape}];'
+
+
+def _edges(inputs: Sequence[str], name: str, made: dict[str, str]) -> list[str]:
+    sources = [made.get(value, "") for value in inputs]
+    return [f'"{source}" -> "{name}";' for source in sources if source and not source.endswith("weight")]
+
+
+if __name__ == "__main__":
+    print(layer_graph())

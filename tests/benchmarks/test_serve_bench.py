@@ -1,0 +1,369 @@
+"""The load on a server: what is asked of it, how rounds are read and summed up, and that nothing is left running."""
+
+import json
+import math
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from haarkv.benchmarks import serve
+from haarkv.benchmarks.serve_model import hf_config, model_folder, scaled_vocabulary
+from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics, worker_cores
+from haarkv.benchmarks.serve_rounds import (
+    Case,
+    Peaks,
+    Round,
+    Rounds,
+    as_json,
+    client_args,
+    ratio,
+    read_round,
+    step_bytes,
+    summed_up,
+    watched,
+    write_prompts,
+)  # fmt: skip
+from haarkv.models.catalog import TINY, read_config
+from haarkv.models.qwen3_14b.config import QWEN3_14B, read_hf_config
+from haarkv.tq_ops.errors import InputError
+
+CASE = Case(users=3, prompt=128, output=5)
+METRICS = """# HELP vllm:num_preemptions_total Times.
+vllm:num_preemptions_total{engine="0",model_name="a} b"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+plain 2e-05
+vllm:cache_config_info{block_size="128",kv_cache_size_tokens="42240",engine="0"} 1.0
+"""
+LOG = """INFO starting
+Traceback (most recent call last):
+(EngineCore pid=7) ValueError: No available memory for the cache blocks.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+INFO leaving
+"""
+
+
+def made(rate=10.0, tpot=(100.0,), ttft=(500.0,), cpu=20.0, **others):
+    given = {"failed": 0, "preempted": 0, "found": 0.9, "at_once": 3, "held": 400, "steps": 5, **others}
+    return Round(output_rate=rate, total_rate=3 * rate, ttft=ttft, tpot=tpot, cpu_ms=cpu, **given)
+
+
+# -- What is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_every_user_has_a_prompt_of_its_own_and_no_case_shares_any(tmp_path):
+    seeds = []
+    for number in (1, 2):
+        write_prompts(tmp_path / "p", CASE, number)
+        lines = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
+        assert [(p["input_length"], p["output_length"]) for p in lines] == [(129, 5)] * 3
+        seeds += [seed for p in lines for seed in p["hash_ids"]]
+    assert len(set(seeds)) == 6
+
+
+def test_the_client_sends_all_at_once_and_takes_whole_answers(tmp_path):
+    args = client_args(TINY, 81, CASE, tmp_path / "p", 7, None)
+    given = dict(pairwise(args))
+    assert (given["--num-prompts"], given["--max-concurrency"], given["--port"], given["--seed"]) == ("3", "3", "81", "7")
+    assert given["--timed-trace-chunk-hash-size"] == "129"  # one draw fills a prompt
+    assert {"--ignore-eos", "--save-detailed", "--no-self-timed"} <= set(args)
+    assert "--save-result" not in args
+    kept = client_args(TINY, 81, CASE, tmp_path / "p", 7, tmp_path / "r.json")
+    assert kept[: len(args)] == args
+    assert kept[len(args) :] == ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+
+
+def test_arguments_become_cases_prompts_outside_users_inside():
+    request, args = serve.parse(["--users", "1,8", "--prompt-tokens", "16,32", "--kv", "bf16,tq4,bf16", "--save"])
+    assert [(c.users, c.prompt) for c in request.cases] == [(1, 16), (8, 16), (1, 32), (8, 32)]
+    assert (request.kvs, request.layers, args.save) == (["bf16", "tq4"], 4, True)
+    assert serve.parse(["--model", "tiny"])[0].layers is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--users", "1,x"], "'1,x'"),
+        (["--users", "0"], "'0'"),
+        (["--kv", "bf16,q4_0"], "q4_0"),
+        (["--repeats", "0"], "--repeats"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(argv, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.parse(argv)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
+    served = model_folder("tiny", None, tmp_path)
+    request, _ = serve.parse(["--model", "tiny", "--users", "1", "--prompt-tokens", "128", "--memory", "64"])
+    flags = serve.server_flags(request, served)
+    given = dict(pairwise(flags))
+    assert (given["--max-model-len"], given["--kv-cache-memory-bytes"]) == ("256", str(64 * 2**20))
+    assert "dummy" not in flags
+    too_long, _ = serve.parse(["--model", "tiny", "--prompt-tokens", "4090"])
+    with pytest.raises(InputError, match="4096 tokens, not for 4155"):
+        serve.server_flags(too_long, served)
+
+
+def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
+    served = model_folder("random:0.6b", 4, tmp_path)
+    read, whole = read_hf_config(served.folder / "config.json"), read_config("random:0.6b")
+    assert (read.num_layers, read.num_heads, read.num_kv_heads, read.head_dim) == (4, 16, 8, 128)
+    assert (read.hidden_size, read.intermediate_size) == (whole.hidden_size, whole.intermediate_size)
+    assert read.vocab_size == 21760
+    assert "4 of 28 layers" in served.said
+    assert "21,760 of 151,936 words" in served.said
+    assert "random weights" in served.said
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served.folder.iterdir()}
+    assert served.flags == ("--load-format", "dummy")
+
+
+def test_the_head_keeps_its_share_of_a_step():
+    assert scaled_vocabulary(151936, 28, 28) == 151936
+    assert scaled_vocabulary(151936, 14, 28) == 76032  # 75,968 in whole 128s
+    assert scaled_vocabulary(151936, 1, 64) == 4096  # the tokenizer's own
+    assert hf_config(QWEN3_14B)["num_key_value_heads"] == QWEN3_14B.num_kv_heads
+
+
+def test_bytes_and_operations_of_a_step():
+    config = read_config("random:0.6b", 4)
+    cost = step_bytes(config, "bf16", Case(8, 8191, 0))
+    assert cost["kv_bytes"] == 8 * 8192 * 4 * 2 * 8 * 256
+    assert cost["weight_bytes"] == 2 * (4 * 15_728_640 + config.vocab_size * 1024)
+    assert cost["macs"] == 8 * cost["weight_bytes"] / 2
+    assert cost["attention_macs"] == 8 * 8192 * 4 * 16 * 128 * 2
+    assert math.isclose(cost["kv_bytes"] / step_bytes(config, "tq4", Case(8, 8191, 0))["kv_bytes"], 256 / 66)
+
+
+# -- How it is read ----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_added_up_over_labels():
+    found = parse_metrics(METRICS)
+    assert found["vllm:num_preemptions_total"] == 7
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert found["plain"] == 2e-5
+    assert found["tokens"] == 42240
+
+
+def test_the_reason_is_the_error_that_is_not_about_another_one():
+    assert last_reason(LOG) == "ValueError: No available memory for the cache blocks."
+    assert last_reason("one\n\ntwo\n") == "two"
+    assert last_reason("tq: no such model: x; give tiny\n") == "tq: no such model: x; give tiny"
+    assert last_reason("") == "it said nothing"
+
+
+def test_the_cores_of_the_worker_are_in_its_log():
+    assert worker_cores("x\n(EngineCore pid=7) INFO [omp.py:185] \tlocal_rank=0, core ids=[0, 12]\n") == [0, 12]
+    assert worker_cores("nothing of the kind") == []
+
+
+def test_a_round_is_what_changed_between_both_ends():
+    result = {
+        "ttfts": [0.5, 0.7, 0.0], "latencies": [0.9, 1.5, 0.0], "output_lens": [5, 5, 0], "errors": ["", "", "refused"],
+        "total_output_tokens": 10, "output_throughput": 6.6, "total_token_throughput": 99.0,
+    }  # fmt: skip
+    before = {
+        "vllm:prefix_cache_queries_total": 100.0,
+        "vllm:prefix_cache_hits_total": 40.0,
+        "vllm:num_preemptions_total": 1.0,
+    }
+    after = {**before, "vllm:prefix_cache_queries_total": 300.0, "vllm:prefix_cache_hits_total": 190.0, "tokens": 1000.0,
+             "vllm:num_preemptions_total": 3.0, "vllm:iteration_tokens_total_count": 6.0}  # fmt: skip
+    peaks = Peaks()
+    for usage, running in ((0.1, 1), (0.4, 2), (0.2, 1)):
+        peaks.see({"vllm:kv_cache_usage_perc": usage, "vllm:num_requests_running": running})
+    read = read_round(result, before, after, peaks, cpu_seconds=0.5)
+    assert (read.failed, read.preempted, read.steps, read.at_once, read.held) == (1, 2, 6, 2, 400)
+    assert read.ttft == [500, 700]
+    assert read.tpot == pytest.approx([100, 200])  # four tokens after the first
+    assert (read.found, read.cpu_ms) == (0.75, 50)
+    assert (read.output_rate, read.total_rate) == (6.6, 99.0)
+
+
+def test_gauges_are_watched_while_the_body_runs_and_not_after():
+    looks = []
+    with watched(lambda: looks.append(1) or {"vllm:num_requests_running": len(looks)}, every=0.01) as peaks:
+        while len(looks) < 3:
+            time.sleep(0.01)
+    count = len(looks)
+    time.sleep(0.05)
+    assert len(looks) == count
+    assert peaks.seen["vllm:num_requests_running"] == count
+
+
+def test_a_server_that_does_not_answer_ends_no_watch():
+    looks = []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 1:
+            raise InputError("does not answer")
+        return {"vllm:num_requests_running": 5}
+
+    with watched(look, every=0.01) as peaks:
+        until = time.monotonic() + 10
+        while not peaks.seen and time.monotonic() < until:
+            time.sleep(0.01)
+    assert peaks.seen["vllm:num_requests_running"] == 5
+
+
+def test_cold_rounds_give_the_first_token_and_the_others_the_rest():
+    rounds = Rounds(
+        [
+            made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, held=100, preempted=1),
+            made(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0, held=100),
+        ],
+        [
+            made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0, held=300),
+            made(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failed=2),
+            made(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
+        ],
+    )
+    row = summed_up("tq4", CASE, 42240, rounds)
+    assert (row.output_rate, row.low, row.high, row.tpot) == (20, 10, 30, 102.5)
+    assert row.tpot_p99 == pytest.approx(119.5)
+    assert (row.ttft, row.cold_rate, row.cold_cpu_ms, row.cpu_ms) == (650, 4.5, 75, 25)
+    assert row.ttft_p99 == pytest.approx(797)
+    assert (row.held, row.preempted, row.failed, row.capacity, row.requests) == (400, 1, 2, 42240, (4, 6))
+
+
+def test_rounds_are_divided_by_their_neighbours():
+    """The machine is fast in the middle one; quotients within rounds are 3, 2 and 1.5, of medians 1.5; of the cold 3 and 5."""
+
+    def rounds(cold, known, cpu, ttft):
+        return Rounds(*([made(rate=r, tpot=(1e3 / r,), cpu=cpu, ttft=(ttft,)) for r in rates] for rates in (cold, known)))
+
+    slow, fast = rounds((1.0, 1.0), (10.0, 80.0, 40.0), 10.0, 400.0), rounds((3.0, 5.0), (30.0, 160.0, 60.0), 4.0, 200.0)
+    found = ratio(CASE, fast, slow)
+    assert (found.output_rate, found.low, found.high, found.tpot, found.cpu_ms) == (2, 1.5, 3, 0.5, 0.4)
+    assert (found.cold_rate, found.ttft, found.cold_cpu_ms, found.users, found.prompt) == (4, 0.5, 0.4, 3, 128)
+
+
+class Turns(serve.Bench):
+    """A bench whose rounds say who ran and with which prompts."""
+
+    def __init__(self, scratch):
+        super().__init__(None, None, [SimpleNamespace(kv="bf16"), SimpleNamespace(kv="tq4")], None, scratch)
+        self.seen = []
+
+    def _round(self, server, case, prompts, turn):
+        self.seen.append((server.kv, prompts.read_text()))
+        return made()
+
+
+def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path, capsys):
+    bench = Turns(tmp_path)
+    rounds = bench.rounds(CASE, 1, cold=2, known=2)
+    bench.rounds(CASE, 2, cold=1, known=0)
+    assert [kv for kv, _ in bench.seen] == ["bf16", "tq4"] * 5
+    prompts = [text for _, text in bench.seen]
+    assert prompts[::2] == prompts[1::2]
+    first, second, third, fourth, other = prompts[::2]
+    assert second == third == fourth
+    assert len({first, second, other}) == 3
+    assert [(len(r.cold), len(r.known)) for r in rounds.values()] == [(2, 2)] * 2
+
+
+def test_nobody_answered():
+    row = summed_up("tq4", CASE, 1, Rounds([made(ttft=(), tpot=(), failed=3)], [made(ttft=(), tpot=(), failed=3)]))
+    assert math.isnan(row.tpot)
+    assert math.isnan(row.ttft_p99)
+    assert row.failed == 6
+
+
+def test_the_ratio_stands_below_the_rows_of_its_case():
+    cases = [Case(1, 128, 5), Case(8, 1024, 5)]
+    rounds = Rounds([made()], [made()])
+    rows = [summed_up(kv, case, 42240, rounds) for case in cases for kv in ("bf16", "tq4")]
+    told = serve.table(rows, [ratio(case, rounds, rounds) for case in cases])
+    assert [line[:3] for line in told] == [
+        (users, prompt, kv) for users, prompt in (("1", "128"), ("8", "1,024")) for kv in ("bf16", "tq4", "ratio")
+    ]
+    assert {len(line) for line in told} == {len(serve._COLUMNS)}
+    assert told[2][3] == "1.00"
+    assert json.loads(json.dumps(as_json(rows[0])))["capacity"] == 42240
+    assert as_json(ratio(cases[0], rounds, rounds))["users"] == 1
+
+
+# -- Processes ---------------------------------------------------------------------------------------------------------
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 1:
+    print(subprocess.Popen([sys.executable, __file__, "grandchild"]).pid, file=sys.stderr, flush=True)
+time.sleep(99)
+"""
+
+
+def started(child):
+    """What it says first."""
+    while not (said := child.log.read_text()):
+        time.sleep(0.02)
+    return said.strip()
+
+
+def interrupted(child):
+    """Ctrl-C while it runs; the processes there were."""
+    seen = {}
+    with suppress(KeyboardInterrupt), ending([child]):
+        seen = {child.process.pid, int(started(child))}
+        assert set(child.members()) == seen
+        raise KeyboardInterrupt
+    return seen
+
+
+def test_ending_leaves_nobody_of_the_group_behind(tmp_path, monkeypatch):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    child = Child([str(tmp_path / "stubborn.py")], tmp_path / "log")
+    monkeypatch.setattr(child, "stop", partial(child.stop, patience=0.5))
+    seen = interrupted(child)
+    assert len(seen) == 2
+    assert child.members() == {}
+
+
+def test_processor_time_is_that_of_the_group_alone(tmp_path):
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ntime.sleep(99)"
+    child = Child(["-c", busy], tmp_path / "log")
+    with ending([child]):
+        started_working = time.monotonic()
+        while not child.log.read_text() and time.monotonic() < started_working + 30:
+            time.sleep(0.02)
+        (name,) = child.members().values()
+        assert 0.25 < child.cpu_seconds(name) < 2
+        assert child.cpu_seconds("x" + name) == 0
+
+
+def test_a_server_that_does_not_start_is_one_line(tmp_path):
+    server = Server(tmp_path / "no such folder", "tq4", (), tmp_path / "log")
+    with ending([server]), pytest.raises(InputError) as refused:
+        server.wait(60)
+    assert str(refused.value).startswith("the server with tq4 did not start: tq: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_without_vllm_the_command_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda _: None)
+    assert serve.main(["--model", "tiny"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "serve: vLLM is not installed in this Python; docs/serving.md says how\n"
+
+
+def test_the_plot_has_a_line_of_panels_for_each_prompt_length():
+    pytest.importorskip("matplotlib")
+    from haarkv.benchmarks import serve_plot
+
+    rows = [summed_up(kv, Case(users, prompt, 5), 1, Rounds([made(rate=users)], [made(rate=users)]))
+            for kv in ("bf16", "tq4") for prompt in (128, 1024) for users in (1, 8)]  # fmt: skip
+    drawn = serve_plot.svg(rows, "title")
+    assert drawn.count("prompts of 128 tokens") == drawn.count("prompts of 1,024 tokens") == 3
+    assert drawn == serve_plot.svg(rows, "title")

@@ -1,0 +1,136 @@
+"""Codebooks and rotations: the published bits, the fixed point, and that the shipped tables are current."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from haarkv.codebooks import haar_rotation, hadamard_signs, lloyd_max, tables
+from haarkv.codebooks.haar import compute_rotation
+from haarkv.codebooks.lloyd_max import converged_unit_centroids, gaussian_distortion, solve
+
+# Max, "Quantizing for minimum distortion", 1960: distortion of an optimal quantizer of a unit Gaussian.
+OPTIMAL_DISTORTION = {1: 0.3634, 2: 0.11748, 3: 0.03455, 4: 0.009497}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_published_codebook_has_the_published_bits(golden, bits, head_dim):
+    rows = golden("turboquant_qwen3_14b/codebooks")
+    book = lloyd_max(bits, head_dim)
+    np.testing.assert_array_equal(book.centroids.numpy(), rows[f"fp32_analytic_d{head_dim}_b{bits}_centroids"])
+    np.testing.assert_array_equal(book.boundaries.numpy(), rows[f"fp32_analytic_d{head_dim}_b{bits}_boundaries"])
+
+
+def test_converged_codebook_is_the_fixed_point(golden):
+    truth = golden("turboquant_qwen3_14b/codebooks")["converged_truth_f64_d128_b4"]
+    ours = converged_unit_centroids(16).numpy() / math.sqrt(128)
+    np.testing.assert_allclose(ours, truth, atol=1e-14)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_converged_codebook_satisfies_lloyds_conditions(bits):
+    """Independent check by brute-force integration: each centroid is its cell's mean."""
+    c = converged_unit_centroids(2**bits).numpy()
+    x = np.linspace(-9, 9, 1_800_001)
+    density = np.exp(-x * x / 2)
+    cell = np.searchsorted((c[1:] + c[:-1]) / 2, x)
+    mass = np.bincount(cell, density, minlength=len(c))
+    mean = np.bincount(cell, density * x, minlength=len(c)) / mass
+    np.testing.assert_allclose(mean, c, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", OPTIMAL_DISTORTION)
+def test_distortion_is_the_literatures(bits):
+    book = lloyd_max(bits, 128, "converged")
+    assert gaussian_distortion(book, 1 / math.sqrt(128)) == pytest.approx(OPTIMAL_DISTORTION[bits], rel=5e-4)
+    published = gaussian_distortion(lloyd_max(bits, 128), 1 / math.sqrt(128))
+    assert published >= gaussian_distortion(book, 1 / math.sqrt(128)) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("solver", ["published", "converged"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_codebook_ascends_and_its_boundaries_lie_between(bits, solver):
+    for head_dim in (64, 80, 128, 256):
+        book = lloyd_max(bits, head_dim, solver)
+        assert book.centroids.shape == (2**bits,)
+        assert (book.boundaries > book.centroids[:-1]).all()
+        assert (book.boundaries < book.centroids[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "solver"), [(0, 128, "published"), (9, 128, "published"), (4, 0, "published"), (4, 128, "x")]
+)
+def test_impossible_codebooks_are_refused(bits, head_dim, solver):
+    with pytest.raises(ValueError, match=r"bits|head_dim|solver"):
+        solve(bits, head_dim, solver)
+
+
+def test_zero_gets_level_8():
+    """The published middle boundary is slightly negative, and a level counts the boundaries at or below the value."""
+    boundaries = lloyd_max(4, 128).boundaries
+    assert -4e-9 < boundaries[7] < 0
+    assert int((boundaries <= 0.0).sum()) == 8
+
+
+@pytest.mark.parametrize("layer", [0, 1, 39])
+def test_rotation_has_the_published_bits(golden, layer):
+    bits = golden("turboquant_qwen3_14b/rotations")[f"layer{layer}_Pi_bf16_bits"]
+    np.testing.assert_array_equal(haar_rotation(layer, 128).view(torch.uint16).numpy(), bits)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 39])
+def test_gaussian_behind_a_rotation_is_the_published_one(golden, layer):
+    gaussian = torch.randn(128, 128, generator=torch.Generator().manual_seed(42 + 1000 * layer))
+    np.testing.assert_array_equal(gaussian.numpy(), golden("turboquant_qwen3_14b/rotations")[f"layer{layer}_gauss_f32"])
+
+
+@pytest.mark.parametrize(("layer", "head_dim"), [(0, 128), (63, 128), (64, 128), (5, 64), (2, 256), (1, 80)])
+def test_rotation_is_orthogonal_and_differs_by_layer(layer, head_dim):
+    rotation = haar_rotation(layer, head_dim).double()
+    # BF16 moves an entry of size 1/sqrt(D) by some 2**-9.5 of itself; D products of two such entries add up to about
+    # 2**-9 / sqrt(D). The largest of D**2 sums measures up to ten times that; a wrong column would be a thousand times.
+    error = (rotation @ rotation.T - torch.eye(head_dim)).abs().max()
+    assert error < 14 * 2.0**-9 / math.sqrt(head_dim)
+    assert not torch.equal(rotation, haar_rotation(layer + 1, head_dim).double())
+
+
+def test_rotation_columns_follow_the_sign_of_r():
+    gaussian = torch.randn(128, 128, generator=torch.Generator().manual_seed(42 + 7000)).double()
+    r = haar_rotation(7, 128).double().T @ gaussian
+    assert (torch.diag(r) > 0).all()
+
+
+def test_shipped_rotations_are_those_computed():
+    for layer in (0, 1, 2, 39, 63):
+        assert torch.equal(haar_rotation(layer, 128), compute_rotation(layer, 128))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the published tables come out of MKL to the bit only")
+def test_shipped_tables_are_current():
+    check = subprocess.run([sys.executable, "-m", "haarkv.codebooks", "--check"], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_a_damaged_table_is_refused(tmp_path, monkeypatch):
+    for path in tables.DATA.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    table = tmp_path / tables.LLOYD_MAX
+    table.write_bytes(table.read_bytes().replace(b"0.24", b"0.25", 1))
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    with pytest.raises(ValueError, match="damaged"):
+        tables.read_checked(tables.LLOYD_MAX)
+    assert tables.read_checked(tables.HAAR)
+
+
+def test_hadamard_signs_are_signs_of_their_origins():
+    """TBQ4_0's are the first two draws of numpy's generator 42, TQ3_0's those of its C source."""
+    generator = np.random.default_rng(42)
+    for name in ("tbq4_0/before", "tbq4_0/after"):
+        np.testing.assert_array_equal(hadamard_signs(name).numpy(), generator.choice([-1, 1], 128))
+    tq3 = hadamard_signs("tq3_0")
+    assert "".join("+" if sign == 1 else "-" for sign in tq3.tolist()) == "+-++--+-++-+-+--+--++-+--+++--+-"
+    assert tq3.abs().unique().tolist() == [1]

@@ -1,0 +1,131 @@
+"""The executor `cpu`: its text, what it refuses, and life without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+from op_tables import every_table
+from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, small_model
+
+from haarkv.engine.generation import generate
+from haarkv.executors import catalog
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu import build, library
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+
+MODEL = small_model(SMALL)
+
+
+def greedy(executor, kv: str) -> list[list[int]]:
+    prompts = [random_tokens(SMALL, n, seed=n) for n in (1, 21, 9)]
+    cache = new_cache(SMALL, kv, num_blocks=24)
+    done, _ = generate(executor, cache, new_paging(cache), prompts, max_new_tokens=8, max_context=64, chunk=13)
+    return [completion.token_ids for completion in done]
+
+
+@every_table
+@pytest.mark.parametrize("kv", ["tq4", "tbq4_0"])
+def test_greedy_text_is_the_references(table, kv):
+    assert greedy(ReferenceExecutor(MODEL, table.open()), kv) == greedy(ReferenceExecutor(MODEL), kv)
+
+
+@every_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_the_references(table, dtype):
+    model, tokens = small_model(SMALL, dtype=dtype), [random_tokens(SMALL, 30)]
+    logits = []
+    for ops in (table.open(), reference):
+        cache = new_cache(SMALL)
+        paging = new_paging(cache)
+        logits.append(prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add()], tokens))
+    limit = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
+    assert (logits[0] - logits[1]).abs().max() <= limit * logits[1].std()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (KVSpec("tq3"), "the CPU kernels read tq4 and tbq4_0, not tq3"),
+        (KVSpec("k=tq4,v=bf16"), "not bf16"),
+        (KVSpec("tq4", sink=4), "leave out the tail and the sinks"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_refused_in_one_line(spec, reason):
+    with pytest.raises(InputError, match=re.escape(reason)) as error:
+        catalog.create("cpu", MODEL, spec.plan(SMALL.num_layers))
+    assert "\n" not in str(error.value)
+
+
+def test_another_device_and_another_level_are_refused():
+    with pytest.raises(InputError, match="runs on the cpu, not on 'cuda:0'"):
+        catalog.create("cpu", MODEL, KVSpec("tq4").plan(SMALL.num_layers), "cuda:0")
+    if build.compiler():
+        with pytest.raises(InputError, match="no kernels of level 'sse9'; choose from portable"):
+            CpuOps("sse9")
+
+
+def test_a_weight_that_is_not_a_number_is_named():
+    model = load_model("tiny", "float32")
+    broken = model.weights.layers[1].v_proj.clone()
+    broken[3, 5] = float("nan")
+    object.__setattr__(model.weights.layers[1], "v_proj", broken)
+    cache = new_cache(model.config, num_blocks=1, block_size=16)
+    paging = new_paging(cache)
+    with pytest.raises(InputError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight holds nan at \[3, 5\]"):
+        prefill(CpuExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
+
+
+# -- Without the kernels -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """The library is looked for in an empty folder."""
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "_kernels.so")
+    library.load.cache_clear()
+    yield tmp_path / "_kernels.so"
+    library.load.cache_clear()
+
+
+@pytest.mark.parametrize("content", [None, b"no library"])
+def test_without_the_kernels_the_reference_runs_and_says_so(elsewhere, content):
+    if content:
+        elsewhere.write_bytes(content)
+    executor = CpuExecutor(MODEL)
+    assert executor.ops is reference
+    assert "run `python -m haarkv.tq_ops.cpu.build`" in executor.description
+    assert "\n" not in executor.description
+    assert greedy(executor, "tq4") == greedy(ReferenceExecutor(MODEL), "tq4")
+
+
+def test_without_a_compiler_nothing_is_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
+        build.build(tmp_path / "_kernels.so")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
+    target, fails = tmp_path / "_kernels.so", tmp_path / "c++"
+    target.write_bytes(b"old")
+    fails.write_text("#!/bin/sh\necho 'x.cpp:1: error: nothing works' >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: str(fails))
+    with pytest.raises(build.BuildError, match=re.escape("failed: x.cpp:1: error: nothing works")):
+        build.build(target)
+    assert target.read_bytes() == b"old"
+    assert {path.name for path in tmp_path.iterdir()} == {"_kernels.so", "c++"}
+
+
+def test_structures_are_filled_by_name_and_completely():
+    with pytest.raises(AssertionError, match="scales_per_vector"):
+        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, levels=None)
+    # As the compiler lays them out: nothing is padded.
+    assert ctypes.sizeof(library.Side) == 56

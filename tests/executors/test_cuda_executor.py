@@ -1,0 +1,208 @@
+"""The CUDA executor: in Triton's interpreter without a GPU, compiled and captured with one."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from places import ROOT
+from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.cuda_graph import DecodeStep, bucket_of
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+from haarkv.validation.layers.runner import validate
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from haarkv.executors.cuda import CudaExecutor
+
+GPU = torch.cuda.is_available()
+CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
+PLAN = KVSpec("tq4").plan(CONFIG.num_layers)
+
+
+def executor(model, **options) -> CudaExecutor:
+    return CudaExecutor(model, interpreted=not GPU, **options)
+
+
+class OnHost:
+    """An executor whose cache, batches and results the test has on the host; only its own cache is on its device."""
+
+    def __init__(self, inner, cache) -> None:
+        self.inner, self.device = inner, inner.device
+        self.cache = PagedKVCache(
+            cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+            block_size=cache.block_size, device=self.device,
+        )  # fmt: skip
+
+    def prefill(self, token_ids, batch, cache):
+        return self.inner.prefill(token_ids.to(self.device), batch.to(self.device), self.cache).cpu()
+
+    def decode(self, token_ids, batch, cache):
+        return self.inner.decode(token_ids.to(self.device), batch.to(self.device), self.cache).cpu()
+
+
+def run(one, cache) -> torch.Tensor:
+    """Logits of a ragged prefill, a decode step of three sequences, and one of two of them."""
+    paging = new_paging(cache, order=range(cache.num_blocks - 1, -1, -1))
+    ids = [paging.add() for _ in range(3)]
+    logits = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
+    return torch.cat([*logits, decode(one, cache, paging, ids[::2], [3, 1])])
+
+
+@pytest.mark.parametrize(("dtype", "folded"), [("float32", None), ("float32", PLAN), ("bfloat16", None), ("bfloat16", PLAN)])
+def test_forwards_equal_the_references(dtype, folded):
+    """Padded decode steps, and rotations folded into the output projections, which costs a rounding of bf16 weights."""
+    model = small_model(CONFIG, dtype=getattr(torch, dtype))
+    caches = [new_cache(CONFIG, "tq4", num_blocks=6) for _ in range(2)]
+    theirs = run(ReferenceExecutor(model), caches[0])
+    ours = run(OnHost(executor(model, folded=folded), caches[1]), caches[1])
+    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
+    assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
+    if dtype == "float32":
+        assert error.max() <= bounds.LAYER_FP32.logits
+
+
+def test_the_validator_passes():
+    model = small_model(CONFIG, dtype=torch.bfloat16)
+    prompts = [random_tokens(CONFIG, 5), random_tokens(CONFIG, 2, seed=1)]
+    report = validate(ReferenceExecutor(model), executor(model), model, prompts, 1, PLAN)
+    assert report.passed, report.first_divergence
+    assert sum(row.unexplained for row in report.rows) == 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_damaged_weight_is_named(phase):
+    model = small_model(CONFIG)
+    ours, cache = OnHost(executor(model), new_cache(CONFIG)), new_cache(CONFIG)
+    paging = new_paging(cache)
+    ids = [paging.add()]
+    if phase == "decode":
+        prefill(ours, cache, paging, ids, [[1, 2]])
+    ours.inner._model.weights.layers[0].k_proj[3, 5] = float("nan")
+    forward, tokens = (decode, [3]) if phase == "decode" else (prefill, [[1, 2]])
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.k_proj\.weight holds nan at \[3, 5\]"):
+        forward(ours, cache, paging, ids, tokens)
+
+
+def test_without_a_gpu_it_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="needs an NVIDIA GPU"):
+        catalog.create("cuda", small_model(CONFIG), PLAN)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:x", "cuda:", "cuda:7"])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="cuda"):
+        CudaExecutor(small_model(CONFIG), device)
+
+
+def test_folded_projections_serve_their_own_plan_only():
+    folded = executor(small_model(CONFIG), folded=PLAN)
+    assert folded.supports(CONFIG, KVSpec("k=tbq4_0,v=tq4").plan(1)) != folded.supports(CONFIG, PLAN)
+    assert folded.supports(CONFIG, PLAN) is None
+    assert "another plan" in folded.supports(CONFIG, KVSpec("k=tq4,v=tbq4_0").plan(1))
+
+
+def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
+    cache, seen = new_cache(CONFIG), []
+
+    def step(token_ids, batch):
+        seen.append((batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
+        return token_ids.unsqueeze(1).float(), torch.tensor(True)
+
+    padded, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
+    ids = [paging.add() for _ in range(4)]
+    padded(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
+    logits, _ = padded(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
+    assert logits.flatten().tolist() == [9, 8, 7]
+    assert seen == [([0, 8, 16, 24], [1] * 4), ([9, 17, 25, -1], [2, 2, 2, 0])]
+
+
+def test_batches_share_few_sizes():
+    assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
+
+
+def test_kernels_compile_for_hopper_without_spilling():
+    """Tensor cores, 16 bytes a copy from memory, and no registers in memory; it takes no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    names = ["decode 128", "prefill 128", "store 128"]
+    command = [sys.executable, str(ROOT / "tests/support/cuda_compile.py"), *names]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {row["kernel"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(found) == names
+    for row in found.values():
+        assert row["LDL"] == row["STL"] == 0, row
+        assert row["HGMMA"] + row["HMMA"] > 0, row
+    assert found["decode 128"]["copies_of_16_bytes"] > 0
+    # At least two programs of 128 threads on a processor of 65,536 registers; with 168, three.
+    assert found["decode 128"]["registers"] <= 184
+
+
+# -- With a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
+def test_memory_of_a_decode_step_does_not_grow_with_the_context():
+    config = replace(CONFIG, num_layers=2, num_heads=10, head_dim=128, max_position_embeddings=70_000)
+    model = small_model(config, dtype=torch.bfloat16)
+    ours = executor(model)
+    scratch = []
+    for blocks in (16, 512):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        cache = PagedKVCache(KVSpec("tq4").plan(2), num_kv_heads=2, head_dim=128, num_blocks=blocks, device=ours.device)
+        paging = PagedSequences(blocks, cache.block_size)
+        ids = [paging.add()]
+        paging.batch(ids, [blocks * cache.block_size - 2])
+        torch.cuda.reset_peak_memory_stats()
+        for token in (1, 2):
+            ours.decode(torch.tensor([token], device=ours.device), paging.batch(ids, [1]).to(ours.device), cache)
+        scratch.append(torch.cuda.max_memory_allocated() - before - cache.nbytes)
+        del cache
+    # 64 splits of 10 heads of 128 numbers are 0.3 MiB; the room is for cuBLAS' and the graph's own.
+    assert max(scratch) <= 64 * 2**20
+    assert scratch[1] <= scratch[0] + 2 * 2**20
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
+@pytest.mark.parametrize("kv", ["tq4", "tbq4_0"])
+def test_the_validator_passes_on_the_model_that_ships(kv):
+    model = load_model("tiny", "bfloat16")
+    plan = KVSpec(kv).plan(model.config.num_layers)
+    prompts = [random_tokens(model.config, 200), random_tokens(model.config, 37, seed=1)]
+    report = validate(ReferenceExecutor(model), executor(model), model, prompts, 3, plan)
+    assert report.passed, report.first_divergence
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
+def test_a_captured_step_gives_what_the_same_step_gives_uncaptured():
+    model = small_model(CONFIG, dtype=torch.bfloat16)
+    results = []
+    for captured in (True, False):
+        ours = executor(model)
+        if not captured:
+            ours._pool = None
+        cache = new_cache(CONFIG, "tq4", num_blocks=6)
+        host = OnHost(ours, cache)
+        results.append((run(host, cache), [t.cpu() for *_, t in cache_tensors(host.cache)]))
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,229 @@
+"""The NPU executor: what goes into its programs, whom it refuses, and layers in PyPTO's interpreter."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from npu_programs import needs_pypto
+from small_models import SMALL, cache_tensors, new_cache, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu import device
+from haarkv.tq_ops.npu.sim import simulator
+from haarkv.validation.bounds import LAYER_BF16
+
+TQ4 = KVSpec("tq4").plan(SMALL.num_layers)
+CONFIG = replace(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
+
+
+def batch_of(new_tokens, stored=()):
+    paging = PagedSequences(32, 128, order=[5, 2, 9, 0, *range(10, 32), 1, 3, 4, 6, 7, 8])
+    sequences = [paging.add() for _ in new_tokens]
+    for sequence, count in zip(sequences, stored, strict=False):
+        if count:
+            paging.batch([sequence], [count])
+    return paging.batch(sequences, new_tokens)
+
+
+def tiled(program, new_tokens, stored=()):
+    batch = batch_of(new_tokens, stored)
+    tokens = batch.positions.numel()
+    rope = (torch.arange(tokens * 64.0).view(tokens, 64), torch.zeros(tokens, 64))
+    return batch, inputs.tile(batch, program, rope)
+
+
+def test_decode_puts_one_token_of_each_sequence_into_one_tile():
+    _, tiling = tiled(programs.decode_program(CONFIG), [1] * 18, stored=[3, 0, 130])
+    assert tiling.rows == 32
+    assert tiling.tile_tokens.tolist() == [16, 2]
+    assert tiling.row.tolist() == [*range(16), 16, 17]
+    assert tiling.tokens["sequence"].tolist() == [*range(18), *([0] * 14)]
+    assert tiling.tokens["position"].tolist()[:4] == [3, 0, 130, 0]
+
+
+def test_prefill_gives_each_sequence_tiles_of_its_own():
+    batch, tiling = tiled(programs.prefill_program(CONFIG), [130, 3], stored=[7, 0])
+    assert tiling.tile_tokens.tolist() == [128, 2, 3]
+    assert tiling.rows == 3 * 128
+    assert tiling.row.tolist() == [*range(130), 256, 257, 258]
+    assert torch.equal(tiling.tokens["position"][tiling.row], batch.positions.int())
+    assert torch.equal(tiling.tokens["slot"][tiling.row], batch.slot_mapping.int())
+    assert tiling.tokens["sequence"][tiling.row].tolist() == [0] * 130 + [1] * 3
+    assert torch.equal(tiling.spread(batch.positions)[tiling.row], batch.positions)
+
+
+def test_the_block_table_is_padded_to_whole_steps():
+    _, tiling = tiled(programs.decode_program(CONFIG), [1, 1], stored=[700, 3])
+    assert tiling.block_table.shape == (2, 16)
+    assert tiling.block_table[0, 5] >= 0
+    assert tiling.block_table[0, 6:].tolist() == [-1] * 10
+    assert tiling.block_table[1, 1:].tolist() == [-1] * 15
+
+
+@pytest.mark.parametrize("program", [programs.decode_program(CONFIG), programs.prefill_program(CONFIG)], ids=lambda p: p.name)
+@pytest.mark.parametrize("before", [0, 1, 40, 255, 256, 700])
+def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
+    """Row r of a unit whose first token stands at `before` sees the keys up to `before` + its token, in every step."""
+    step, unit = program.attention.step_tokens, program.attention.unit_tokens
+    mask, group = program.attention.mask(), program.attention.group
+    for begin in range(0, before + unit, step):
+        seen = min(before - begin, step)
+        view = mask[:, step - seen : 2 * step - seen]
+        assert view.shape[1] == step
+        for row in (0, program.attention.queries - 1):
+            visible = (view[row] == 0).nonzero().flatten() + begin
+            expected = [key for key in range(begin, begin + step) if key <= before + row // group]
+            assert visible.tolist() == expected
+
+
+def test_the_cache_is_handed_over_as_it_is():
+    cache = new_cache(CONFIG, block_size=128, num_blocks=2)
+    named = inputs.cache_arguments(cache, 1)
+    named["v_codes"][3, 5] = -1
+    named["k_scale"][3, 7] = 2.0
+    assert cache.v_fields(1)["codes"][0, 0, 3, 5] == 255
+    assert cache.k_fields(1)["scale"][1, 1, 7] == 2.0
+
+
+# -- Refusals ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (replace(CONFIG, head_dim=64), "head_dim 128, not 64"),
+        (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 128, not 48"),
+        (replace(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 128, not 200"),
+    ],
+)
+def test_a_model_without_programs_is_refused_by_name(config, said):
+    with pytest.raises(InputError, match=said):
+        catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
+
+
+def test_fp32_is_refused():
+    with pytest.raises(InputError, match="bfloat16 only"):
+        catalog.create("npu", small_model(CONFIG), TQ4, "sim")
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_another_format_and_another_block_size_are_refused():
+    model = small_model(CONFIG, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="read and write tq4, not bf16"):
+        catalog.create("npu", model, KVSpec("k=tq4,v=bf16").plan(CONFIG.num_layers), "sim")
+    with pytest.raises(InputError, match=r"executor npu cannot run this: its programs read tq4 alone, no tokens in BF16"):
+        catalog.create("npu", model, KVSpec("tq4", sink=1).plan(CONFIG.num_layers), "sim")
+    executor = catalog.create("npu", model, TQ4, "sim")
+    with pytest.raises(InputError, match="128-token blocks, not 8"):
+        executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("cuda:0", "sim or npu:N, not on 'cuda:0'"), ("npu:x", "not on 'npu:x'"), ("npu:0", "torch-npu is not installed")],
+)
+def test_a_device_that_is_not_there_is_refused(name, said):
+    with pytest.raises(InputError, match=said):
+        device.open_runner(name)
+
+
+def fake_torch_npu(monkeypatch, *, version, available=True, count=1, broken=None):
+    npu = SimpleNamespace(is_available=lambda: available, device_count=lambda: count, set_device=lambda _: None)
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(device.metadata, "version", lambda name: version)
+    if broken is None:
+        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
+    else:
+        monkeypatch.setitem(sys.modules, "torch_npu", None)
+
+
+def test_torch_npu_for_another_torch_is_refused(monkeypatch):
+    fake_torch_npu(monkeypatch, version="1.11.0")
+    with pytest.raises(InputError, match=r"torch-npu 1\.11\.0 is made for another torch"):
+        device.open_runner("npu:0")
+
+
+def matching_version():
+    return torch.__version__.split("+")[0]
+
+
+def test_torch_npu_that_cannot_be_loaded_is_refused(monkeypatch):
+    fake_torch_npu(monkeypatch, version=matching_version(), broken=True)
+    with pytest.raises(InputError, match=r"cannot be loaded .*set_env\.sh"):
+        device.open_runner("npu:0")
+
+
+def test_a_machine_without_an_npu_is_told_so(monkeypatch):
+    fake_torch_npu(monkeypatch, version=matching_version(), available=False)
+    with pytest.raises(InputError, match="sees no NPU"):
+        device.open_runner("npu:0")
+
+
+def test_an_npu_too_many_is_refused(monkeypatch):
+    fake_torch_npu(monkeypatch, version=matching_version(), count=2)
+    with pytest.raises(InputError, match="no npu:2; torch-npu sees 2 NPUs"):
+        device.open_runner("npu:2")
+
+
+def test_without_pypto_the_simulator_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(simulator, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'haarkv\[npu\]'"):
+        device.open_runner("sim")
+
+
+def test_without_a_compiler_the_simulator_names_it(monkeypatch):
+    monkeypatch.setattr(simulator, "find_spec", lambda name: object())
+    monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == "cmake" else "/usr/bin/" + tool)
+    with pytest.raises(InputError, match="cmake not found"):
+        device.open_runner("sim")
+
+
+# -- Layers in the interpreter -------------------------------------------------------------------------------------------
+def filled(config, lengths, seed):
+    """A cache that holds so many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
+    cache = new_cache(config, block_size=128, num_blocks=16)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
+    paging = PagedSequences(16, 128, order)
+    sequences = [paging.add() for _ in lengths]
+    generator = torch.Generator().manual_seed(seed)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if length:
+            batch = paging.batch([sequence], [length])
+            for layer in range(config.num_layers):
+                k, v = (torch.randn(length, config.num_kv_heads, 128, generator=generator) for _ in "kv")
+                cache.write(layer, k, v, batch)
+    return cache, paging, sequences
+
+
+LAYER_CASES = {
+    "decode, GQA 5": ((10, 2), [1, 1, 1], [299, 0, 640]),
+    "decode, GQA 1": ((3, 3), [1, 1], [127, 128]),
+    "decode, GQA 8": ((8, 1), [1], [4]),
+    "prefill after a stored prefix, GQA 5": ((10, 2), [33, 5], [250, 0]),
+    "prefill over two tiles, GQA 2": ((4, 2), [130], [3]),
+}
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.parametrize(("heads", "new", "stored"), LAYER_CASES.values(), ids=LAYER_CASES)
+def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, new, stored):
+    config = replace(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
+    model = small_model(config, seed=3, dtype=torch.bfloat16)
+    hidden = torch.randn(sum(new), config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
+    results = []
+    for executor in (ReferenceExecutor(model), catalog.create("npu", model, TQ4, "sim")):
+        cache, paging, sequences = filled(config, stored, seed=7)
+        out = executor.layers(hidden, range(1, 2), paging.batch(sequences, new), cache)
+        results.append((out.float(), [tensor for *_, tensor in cache_tensors(cache)]))
+    (reference, reference_cache), (ours, our_cache) = results
+    error = (ours - reference).norm(dim=1) / reference.norm(dim=1)
+    assert error.max() < LAYER_BF16.rel_l2
+    # Every slot of every layer: the new ones as the reference stores them, all others as they were.
+    assert all(torch.equal(a, b) for a, b in zip(our_cache, reference_cache, strict=True))

@@ -1,0 +1,110 @@
+"""Whole layers and the head, verified by PyPTO after its passes and by us: what is compiled is what was interpreted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from npu_programs import needs_pypto
+from small_models import cache_tensors, new_cache
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.verify import check_verified
+from haarkv.validation.bounds import LAYER_BF16
+
+pytestmark = needs_pypto
+LAYER = 1
+
+
+def layer_call(program, new, stored):
+    """A layer of `tiny` about to run: arguments, goldens by argument index, and which rows of the output are padding."""
+    model = load_model("tiny", "bfloat16")
+    executor = ReferenceExecutor(model)
+    cache = new_cache(model.config, block_size=128, num_blocks=12)
+    paging = PagedSequences(12, 128, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
+    sequences = [paging.add() for _ in new]
+    generator = torch.Generator().manual_seed(2)
+
+    def run(counts):
+        batch = paging.batch(sequences, counts)
+        hidden = torch.randn(sum(counts), model.config.hidden_size, generator=generator).bfloat16()
+        return batch, hidden
+
+    batch, hidden = run(stored)
+    executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
+    batch, hidden = run(new)
+    tiling = inputs.tile(batch, program, model.rope.at(batch.positions))
+    constants = {**inputs.layer_constants(model, LAYER), "mask": program.attention.mask()}
+    arguments, _ = inputs.layer_call(program, constants, tiling.spread(hidden), tiling, cache, LAYER)
+    # The program gets copies; the reference then writes the cache itself.
+    arguments = [a.clone() for a in arguments]
+    expected = executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
+    index = {a.name: i for i, a in enumerate(program.arguments)}
+    goldens = {index[name]: tensor for name, tensor in inputs.cache_arguments(cache, LAYER).items()}
+    return arguments, goldens, index["out"], tiling, expected
+
+
+def verify_layer(program, new, stored):
+    arguments, goldens, out, tiling, expected = layer_call(program, new, stored)
+    with Simulator() as simulator:
+        run = simulator.run(program, arguments, Mode.VERIFY, goldens)
+    # Codes and scales of the whole cache, bit for bit.
+    assert check_verified(program, run, {i: arguments[i] for i in goldens}, goldens, 0.0) == 0
+    assert len({row.pass_name for row in run.rows}) >= 6
+    ours = arguments[out][tiling.row].float()
+    error = (ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
+    assert error.max() < LAYER_BF16.rel_l2
+    assert run.cycles > 0
+
+
+@pytest.mark.slow
+def test_a_decode_layer_keeps_its_numbers_through_every_pass():
+    verify_layer(programs.decode_program(load_model("tiny", "bfloat16").config), [1, 1], [299, 129])
+
+
+@pytest.mark.npu_long
+def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
+    verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
+
+
+@pytest.mark.slow
+def test_the_head_keeps_its_numbers_through_every_pass():
+    model = load_model("tiny", "bfloat16")
+    program = programs.head_program(model.config)
+    hidden = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    arguments, logits = inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)
+    padded = torch.cat([hidden, hidden.new_zeros(13, hidden.shape[1])])
+    normed = reference.rms_norm(padded, model.weights.final_norm, model.config.rms_norm_eps)
+    golden = {3: reference.linear(normed, model.weights.lm_head)}
+    with Simulator() as simulator:
+        run = simulator.run(program, arguments, Mode.VERIFY, golden)
+    assert check_verified(program, run, {3: logits}, golden, 1e-3) < 1e-3
+
+
+def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
+    """4,096 rows in slices of at most 1,500: three of 1,408, the last padded, each in pieces of 1,024 that overlap."""
+    model = load_model("tiny", "bfloat16")
+    program = replace(programs.head_program(model.config, 1500), piece=1024)
+    parts = inputs.head_constants(model, program)
+    assert (program.vocab_size, len(parts)) == (1408, 3)
+    hidden = torch.randn(16, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).bfloat16()
+    slices = []
+    with Simulator() as simulator:
+        for constants in parts:
+            arguments, logits = inputs.head_call(program, constants, hidden)
+            simulator.run(program, arguments, Mode.NUMBERS)
+            slices.append(logits)
+    logits = torch.cat(slices, dim=1)
+    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.rms_norm_eps)
+    assert torch.allclose(logits[:, :4096], reference.linear(normed, model.weights.lm_head), atol=1e-3)
+    assert not logits[:, 4096:].any()
+
+
+def test_cache_tensors_are_what_the_goldens_cover():
+    cache = new_cache(load_model("tiny", "bfloat16").config, block_size=128, num_blocks=2)
+    fields = {side + "_" + name for layer, side, name, _ in cache_tensors(cache) if layer == 0}
+    assert fields == set(inputs.cache_arguments(cache, 0))

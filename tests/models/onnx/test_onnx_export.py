@@ -1,0 +1,331 @@
+"""`tq export`: the folder is whole, runs without this project, and what cannot be written leaves nothing behind."""
+
+import ast
+import hashlib
+import json
+import resource
+import shlex
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from onnx_graphs import CONFIG, TensorProto, graph_of, helper, onnx, ort, run, shapes_of, small_model, weights_of
+from places import ROOT
+
+from haarkv.codebooks import haar_rotation
+from haarkv.engine.session import load
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.qwen3_14b.onnx import export as onnx_export
+from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan
+from haarkv.models.qwen3_14b.onnx.export import ABOUT, COMMANDS, WEIGHTS, Export, write_export
+from haarkv.models.qwen3_14b.onnx.model import build
+from tq import __version__
+from tq.cli import main
+
+SCRIPT = ROOT / "examples" / "run_onnx.py"
+PROMPT = "def main(argv):\n    return"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports") / "tiny"
+    assert main(["export", "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Three layers with a head_dim that the graphs can hold, its head not tied."""
+    config = {"head_dim": 64, "num_hidden_layers": 3}
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "small", config=config)
+
+
+def refused(capsys, *args):
+    capsys.readouterr()
+    code = main(["export", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("tq: ")
+    return err
+
+
+# -- It runs without us --------------------------------------------------------------------------------------------------
+def test_a_short_script_without_this_project_writes_the_references_text(tiny):
+    done = subprocess.run([sys.executable, SCRIPT, tiny, PROMPT, "32"], capture_output=True, text=True, check=False, cwd=tiny)
+    assert done.returncode == 0, done.stderr
+    result = load("tiny").generate([PROMPT], max_new_tokens=32, chat=False)
+    assert json.loads(done.stdout) == {"token_ids": result.completions[0].token_ids, "text": result.texts[0]}
+    assert len(result.completions[0].token_ids) == 32
+
+
+def test_that_script_is_short_and_imports_what_it_says():
+    source = SCRIPT.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 40
+    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
+
+
+# -- What is in the folder -----------------------------------------------------------------------------------------------
+def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
+    model = load_model("tiny")
+    values = dict(model.weights.named()) | {"layers.5.rotation": haar_rotation(5, 128).float(), "rope.sin": model.rope.sin}
+    data = np.memmap(tiny / WEIGHTS, np.uint8, "r")
+    placed = []
+    for phase in ("prefill", "decode"):
+        graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
+        outside = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer if t.external_data}
+        for name, tensor in values.items():
+            where = outside[name]
+            assert where["location"] == WEIGHTS
+            begin, length = int(where["offset"]), int(where["length"])
+            np.testing.assert_array_equal(data[begin : begin + length], tensor.contiguous().view(torch.uint8).numpy().ravel())
+        placed.append(outside)
+    assert placed[0] == placed[1]
+    assert sum(len(t.raw_data) for t in graph.initializer) < 10_000
+
+
+def test_the_folder_says_what_it_is(tiny):
+    about = json.loads((tiny / ABOUT).read_text())
+    digest = hashlib.sha256(b"".join(haar_rotation(i, 128).view(torch.int16).numpy().tobytes() for i in range(6)))
+    expected = {
+        "haarkv.version": __version__, "haarkv.layers": "0:6 of 6", "haarkv.dtype": "float32", "haarkv.kv_format": "tq4",
+        "haarkv.bytes_per_vector": "66", "haarkv.rotation_sha256": digest.hexdigest(), "haarkv.model": "tiny",
+    }  # fmt: skip
+    assert {key: about[key] for key in expected} == expected
+    assert about["opset"] == 23
+    last = hashlib.sha256(b"".join(haar_rotation(i, 128).view(torch.int16).numpy().tobytes() for i in (4, 5)))
+    assert onnx_export.rotation_sha256(range(4, 6), 128) == last.hexdigest()
+    for phase in ("prefill", "decode"):
+        model = onnx.load(tiny / f"{phase}.onnx", load_external_data=False)
+        assert {p.key: p.value for p in model.metadata_props} == expected
+        assert next(i.version for i in model.opset_import if not i.domain) == 23
+    assert (tiny / "config.json").is_file()
+    assert (tiny / "tokenizer.json").is_file()
+
+
+def test_slices_one_after_the_other_are_the_whole(checkpoint, tmp_path):
+    def outputs(layers, **feed):
+        folder = tmp_path / layers.replace(":", "_")
+        assert main(["export", "--model", str(checkpoint), "--layers", layers, "--out", str(folder)]) == 0
+        session = ort.InferenceSession(folder / "prefill.onnx")
+        feed |= {"past_lens": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)}
+        for value in session.get_inputs():
+            if value.name.startswith("layers."):
+                codes = value.name.endswith("codes")
+                feed[value.name] = np.zeros((1, 2, 8, 32)[: 4 if codes else 3], np.uint8 if codes else np.float16)
+        wanted = {value.name for value in session.get_inputs()}
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, {n: v for n, v in feed.items() if n in wanted}), strict=True))
+
+    ids, last = np.arange(10).reshape(2, 5), np.array([4, 9], np.int32)
+    whole = outputs("0:3", input_ids=ids, last_rows=last)
+    first = outputs("0:1", input_ids=ids)
+    second = outputs("1:3", hidden=first["hidden_out"], last_rows=last)
+    np.testing.assert_allclose(second["logits"], whole["logits"], rtol=0, atol=1e-5)
+    assert set(whole) == set(second) | {name for name in first if name != "hidden_out"}
+
+
+def test_one_weight_at_a_time_is_in_memory(checkpoint, tmp_path, monkeypatch):
+    alive, most = weakref.WeakSet(), 0
+    stream = onnx_export.stream_tensors
+
+    def watched(*args):
+        nonlocal most
+        for name, tensor in stream(*args):
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield name, tensor
+
+    monkeypatch.setattr(onnx_export, "stream_tensors", watched)
+    config = read_config(str(checkpoint))
+    write_export(tmp_path, Export(str(checkpoint), config, range(3), "bfloat16", 23, False, "0"))
+    assert most <= 2
+
+
+# -- What cannot be written ----------------------------------------------------------------------------------------------
+def test_a_folder_that_exists_is_replaced_only_if_it_is_an_export_and_wanted(capsys, checkpoint, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    (other / "mine").write_text("x")
+    arguments = ("--model", checkpoint, "--out", out)
+    assert main(["export", *map(str, arguments)]) == 0
+    before = (out / WEIGHTS).stat().st_ino
+    assert f"{out} exists" in refused(capsys, *arguments)
+    assert "holds no export.json" in refused(capsys, "--model", checkpoint, "--out", other, "--force")
+    assert (other / "mine").read_text() == "x"
+    assert (out / WEIGHTS).stat().st_ino == before
+    assert main(["export", *map(str, arguments), "--force"]) == 0
+    assert (out / WEIGHTS).stat().st_ino != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+@pytest.fixture
+def small_disk():
+    """Files may not become larger than 8 MiB here: the system refuses a write in the middle of the weights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * 2**20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_full_disk_leaves_nothing_half_written(capsys, tmp_path, small_disk, force):
+    out = tmp_path / "out"
+    if force:
+        out.mkdir()
+        (out / ABOUT).write_text("old")
+    said = refused(capsys, "--out", out, *["--force"] * force)
+    assert said == f"tq: {out} cannot be written: File too large\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] * force
+    assert not force or (out / ABOUT).read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kv", "kivi2"], "kivi2"),
+        (["--kv", "q8_0"], "read and write tq4, not q8_0"),
+        (["--kv", "nonsense"], "unknown KV format"),
+        (["--opset", "14"], "no opset 14"),
+        (["--opset", "99"], "no opset 99"),
+        (["--for", "atc", "--opset", "23"], f"opset {ATC_OPSET}, not 23"),
+        (["--for", "atc", "--dtype", "bfloat16"], "lists no bfloat16"),
+        (["--layers", "4:9"], "no slice"),
+        (["--layers", "2:2"], "no slice"),
+        (["--layers", "x"], "write A:B"),
+        (["--layers", "2"], "a checkpoint runs whole"),
+        (["--model", "nowhere"], "no such model"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_one_line(capsys, tmp_path, arguments, said):
+    assert said in refused(capsys, "--out", tmp_path / "out", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_beyond_fp16_is_refused_by_name(capsys, checkpoint, tmp_path):
+    def large(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
+
+    model = write_checkpoint(tmp_path / "model", config={"head_dim": 64}, mutate=large)
+    said = refused(capsys, "--model", model, "--dtype", "float16", "--out", tmp_path / "out")
+    assert "model.layers.1.mlp.up_proj.weight is not finite in float16" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# -- For ATC -------------------------------------------------------------------------------------------------------------
+LISTED = json.loads((ROOT / "models/qwen3_14b/onnx/atc_operators.json").read_text())["operators"]
+# Inputs that say how and not what, INT64 by the operator's definition.
+HOW = {"Reshape": 1, "Split": 1, "ReduceSum": 1}
+
+
+def unlisted(model):
+    """Nodes whose operator, element types or opset ATC's documentation does not list."""
+    (opset,) = (i.version for i in model.opset_import)
+    types, found = shapes_of(model), []
+    words = {TensorProto.FLOAT: "float", TensorProto.FLOAT16: "float16", TensorProto.BOOL: "bool"}
+
+    def word(name):
+        element = types[name].elem_type
+        return words.get(element) or helper.tensor_dtype_to_np_dtype(element).name
+
+    for node in model.graph.node:
+        listed = LISTED.get(node.op_type)
+        if listed is None or not listed["opsets"][0] <= opset <= listed["opsets"][1]:
+            found.append((node.name, node.op_type, opset))
+            continue
+        given = list(node.input)
+        if node.op_type in HOW:
+            given = given[: HOW[node.op_type]]
+        elif node.op_type == "Where":
+            assert word(given.pop(0)) == "bool"
+        elif node.op_type == "Gather":
+            assert word(given.pop()) in ("int32", "int64")
+        found += [(node.name, node.op_type, word(i)) for i in given if word(i) not in listed["types"]]
+        made = listed.get("out", listed["types"])
+        found += [(node.name, node.op_type, word(o)) for o in node.output if word(o) not in made]
+    return found
+
+
+def atc_graph(bucket, dtype="float16", config=CONFIG):
+    scopes = AtcScopes(config, dtype, batch=bucket.batch, tokens=bucket.tokens)
+    return build(scopes, atc_plan(bucket, range(config.num_layers), embed=True, head=True, metadata=()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("bucket", [Bucket(1, 1, 256), Bucket(2, 3, 256)], ids=lambda b: b.name)
+def test_graphs_for_atc_hold_nothing_but_what_its_documentation_lists(dtype, bucket):
+    model = atc_graph(bucket, dtype)
+    assert unlisted(model) == []
+    assert not model.functions
+    assert all(size.dim_value for of in shapes_of(model).values() for size in of.shape.dim)
+
+
+def test_what_is_not_listed_would_be_seen():
+    plain = unlisted(graph_of(functions=False, opset=ATC_OPSET))
+    assert {("MatMul", "float"), ("Cast", "bfloat16"), ("Cast", "uint8")} <= {(op, kind) for _, op, kind in plain}
+    newer = graph_of(functions=False, opset=23)
+    assert unlisted(newer) == [(node.name, node.op_type, 23) for node in newer.graph.node]
+
+
+def test_a_graph_for_atc_computes_what_the_others_do():
+    weights, bucket = weights_of(small_model(CONFIG)), Bucket(2, 3, 256)
+    sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
+    ours, theirs = run(atc_graph(bucket, "float32"), weights, sizes, [200, 9]), run(graph_of(), weights, sizes, [200, 9])
+    assert ours["layers.0.new_k_codes"].dtype == np.int8
+    for side in "kv":
+        # The first layer's K and V see no attention: the same bytes but for ties of BF16.
+        same = ours[f"layers.0.new_{side}_codes"].view(np.uint8) == theirs[f"layers.0.new_{side}_codes"]
+        assert same.mean() > 0.99
+    error = np.abs(ours["logits"] - theirs["logits"]).max() / theirs["logits"].std()
+    assert 0 < error < 0.5
+
+
+def test_no_index_of_a_graph_for_atc_is_negative():
+    """ATC's `Gather` knows no negative index; ONNX Runtime's would count it from the end and hide it."""
+    model = atc_graph(Bucket(2, 3, 256), "float32")
+    index = "layers.0/attention/k_index"
+    model.graph.output.append(helper.make_tensor_value_info(index, TensorProto.INT32, (2, 2, 256 + 3, 64)))
+    sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
+    found = run(model, weights_of(small_model(CONFIG)), sizes, [200, 9])[index]
+    assert (found.min(), found.max()) == (0, 255)
+    assert found[:, :, 256:].max() > 127
+
+
+def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tmp_path):
+    out = tmp_path / "atc"
+    assert main(["export", "--model", str(checkpoint), "--for", "atc", "--out", str(out)]) == 0
+    lines = [shlex.split(line) for line in (out / COMMANDS).read_text().splitlines() if line.startswith("atc ")]
+    assert len(lines) == len(BUCKETS) == len(list(out.glob("*.onnx")))
+    for words in lines:
+        options = dict(word.removeprefix("--").split("=", 1) for word in words[1:])
+        model = onnx.load(out / options["model"], load_external_data=False)
+        given = {v.name: [size.dim_value for size in v.type.tensor_type.shape.dim] for v in model.graph.input}
+        said = dict(part.split(":") for part in options["input_shape"].split(";"))
+        assert {name: [int(size) for size in shape.split(",")] for name, shape in said.items()} == given
+        assert (options["framework"], options["input_format"]) == ("5", "ND")
+    assert subprocess.run(["sh", "-n", out / COMMANDS], check=False).returncode == 0
+    refusal = subprocess.run(
+        ["sh", out / COMMANDS], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert refusal.returncode != 0
+    assert "SOC_VERSION" in refusal.stderr
+
+
+# -- The page ------------------------------------------------------------------------------------------------------------
+def test_the_tables_of_the_page_are_the_graphs_inputs_and_outputs(tiny):
+    rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "onnx.md").read_text(encoding="utf-8").splitlines()]
+    told = {row[0].strip(" `"): row[1].strip() for row in rows if len(row) == 2 and row[0].strip().startswith("`")}
+    given = []
+    for phase in ("prefill", "decode"):
+        graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
+        given.append({value.name for value in graph.input})
+        for value in (*graph.input, *graph.output):
+            name = value.name.replace("layers.5.", "layers.I.")
+            if not name.startswith("layers.") or "I" in name:
+                assert told[name] == helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name, name
+    assert given[0] - given[1] == {"last_rows"}

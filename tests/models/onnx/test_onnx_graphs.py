@@ -1,0 +1,212 @@
+"""ONNX graphs: that they check, how they are named, what their cache takes, and that no history is ever rotated back."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from onnx_graphs import (
+    CONFIG,
+    WHOLE,
+    Qwen3Scopes,
+    Sizes,
+    TensorProto,
+    checker,
+    feed_of,
+    graph_of,
+    helper,
+    open_graph,
+    run,
+    shape_inference,
+    shapes_of,
+    small_model,
+    weights_of,
+)
+from small_models import CONFIGS
+
+from haarkv.codebooks import haar_rotation
+from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.onnx.graph import Graph, TensorType
+
+NUMBERS = {"batch": 2, "tokens": 3, "columns": 4, "blocks": 9, "block_size": 128}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "inline"])
+@pytest.mark.parametrize("opset", [OLDEST_OPSET, 23, NEWEST_OPSET])
+def test_prefill_and_decode_pass_the_checker_and_shape_inference(dtype, functions, opset):
+    for tokens in ("tokens", 1):
+        model = graph_of(dtype=dtype, functions=functions, opset=opset, sizes=Sizes(tokens=tokens))
+        checker.check_model(model, full_check=True)
+        shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        assert len(model.functions) == (6 if functions else 0)
+
+
+@pytest.mark.parametrize("opset", [OLDEST_OPSET - 1, NEWEST_OPSET + 1])
+def test_another_opset_is_refused(opset):
+    with pytest.raises(InputError, match=f"no opset {opset}"):
+        graph_of(opset=opset)
+
+
+def test_a_node_is_found_by_its_path_through_functions_or_without_them():
+    def find(model, path):
+        nodes = model.graph.node
+        for part in path.split("/"):
+            (node,) = (node for node in nodes if node.name == part)
+            nodes = next((f.node for f in model.functions if f.name == node.op_type), [])
+        return node
+
+    path = f"layers.{WHOLE[-1]}/attention/qk"
+    assert find(graph_of(), path).op_type == "MatMul"
+    (inline,) = (node for node in graph_of(functions=False).graph.node if node.name == path)
+    assert inline.op_type == "MatMul"
+    names = [node.name for node in graph_of(functions=False).graph.node]
+    assert all(names)
+    assert len(set(names)) == len(names)
+
+
+def test_every_layer_calls_one_function():
+    model = graph_of()
+    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer"]
+    assert calls == [f"layers.{layer}" for layer in WHOLE]
+
+
+def test_functions_and_inline_nodes_compute_the_same():
+    weights = weights_of(small_model(CONFIG))
+    a, b = (run(graph_of(functions=functions), weights, NUMBERS, [200, 0]) for functions in (True, False))
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name])
+
+
+# -- The cache -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "expected"), [("mha_d64", 34), ("gqa5_d128", 66), ("gqa2_d256_tied", 130)])
+def test_a_vector_of_the_cache_takes_the_bytes_of_its_format(name, expected):
+    config = CONFIGS[name]
+    model = graph_of(config, sizes=Sizes(2, 1, 4, 9, 128))
+    taken = 0
+    for value in model.graph.input:
+        if value.name.startswith("layers.0.k_"):
+            of = value.type.tensor_type
+            width = helper.tensor_dtype_to_np_dtype(of.elem_type).itemsize
+            taken += width * math.prod(size.dim_value for size in of.shape.dim)
+    assert taken == expected * 9 * 128 * config.num_kv_heads
+    assert formats.get("tq4").bytes_per_vector(config.head_dim) == expected
+
+
+def rotated_back(model):
+    """Names of float values as large as the un-packed history that a product with a rotation has gone into.
+
+    Codes are integers: what was chosen in the rotated domain is followed no further. Also the number of values so large.
+    """
+    types = shapes_of(model)
+    floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    history = 2 * CONFIG.num_kv_heads * 4 * 128 * CONFIG.head_dim
+    touched, large = set(), []
+    for node in model.graph.node:
+        for name in node.output:
+            of = types[name]
+            assert of.HasField("shape"), name
+            sizes = [size.dim_value for size in of.shape.dim]
+            assert all(sizes), f"{name}: {sizes}"
+            if of.elem_type in floats and any(i in touched or i.endswith(".rotation") for i in node.input):
+                touched.add(name)
+            if of.elem_type in floats and math.prod(sizes) >= history:
+                large.append(name)
+    return [name for name in large if name in touched], len(large)
+
+
+def test_no_node_of_decode_holds_a_history_that_was_rotated_back():
+    model = graph_of(functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
+    wrong, large = rotated_back(model)
+    assert wrong == []
+    assert large >= 2 * len(WHOLE)  # centroids of K and of V are that large, in the rotated domain
+
+
+def test_rotating_k_back_would_be_seen():
+    class Careless(Qwen3Scopes):
+        def _centroids(self, g, side, codes, new_codes, block_table):
+            rotated = super()._centroids(g, side, codes, new_codes, block_table)
+            return self._rotated(g, f"{side}_own_domain", rotated, f"layers.{g._path[7]}.rotation", 0, back=True)
+
+    model = graph_of(scopes=Careless(CONFIG), functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
+    wrong, _ = rotated_back(model)
+    assert "layers.1/attention/k_own_domain" in wrong
+
+
+def test_memory_behind_the_end_may_hold_anything():
+    weights = weights_of(small_model(CONFIG))
+    session = open_graph(graph_of())
+    wanted = {value.name for value in session.get_inputs()}
+    feed = feed_of(session, NUMBERS, [130, 5]) | {name: value for name, value in weights.items() if name in wanted}
+    clean = session.run(None, feed)
+    for name in [name for name in feed if name.endswith("scale")]:
+        table = feed["block_table"]
+        dirty = feed[name].copy()
+        dirty[table[0, 1], :, 2:], dirty[table[0, 2:]] = np.nan, np.nan
+        dirty[table[1, 0], :, 5:], dirty[table[1, 1:]] = np.inf, np.nan
+        feed[name] = dirty
+    for before, after in zip(clean, session.run(None, feed), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+# -- Quantize ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_quantize_stores_what_the_format_stores(head_dim):
+    """Ordinary, tiny, huge and zero vectors."""
+    config = replace(CONFIG, head_dim=head_dim, num_kv_heads=2)
+    g = Graph(23)
+    codes, scale = g.call("q", "Quantize", Qwen3Scopes(config).quantize, x="x", rotation="rotation")
+    x = torch.randn(24, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))
+    x *= torch.tensor([1.0, 1e-4, 60.0, 1e-30, 1e30, 1e-38, 3e4, 1e6]).repeat(3).view(24, 1, 1, 1)
+    x[3, 0], x[4, 1, 0], x[4, 1, 0, 3] = 0.0, 0.0, 1e-42
+    shape = (24, 5, 2)
+    inputs = {"x": TensorType(1, (*shape, head_dim)), "rotation": TensorType(1, (head_dim, head_dim))}
+    outputs = {codes: TensorType(TensorProto.UINT8, (*shape, head_dim // 2)), scale: TensorType(TensorProto.FLOAT16, shape)}
+    session = open_graph(g.model("quantize", inputs, outputs, {}, None))
+    feed = {"x": x.numpy(), "rotation": haar_rotation(7, head_dim).float().numpy()}
+    ours = dict(zip(("codes", "scale"), map(torch.from_numpy, session.run(None, feed)), strict=True))
+    tq4 = formats.get("tq4")
+    theirs = tq4.quantize(x, 7)
+    choice = tq4.choice(x, 7, 1e-6)
+    different = tq4.levels(ours) != tq4.levels(theirs)
+    nearest = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1)
+    assert (nearest[different] <= choice.reach[different]).all()
+    assert different.float().mean() < 1e-4
+    same = ~different.any(-1)
+    # Lengths are summed in another order: the scale may fall to the other FP16 neighbour.
+    ulps = (ours["scale"].view(torch.int16).int() - theirs["scale"].view(torch.int16).int()).abs()[same]
+    assert ulps.max() <= 1
+    assert (ulps == 0).float().mean() > 0.99
+    assert (ours["scale"][3, 0] == 0).all()
+    assert (ours["scale"][4] == 65504).sum() == 9
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_vector_that_is_not_finite_gets_a_scale_of_nan(bad):
+    g = Graph(23)
+    _, scale = g.call("q", "Quantize", Qwen3Scopes(CONFIG).quantize, x="x", rotation="rotation")
+    inputs = {"x": TensorType(1, (1, 1, 2, 128)), "rotation": TensorType(1, (128, 128))}
+    outputs = {scale: TensorType(TensorProto.FLOAT16, (1, 1, 2))}
+    session = open_graph(g.model("quantize", inputs, outputs, {}, None))
+    x = np.ones((1, 1, 2, 128), np.float32)
+    x[0, 0, 1, 5] = bad
+    (stored,) = session.run(None, {"x": x, "rotation": haar_rotation(0, 128).float().numpy()})
+    assert np.isfinite(stored[0, 0, 0])
+    assert np.isnan(stored[0, 0, 1])
+
+
+# -- Other dtypes --------------------------------------------------------------------------------------------------------
+def test_a_layer_in_fp16_comes_close_to_fp32():
+    weights, layer = weights_of(small_model(CONFIG)), {"span": range(1, 2), "embed": False, "head": False}
+    exact = run(graph_of(**layer), weights, NUMBERS, [200, 9])["hidden_out"]
+    model = graph_of(dtype="float16", **layer)
+    element = {value.name: value.type for value in open_graph(model).get_inputs()}
+    narrow = {n: w.astype(np.float16) if element.get(n) == "tensor(float16)" else w for n, w in weights.items()}
+    found = run(model, narrow, NUMBERS, [200, 9])["hidden_out"]
+    error = np.linalg.norm(found - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    # A level of a new token that falls to the other side of a boundary makes the largest; most tokens have none.
+    assert 0 < np.median(error) < 2.0**-8
+    assert error.max() < 2.0**-4

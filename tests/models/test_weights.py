@@ -1,0 +1,381 @@
+"""Reading checkpoints: configs, shards, dtypes, memory mapping, damage, and which weight is blamed for a NaN."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    CONFIG,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    in_turn,
+    layer_tensor,
+    poison,
+    random_tensors,
+    shapes_of,
+    shard_name,
+    write_checkpoint,
+    write_weights,
+)
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.config import FAMILY, QWEN3_14B, read_hf_config
+from haarkv.models.qwen3_14b.weights import checkpoint_shapes, load_weights, random_weights, read_header
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+TIED = CONFIG | {"tie_word_embeddings": True}
+BYTES = list(b"every byte counts")
+
+
+def first_logits(model, kv="tq4", prompt=BYTES):
+    """Logits [vocab] after a prompt."""
+    config = model.config
+    plan = KVSpec(kv).plan(config.num_layers)
+    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=1)
+    paging = PagedSequences(1, cache.block_size)
+    batch = paging.batch([paging.add()], [len(prompt)])
+    return ReferenceExecutor(model).prefill(torch.tensor(prompt), batch, cache)[0]
+
+
+def named(model):
+    return dict(model.weights.named())
+
+
+# -- config.json ----------------------------------------------------------------------------------------------------------
+
+
+def read_config(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_hf_config(path)
+
+
+def test_a_config_is_read_field_by_field(tmp_path):
+    assert read_config(tmp_path, CONFIG) == DecoderConfig(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=257,
+        rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024, eos_token_ids=(256,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entries", "field", "value"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta", 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}, "rope_theta", 2e6),
+        ({"rope_scaling": None}, "rope_theta", 1e4),
+        ({"head_dim": None}, "head_dim", 128),
+        ({"num_key_value_heads": None}, "num_kv_heads", 4),
+        ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
+        ({"eos_token_id": None}, "eos_token_ids", ()),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "num_layers", 2),
+        ({"layer_types": ["full_attention"] * 2}, "num_layers", 2),
+    ],
+)
+def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
+    assert getattr(read_config(tmp_path, CONFIG | entries), field) == value
+
+
+@pytest.mark.parametrize(
+    ("entries", "word"),
+    [
+        ({"model_type": "llama"}, "llama"),
+        ({"model_type": "qwen3_moe"}, "qwen3_moe"),
+        ({"model_type": None}, "nameless"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "llama3"),
+        ({"rope_parameters": "default"}, "rope"),
+        ({"rope_theta": "large"}, "rope_theta"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"intermediate_size": 96.5}, "intermediate_size"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads"),
+        ({"head_dim": 33}, "33"),
+        ({"head_dim": "32"}, "head_dim"),
+        ({"head_dim": -32}, "head_dim"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"eos_token_id": [1, "end"]}, "eos_token_id"),
+    ],
+    ids=lambda value: "_".join(f"{k}={v}" for k, v in value.items()).replace(" ", "") if isinstance(value, dict) else "",
+)
+def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(tmp_path, entries, word):
+    with pytest.raises(InputError, match=word) as refused:
+        read_config(tmp_path, CONFIG | entries)
+    assert "config.json" in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '"qwen3"', "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
+    with pytest.raises(InputError, match=r"config\.json"):
+        read_config(tmp_path, content)
+
+
+def test_published_sizes_have_their_published_parameters():
+    millions = {size: config.num_parameters() / 1e6 for size, config in FAMILY.items()}
+    assert {size: round(n) for size, n in millions.items()} == {
+        "0.6b": 596, "1.7b": 1721, "4b": 4022, "8b": 8191, "14b": 14768, "32b": 32762,
+    }  # fmt: skip
+
+
+def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):
+    for raw in (CONFIG, TIED):
+        config = read_config(tmp_path, raw)
+        assert checkpoint_shapes(config) == shapes_of(raw)
+        weights = random_weights(config, torch.float32)
+        assert {name: tuple(tensor.shape) for name, tensor in weights.named()} == shapes_of(raw)
+        assert config.num_parameters() == sum(tensor.numel() for _, tensor in weights.named())
+    assert len(checkpoint_shapes(QWEN3_14B)) == 40 * 11 + 3
+
+
+# -- Weights --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [CONFIG, TIED], ids=["untied", "tied"])
+def test_every_tensor_lands_under_its_own_name(tmp_path, raw):
+    model = load_model(str(write_checkpoint(tmp_path / "one", config=raw, dtype=torch.float32)))
+    expected = random_tensors(raw)
+    loaded = named(model)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert (model.weights.lm_head is model.weights.embedding) == raw["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("shards", [2, 5])
+def test_a_sharded_checkpoint_gives_the_logits_of_the_single_file(tmp_path, shards):
+    single = load_model(str(write_checkpoint(tmp_path / "single")))
+    folder = write_checkpoint(tmp_path / "sharded", shards=shards)
+    assert len(list(folder.glob("*.safetensors"))) == shards
+    sharded = load_model(str(folder))
+    assert torch.equal(first_logits(sharded), first_logits(single))
+    for name, tensor in named(sharded).items():
+        assert torch.equal(tensor, named(single)[name]), name
+
+
+def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
+    plain = load_model(str(write_checkpoint(tmp_path / "plain", config=TIED)))
+    # Not the embedding's values: so it would be seen if the copy were used.
+    copy = write_checkpoint(tmp_path / "copy", config=TIED, mutate=lambda t: t.update({HEAD: torch.zeros(257, 64)}))
+    model = load_model(str(copy))
+    assert model.weights.lm_head is model.weights.embedding
+    assert torch.equal(first_logits(model), first_logits(plain))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
+def test_every_stored_dtype_is_converted_to_the_wanted_one(tmp_path, stored, wanted):
+    model = load_model(str(write_checkpoint(tmp_path / "model", dtype=stored)), wanted)
+    assert model.dtype == getattr(torch, wanted)
+    for name, tensor in named(model).items():
+        assert torch.equal(tensor, random_tensors(CONFIG)[name].to(stored).to(model.dtype)), name
+
+
+def file_behind(address):
+    """The file that a memory address is mapped from, or None for memory of the process's own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, _, *path = line.split(maxsplit=5)
+        begin, end = (int(number, 16) for number in span.split("-"))
+        if begin <= address < end:
+            return Path(path[0]) if path and path[0].startswith("/") else None
+    return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_tensors_of_the_wanted_dtype_stay_in_the_files_pages(tmp_path, shards):
+    folder = write_checkpoint(tmp_path / "model", shards=shards)
+    model = load_model(str(folder), "bfloat16")
+    assert torch.isfinite(first_logits(model)).all()
+    files = {name: file_behind(tensor.data_ptr()) for name, tensor in named(model).items()}
+    weight_map = dict.fromkeys(files, "model.safetensors")
+    if shards > 1:
+        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert files == {name: folder / file for name, file in weight_map.items()}
+    # The check can tell: converted weights are memory of their own.
+    assert {file_behind(tensor.data_ptr()) for tensor in named(load_model(str(folder))).values()} == {None}
+
+
+def test_loading_reports_every_tensor_once(tmp_path):
+    folder, steps = write_checkpoint(tmp_path / "model", shards=2), []
+    load_model(str(folder), progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(count, 25) for count in range(1, 26)]
+    steps.clear()
+    random_weights(read_hf_config(folder / "config.json"), torch.float32, progress=lambda *step: steps.append(step))
+    assert steps == [(count, 25) for count in range(1, 26)]
+
+
+def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
+    config = read_config(tmp_path, CONFIG)
+    first, again, other = (dict(random_weights(config, torch.float32, seed).named()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first[EMBEDDING], other[EMBEDDING])
+    assert first[EMBEDDING].std() == pytest.approx(0.02, rel=0.05)
+    assert (first[FINAL_NORM] == 1).all()
+
+
+# -- Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def refusal(folder):
+    """Why a folder's weights are refused; nothing may come but an InputError."""
+    with pytest.raises(InputError) as refused:
+        load_weights(folder, read_hf_config(folder / "config.json"), torch.float32)
+    return str(refused.value)
+
+
+def rewrite_header(path, change):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+TENSOR = layer_tensor(1, "self_attn.v_proj")
+BROKEN_HEADERS = {
+    "no_shape": lambda header: header[TENSOR].pop("shape"),
+    "no_dtype": lambda header: header[TENSOR].pop("dtype"),
+    "no_offsets": lambda header: header[TENSOR].pop("data_offsets"),
+    "shape_is_a_number": lambda header: header[TENSOR].update(shape=7),
+    "three_offsets": lambda header: header[TENSOR].update(data_offsets=[0, 1, 2]),
+    "offsets_are_text": lambda header: header[TENSOR].update(data_offsets=["0", "1"]),
+    "entry_is_a_number": lambda header: header.update({TENSOR: 3}),
+    "entry_is_a_list": lambda header: header.update({TENSOR: []}),
+    "dtype_unknown": lambda header: header[TENSOR].update(dtype="F4"),
+    "dtype_is_a_list": lambda header: header[TENSOR].update(dtype=["BF16"]),
+    "too_few_bytes": lambda header: header[TENSOR].update(data_offsets=[0, 8]),
+    "negative_offsets": lambda header: header[TENSOR].update(data_offsets=[-8192, 0]),
+    "list": lambda header: [header],
+    "another_tensors_bytes": lambda header: header[TENSOR].update(
+        data_offsets=header[layer_tensor(0, "self_attn.v_proj")]["data_offsets"]
+    ),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("change", BROKEN_HEADERS)
+def test_a_broken_header_is_refused_with_its_file(tmp_path, change, shards):
+    folder = write_checkpoint(tmp_path / "model", shards=shards)
+    file = folder / ("model.safetensors" if shards == 1 else shard_name(1, 2))
+
+    def break_it(header):
+        if change == "another_tensors_bytes" and shards == 2:
+            header[TENSOR]["data_offsets"] = header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"]
+            return None
+        result = BROKEN_HEADERS[change](header)
+        return result if change == "list" else None
+
+    rewrite_header(file, break_it)
+    assert file.name in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, b"\2" + b"\0" * 7 + b"{x", b"PK\x03\x04" * 50], ids=range(6)
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path, data):
+    folder = write_checkpoint(tmp_path / "model", files={"model.safetensors": data})
+    assert "model.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
+def test_a_file_cut_anywhere_names_the_first_tensor_that_is_cut(tmp_path, missing_bytes):
+    path = write_checkpoint(tmp_path / "model") / "model.safetensors"
+    data, header = path.read_bytes(), read_header(path)
+    path.write_bytes(data[:-missing_bytes])
+    reason = refusal(path.parent)
+    cut = {name for name, entry in header.items() if entry["data_offsets"][1] > len(data) - missing_bytes}
+    assert next(name for name in checkpoint_shapes(read_hf_config(path.parent / "config.json")) if name in cut) in reason
+    assert "truncated" in reason
+
+
+def test_integers_are_no_weights(tmp_path):
+    folder = write_checkpoint(tmp_path / "model")
+    tensors = {name: tensor.to(torch.int16) for name, tensor in random_tensors(CONFIG).items()}
+    write_weights(folder, tensors)
+    assert "I16" in refusal(folder)
+    assert EMBEDDING in refusal(folder)
+
+
+def test_a_missing_head_is_missing_only_where_it_is_not_tied(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", mutate=lambda tensors: tensors.pop(HEAD))
+    assert HEAD in refusal(folder)
+    load_model(str(write_checkpoint(tmp_path / "tied", config=TIED)))
+
+
+def test_several_missing_or_extra_tensors_are_counted(tmp_path):
+    folder = write_checkpoint(tmp_path / "few", config={"num_hidden_layers": 1})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    assert f"{layer_tensor(1, 'input_layernorm')} and 10 more" in refusal(folder)
+    folder = write_checkpoint(tmp_path / "many")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    assert "model.layers.1." in refusal(folder)
+    assert "and 10 more" in refusal(folder)
+
+
+# -- Blame ----------------------------------------------------------------------------------------------------------------
+
+ALL_NAMES = list(shapes_of(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("blame") / "model"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_whichever_weight_is_not_finite_is_blamed(whole, name, kv, value):
+    model = load_model(whole)
+    tensor = named(model)[name]
+    # A row of the embedding that the prompt uses; of other tensors the first number.
+    index = (BYTES[0], 1) if name == EMBEDDING else (0,) * tensor.ndim
+    tensor[index] = value
+    with pytest.raises(NonFiniteError) as blamed:
+        first_logits(model, kv)
+    assert str(blamed.value).startswith(f"the weight {name} holds {value} at {list(index)};")
+
+
+def test_of_several_bad_weights_the_first_that_a_forward_meets_is_blamed(tmp_path):
+    later, first = layer_tensor(1, "self_attn.q_proj"), layer_tensor(0, "mlp.down_proj")
+    bad = in_turn(poison(later, (0, 0)), poison(first, (0, 0)), poison(FINAL_NORM))
+    folder = write_checkpoint(tmp_path / "nan", mutate=bad)
+    with pytest.raises(NonFiniteError, match=f"^the weight {first} "):
+        first_logits(load_model(str(folder)))
+
+
+@pytest.mark.parametrize("kv", ["tq4", "tq4_seed", "bf16"])
+@pytest.mark.parametrize("poisoned_row", [None, 250])
+def test_weights_that_are_finite_but_overflow_are_not_blamed_on_an_unused_row(tmp_path, kv, poisoned_row):
+    mutations = [lambda tensors: tensors[layer_tensor(0, "self_attn.q_norm")].fill_(3e38)]
+    if poisoned_row is not None:
+        mutations.append(poison(EMBEDDING, (poisoned_row, 0)))
+    folder = write_checkpoint(tmp_path / "huge", mutate=in_turn(*mutations), dtype=torch.float32)
+    with pytest.raises(NonFiniteError, match="overflows in layer 0, although its weights are finite"):
+        first_logits(load_model(str(folder)), kv)
+
+
+def test_a_model_without_fault_is_not_blamed(whole):
+    for kv in ("fp32", "bf16", "tq4", "tq4_seed", "q8_0", "fp8_e4m3"):
+        assert torch.isfinite(first_logits(load_model(whole), kv)).all()

@@ -1,0 +1,260 @@
+"""The attention backend on vLLM's own objects: what it makes of a batch, and what lands in the pages and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from op_tables import relative
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm_paged import Shape, Worker, described, spec_of
+
+from haarkv.serving.vllm_plugin import backend
+from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadata, batch_of
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.pages import fields_in, page_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+
+pytestmark = pytest.mark.vllm_short
+
+LAYERS = (0, 3, 7)
+SHAPES = {
+    "d128": Shape(),
+    "d64": Shape(head_dim=64, heads=3, kv_heads=3, block_size=32),
+    "d256": Shape(head_dim=256, heads=4, kv_heads=1, block_size=128, num_blocks=4),
+}
+every_layout = pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
+# New tokens of each sequence, forward by forward; 0 sits a forward out.
+FORWARDS = {
+    "decode": [(17, 1, 40), (1, 1, 1), (1, 1, 1)],
+    "prefill": [(16, 33, 7)],
+    "mixed": [(20, 0, 0), (1, 30, 0), (1, 1, 25)],
+    "chunks": [(15, 5, 0), (15, 9, 16), (15, 1, 17)],
+}
+
+
+def batches(forwards: list[tuple[int, ...]], shape: Shape = SHAPES["d128"]) -> list[Batch]:
+    """Those forwards over blocks in an order of no meaning."""
+    order = torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
+    paging = PagedSequences(shape.num_blocks, shape.block_size, order)
+    ids = [paging.add() for _ in forwards[0]]
+    return [paging.batch([i for i, n in zip(ids, new, strict=True) if n], [n for n in new if n]) for new in forwards]
+
+
+def qkv(batch: Batch, shape: Shape, dtype: torch.dtype, padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, K and V of a forward, and of tokens that pad it."""
+    generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions) + padding
+    shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    return tuple((2 * torch.randn(s, generator=generator)).to(dtype) for s in shapes)
+
+
+# -- The batch -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_batch_is_what_our_own_bookkeeping_would_say(name, padding):
+    for wanted in batches(FORWARDS[name]):
+        found = batch_of(described(wanted, padding))
+        for field in ("positions", "slot_mapping", "seq_lens", "query_start_loc"):
+            assert torch.equal(getattr(found, field), getattr(wanted, field)), field
+            assert getattr(found, field).dtype == getattr(wanted, field).dtype, field
+        named = wanted.block_table >= 0
+        assert torch.equal(found.block_table[named], wanted.block_table[named])
+        assert len(set(found.rows.tolist())) == len(wanted.seq_lens)
+
+
+def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
+    wanted = batches(FORWARDS["mixed"])[1]
+    common = described(wanted)
+    longer: CommonAttentionMetadata = replace(
+        common,
+        query_start_loc=torch.cat([common.query_start_loc, torch.tensor([999])]),
+        seq_lens=torch.cat([common.seq_lens, torch.tensor([555])]),
+        block_table_tensor=torch.cat([common.block_table_tensor, torch.full_like(common.block_table_tensor[:1], 11)]),
+    )
+    found = batch_of(longer)
+    assert torch.equal(found.positions, wanted.positions)
+    assert found.seq_lens.tolist() == wanted.seq_lens.tolist()
+    assert len(found.block_table) == len(wanted.block_table)
+
+
+@pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
+def test_a_batch_that_sees_later_tokens_is_refused(causal):
+    with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a tq4 KV cache$"):
+        batch_of(replace(described(batches(FORWARDS["prefill"])[0]), causal=causal))
+
+
+# -- The size of a page --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("head_dim", "vector"), [(64, 34), (128, 66), (256, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_page_has_the_formats_bytes_and_no_more(head_dim, vector, dtype):
+    for kv_heads, block_size in ((1, 16), (2, 128), (8, 48)):
+        shape = Shape(head_dim=head_dim, kv_heads=kv_heads, block_size=block_size)
+        spec = spec_of(shape, dtype)
+        assert spec.state_content_size_bytes == 2 * vector
+        assert spec.page_size_bytes == 2 * vector * kv_heads * block_size
+        assert spec.page_size_bytes == page_bytes(KVSpec("tq4").plan(1).layers[0], kv_heads, head_dim, block_size)
+        assert (spec.block_size, spec.num_kv_heads, spec.head_size) == (block_size, kv_heads, head_dim)
+
+
+# -- What lands in the pages and comes back ------------------------------------------------------------------------------
+def own_cache(worker: Worker, index: int) -> PagedKVCache:
+    """A cache of our own, in memory of its own, that begins with what the pages hold."""
+    shape, plan = worker.shape, KVSpec("tq4").plan(index + 1)
+    made = PagedKVCache(
+        plan, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, num_blocks=shape.num_blocks, block_size=shape.block_size
+    )
+    for ours, theirs in zip((made.k_fields(index), made.v_fields(index)), in_pages(worker, index), strict=True):
+        for name, tensor in ours.items():
+            tensor.copy_(theirs[name])
+    return made
+
+
+def in_pages(worker: Worker, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """K's and V's fields as a layer's pages hold them."""
+    shape = worker.shape
+    pair = KVSpec("tq4").plan(1).layers[0]
+    return fields_in(worker.pages(index), pair, shape.kv_heads, shape.head_dim, shape.block_size)
+
+
+def assert_holds(worker: Worker, index: int, cache: PagedKVCache) -> None:
+    """Every byte of a layer's pages, written or not, is that of the cache."""
+    for found, wanted in zip(in_pages(worker, index), (cache.k_fields(index), cache.v_fields(index)), strict=True):
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def wide(x: Tensor) -> Tensor:
+    """FP16 as the kernels take it."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "name"), [("d128", name) for name in FORWARDS] + [("d64", "mixed"), ("d256", "chunks")])
+def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtype, shape, name):
+    shape, ops, padding = SHAPES[shape], CpuOps(), 3
+    worker = Worker(shape, LAYERS, layout)
+    caches = {index: own_cache(worker, index) for index in LAYERS}
+    for step, batch in enumerate(batches(FORWARDS[name], shape)):
+        tokens, metadata = len(batch.positions), RotatedMetadata(batch_of(described(batch, padding)))
+        for index in LAYERS:
+            q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
+            worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]))
+            ops.store_kv(wide(k[:tokens]), wide(v[:tokens]), caches[index], index, batch)
+            for each in LAYERS:  # the other layers' pages, too, and with them every byte there is
+                assert_holds(worker, each, caches[each])
+            out = worker.attend(index, q, k, v, metadata)
+            wanted = ops.paged_attention(wide(q[:tokens]), caches[index], index, batch, shape.softmax_scale)
+            assert torch.equal(out[:tokens], wanted.to(dtype))
+            assert (out[tokens:] == 77.0).all()
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_over_pages_is_near_the_references(layout, dtype):
+    """The same K and V, quantized and read by plain torch, in a cache of its own."""
+    shape, index = SHAPES["d128"], 7
+    worker = Worker(shape, LAYERS, layout)
+    cache = own_cache(worker, index)
+    limit = (bounds.LAYER_BF16 if dtype == torch.bfloat16 else bounds.LAYER_FP32).attention
+    for step, batch in enumerate(batches(FORWARDS["mixed"])):
+        q, k, v = qkv(batch, shape, dtype, seed=step)
+        worker.store(index, k, v, batch.slot_mapping)
+        out = worker.attend(index, q, k, v, RotatedMetadata(batch_of(described(batch))))
+        reference.store_kv(k, v, cache, index, batch)
+        assert relative(out, reference.paged_attention(q, cache, index, batch, shape.softmax_scale)) <= limit
+
+
+def test_a_layers_rotation_is_that_of_the_index_in_its_name():
+    shape, [batch] = SHAPES["d128"], batches(FORWARDS["prefill"])
+    worker = Worker(shape, LAYERS, KVCacheLayout.LBHNC)
+    _, k, v = qkv(batch, shape, torch.float32)
+    for index in LAYERS:
+        worker.store(index, k, v, batch.slot_mapping)
+    block, offset = batch.slot_mapping // shape.block_size, batch.slot_mapping % shape.block_size
+    fields = KVSpec("tq4").plan(1).layers[0][0]
+    for index in LAYERS:
+        found = in_pages(worker, index)[0]["codes"][block, :, offset]
+        same = {other: torch.equal(found, fields.quantize(k, other)["codes"]) for other in LAYERS}
+        assert same == {other: other == index for other in LAYERS}
+
+
+def test_pages_that_vllm_allocates_anew_are_seen():
+    shape, [batch] = SHAPES["d128"], batches(FORWARDS["prefill"])
+    first, second = (Worker(shape, (3,), KVCacheLayout.LBHNC) for _ in range(2))
+    _, k, v = qkv(batch, shape, torch.bfloat16)
+    first.store(3, k, v, batch.slot_mapping)
+    stored, untouched = first.raw.clone(), second.raw.clone()
+    first.views = second.views
+    first.store(3, v, k, batch.slot_mapping)
+    assert torch.equal(first.raw, stored)
+    assert not torch.equal(second.raw, untouched)
+
+
+def test_while_vllm_measures_its_memory_attention_is_zero_and_reads_nothing():
+    shape, [batch] = SHAPES["d128"], batches(FORWARDS["prefill"])
+    worker = Worker(shape, (0,), KVCacheLayout.LBHNC)
+    worker.views[0] = torch.tensor([])
+    out = worker.attend(0, *qkv(batch, shape, torch.bfloat16), None)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", float("inf")), ("v", -float("inf"))])
+def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
+    """A K or V that is not finite is told of, and zeros stand in for it; all other pages and answers keep their bits."""
+    shape, [batch] = SHAPES["d128"], batches([(9, 20, 4)])
+    told: list[str] = []
+    monkeypatch.setattr(backend.logger, "error", lambda message, *args: told.append(message % args))
+    q, k, v = qkv(batch, shape, torch.bfloat16)
+    bad = {"k": k.clone(), "v": v.clone()}
+    bad[side][13, 1, 5] = value  # of the second request
+    zeroed = {"k": k.clone(), "v": v.clone()}
+    zeroed[side][13, 1, 5] = 0.0
+    outs, raws = [], []
+    for given in (zeroed, bad):
+        worker = Worker(shape, (3,), KVCacheLayout.BLHNC)
+        worker.store(3, given["k"], given["v"], batch.slot_mapping)
+        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_of(described(batch)))))
+        raws.append(worker.raw)
+    assert torch.equal(raws[0], raws[1])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.isfinite(outs[1]).all()
+    assert len(told) == 1
+    assert told[0].startswith(f"layer 3: {side.upper()} of token 13 of the batch")
+    assert "KV head 1 is not finite" in told[0]
+
+
+# -- What a layer may ask for --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"alibi_slopes": [0.5] * 10}, "ALiBi"),
+        ({"sliding_window": 64}, "a sliding window"),
+        ({"logits_soft_cap": 50.0}, "capped logits"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "K and V of another layer"),
+        ({"sinks": torch.zeros(10)}, "sinks"),
+        ({"use_irope": True}, "use_irope"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_attention_of_another_kind_is_refused_by_name(asked, name):
+    make = RotatedAttentionBackend.get_impl_cls()
+    with pytest.raises(NotImplementedError) as error:
+        make(10, 128, 128**-0.5, 2, **asked)
+    assert str(error.value) == f"attention with {name} is not supported by a tq4 KV cache"
+    make(10, 128, 128**-0.5, 2, **dict.fromkeys(asked))
+
+
+def test_a_quantized_output_is_refused():
+    shape, [batch] = SHAPES["d128"], batches(FORWARDS["prefill"])
+    worker = Worker(shape, (0,), KVCacheLayout.LBHNC)
+    q, k, v = qkv(batch, shape, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"^a quantized attention output is not supported by a tq4 KV cache$"):
+        worker.impls[0].forward(None, q, k, v, worker.views[0], None, q.clone(), output_scale=torch.ones(1))

@@ -1,0 +1,196 @@
+"""What cannot be served is refused as vLLM makes its configuration, in one line; and who takes the backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.selector import get_attn_backend
+from vllm_paged import Shape, described, spec_of
+
+from haarkv.models.catalog import TINY
+from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
+from haarkv.tq_ops.kv.batch import PagedSequences
+
+QWEN = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+SMALL = {
+    "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": QWEN["vocab_size"], "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def small(architecture: str, model_type: str, **more: object) -> dict[str, object]:
+    return {**SMALL, "architectures": [architecture], "model_type": model_type, **more}
+
+
+EAGLE = small("Eagle3Qwen3ForCausalLM", "qwen3", hidden_size=QWEN["hidden_size"])
+MODELS = {
+    "sliding_window": (
+        {**QWEN, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 6},
+        "it has sliding-window attention (of 64 tokens); full attention alone is served",
+    ),
+    "head_dim_96": ({**QWEN, "head_dim": 96}, "its head_dim is 96; the kernels are made for 64, 128, 256"),
+    "encoder_decoder": (
+        {**QWEN, "is_encoder_decoder": True},
+        "it is an encoder-decoder model; decoders alone are served",
+    ),
+}
+# The first look at an architecture starts a process that imports it; vLLM keeps what it found.
+FOREIGN = {
+    "mistral": (
+        small("MistralForCausalLM", "mistral", head_dim=128, sliding_window=64, hidden_act="silu"),
+        "it has sliding-window attention (of 64 tokens); full attention alone is served",
+    ),
+    "mla": (
+        small(
+            "DeepseekV2ForCausalLM", "deepseek_v2", kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+            qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
+            first_k_dense_replace=2, moe_layer_freq=1,
+        ),
+        "it has multi-head latent attention (MLA), which caches one latent vector and no K and V",
+    ),
+    "hybrid": (
+        small(
+            "FalconH1ForCausalLM", "falcon_h1", head_dim=128, mamba_d_ssm=64, mamba_d_state=16, mamba_n_heads=4,
+            mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=128, mamba_d_conv=4,
+        ),
+        "it is a hybrid model with layers that keep a state and no K and V",
+    ),
+    "chunked": (
+        small(
+            "Llama4ForCausalLM", "llama4_text", head_dim=128, attention_chunk_size=64, intermediate_size_mlp=64,
+            num_local_experts=1, num_experts_per_tok=1,
+        ),
+        "it has chunked local attention; full attention alone is served",
+    ),
+}  # fmt: skip
+OPTIONS = {
+    "fp8": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 names another format; leave it out"),
+    "bf16": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16 names another format; leave it out"),
+    "skipped_layers": (
+        {"kv_cache_dtype_skip_layers": ["0"]},
+        "--kv-cache-dtype-skip-layers is not supported; every layer is kept in tq4",
+    ),
+    "prefill_context": (
+        {"prefill_context_parallel_size": 2},
+        "context parallelism is not supported; --tensor-parallel-size is",
+    ),
+    "decode_context": (
+        {"decode_context_parallel_size": 5, "tensor_parallel_size": 10},
+        "context parallelism is not supported; --tensor-parallel-size is",
+    ),
+    "kv_transfer": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "--kv-transfer-config is not supported",
+    ),
+    "draft_model": (
+        {"speculative_config": {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}},
+        "speculative decoding by draft_model is not supported; by ngram it is",
+    ),
+    "pooling": ({"runner": "pooling"}, "it generates no text; pooling models keep no KV cache"),
+}
+SERVED = {
+    "plain": {},
+    "tensor_parallel": {"tensor_parallel_size": 2},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "no_prefix_caching": {"enable_prefix_caching": False},
+    "float16": {"dtype": "float16"},
+}
+
+
+def write(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def configure(folder: Path, backend: str | None = "CUSTOM", **options: object) -> VllmConfig:
+    """vLLM's configuration for a folder with nothing but a config.json."""
+    args = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", attention_backend=backend, enforce_eager=True,
+        kv_cache_memory_bytes=2**24, max_model_len=128, **options,
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+def assert_refused(folder: Path, reason: str, **options: object) -> None:
+    with pytest.raises(ValidationError) as error:
+        configure(folder, **options)
+    [only] = error.value.errors()
+    assert str(only["ctx"]["error"]) == f"a tq4 KV cache cannot serve {folder}: {reason}"
+
+
+@pytest.mark.vllm_short
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tmp_path, name):
+    config, reason = MODELS[name]
+    assert_refused(write(tmp_path / "model", config), reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_model_of_another_kind_is_refused_with_the_reason(tmp_path, name):
+    config, reason = FOREIGN[name]
+    assert_refused(write(tmp_path / "model", config), reason)
+
+
+@pytest.mark.slow
+def test_drafts_that_bring_attention_layers_are_refused(tmp_path):
+    drafts = write(tmp_path / "drafts", EAGLE)
+    speculative = {"method": "eagle3", "model": str(drafts), "num_speculative_tokens": 2}
+    reason = "speculative decoding by eagle3 is not supported; by ngram it is"
+    assert_refused(write(tmp_path / "model", QWEN), reason, speculative_config=speculative)
+
+
+@pytest.mark.vllm_short
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_cannot_be_served_is_refused_by_name(tmp_path, name):
+    options, reason = OPTIONS[name]
+    assert_refused(write(tmp_path / "model", QWEN), reason, **options)
+
+
+@pytest.mark.vllm_short
+@pytest.mark.parametrize("name", SERVED)
+def test_what_can_be_served_is_not_refused(tmp_path, name):
+    configure(write(tmp_path / "model", QWEN), **SERVED[name])
+
+
+@pytest.mark.vllm_short
+def test_without_the_flag_nothing_is_refused_and_vllm_keeps_its_own_backend(tmp_path):
+    for name, (config, _) in MODELS.items():
+        if name != "encoder_decoder":  # vLLM itself has no such Qwen3
+            configure(write(tmp_path / name, config), backend=None)
+    assert chosen(configure(write(tmp_path / "model", QWEN), backend=None)).get_name() == "CPU_ATTN"
+
+
+@pytest.mark.vllm_short
+def test_with_the_flag_the_platform_chooses_our_backend(tmp_path):
+    config = configure(write(tmp_path / "model", QWEN))
+    assert type(current_platform).__name__ == "RotatedCpuPlatform"
+    assert chosen(config) is RotatedAttentionBackend
+
+
+def chosen(config: VllmConfig) -> type:
+    load_general_plugins()
+    with set_current_vllm_config(config):
+        return get_attn_backend(128, torch.bfloat16, "auto")
+
+
+@pytest.mark.vllm_short
+def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tmp_path):
+    config, shape = configure(write(tmp_path / "model", QWEN)), Shape()
+    builder = RotatedMetadataBuilder(spec_of(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+    paging = PagedSequences(4, 16)
+    wanted = paging.batch([paging.add(), paging.add()], [3, 20])
+    assert torch.equal(builder.build(0, described(wanted)).batch.positions, wanted.positions)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8 names another format"):
+        RotatedMetadataBuilder(spec_of(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))

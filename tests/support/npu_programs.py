@@ -1,0 +1,84 @@
+"""Inputs, goldens and the full verification of NPU programs, for the tests of the `npu` room."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from haarkv.codebooks import haar_rotation
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
+from haarkv.tq_ops.npu.sim.verify import check_verified
+
+needs_pypto = [
+    pytest.mark.npu,
+    pytest.mark.skipif(unavailable() is not None, reason=f"NPU programs cannot be simulated here: {unavailable()}"),
+]
+
+
+@dataclass
+class Case:
+    """A program, its tensors by name, and what its outputs should become."""
+
+    program: object
+    tensors: dict
+    goldens: dict
+    atol: float = 0.0
+
+    def indexed(self, named):
+        position = {a.name: i for i, a in enumerate(self.program.arguments)}
+        return {position[name]: tensor for name, tensor in named.items()}
+
+
+def verify(simulator, case):
+    """Every pass verified by PyPTO, then our own comparison. The largest difference of a float output."""
+    goldens = case.indexed(case.goldens)
+    tensors = ordered(case.program, case.tensors)
+    run = simulator.run(case.program, tensors, Mode.VERIFY, goldens)
+    return check_verified(case.program, run, {i: tensors[i] for i in goldens}, goldens, case.atol), run
+
+
+def empty_cache(blocks, kv_heads):
+    """Cache arguments filled with other people's leftovers."""
+    generator = torch.Generator().manual_seed(99)
+    named = {}
+    for side in "kv":
+        codes = torch.randint(-128, 128, (blocks * kv_heads * 128, 64), generator=generator)
+        named[f"{side}_codes"] = codes.to(torch.int8)
+        named[f"{side}_scale"] = torch.rand(blocks * kv_heads, 128, generator=generator).half()
+    return named
+
+
+def scatter(case_cache, x, side, slots, layer, kv_heads):
+    """What `tq4` stores of x [T, Hkv, 128], written into copies of the cache arguments by plain loops."""
+    fields = formats.get("tq4").quantize(x, layer)
+    codes, scale = case_cache[f"{side}_codes"].clone(), case_cache[f"{side}_scale"].clone()
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, 128)
+        for head in range(kv_heads):
+            codes[(block * kv_heads + head) * 128 + offset] = fields["codes"][token, head].view(torch.int8)
+            scale[block * kv_heads + head, offset] = fields["scale"][token, head]
+    return {f"{side}_codes": codes, f"{side}_scale": scale}
+
+
+def rotation(layer):
+    return haar_rotation(layer, 128).contiguous()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A program that fails while it is built, in the way it is told."""
+
+    how: str
+    name: str = "broken"
+    arguments: tuple = ()
+
+    def build(self, **options):
+        if self.how == "dies":
+            os._exit(3)
+        if self.how == "hangs":
+            time.sleep(60)
+        raise RuntimeError("the compiler's own words")

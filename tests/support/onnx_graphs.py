@@ -1,0 +1,89 @@
+"""What the tests of the ONNX graphs share: small models as graphs, and one run of them over inputs at random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnx", reason="needs the onnx extra")
+pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, checker, helper, shape_inference
+from small_models import SMALL, small_model
+
+from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, weight_values
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+
+CONFIG = SMALL
+WHOLE = range(CONFIG.num_layers)
+
+
+def graph_of(
+    config=CONFIG, dtype="float32", scopes=None, span=None, embed=True, head=True, opset=23, **plan
+) -> onnx.ModelProto:
+    """A model whose weights are inputs; whole unless a span is given."""
+    span = range(config.num_layers) if span is None else span
+    return build(scopes or Qwen3Scopes(config, dtype), GraphSpec(span, embed, head, opset, **plan))
+
+
+def weights_of(model) -> dict[str, np.ndarray]:
+    """FP32 weights as a graph takes them."""
+    return {name: tensor.numpy() for name, tensor in weight_values(model)}
+
+
+def open_graph(model: onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level, options.enable_mem_reuse = 1, 3, False
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def feed_of(session: ort.InferenceSession, sizes: dict[str, int], past_lens, seed=0) -> dict[str, np.ndarray]:
+    """Inputs at random, but for weights: tokens, and a cache whose every byte and scale is valid."""
+    rng = np.random.default_rng(seed)
+    given = {}
+    for value in session.get_inputs():
+        shape = [sizes.get(size, size) for size in value.shape]
+        if value.name == "input_ids":
+            given[value.name] = rng.integers(0, CONFIG.vocab_size, shape)
+        elif value.name == "hidden":
+            given[value.name] = rng.standard_normal(shape).astype(np.float16 if "16" in value.type else np.float32)
+        elif value.name == "past_lens":
+            given[value.name] = np.array(past_lens, np.int32)
+        elif value.name == "block_table":
+            given[value.name] = rng.permutation(sizes["blocks"])[: np.prod(shape)].reshape(shape).astype(np.int32)
+        elif value.name == "last_rows":
+            given[value.name] = (np.arange(1, shape[0] + 1) * sizes["tokens"] - 1).astype(np.int32)
+        elif value.name.endswith("codes"):
+            given[value.name] = rng.integers(0, 256, shape, dtype=np.uint8)
+        elif value.name.endswith("scale"):
+            given[value.name] = rng.uniform(0.5, 2.0, shape).astype(np.float16)
+    return given
+
+
+def run(
+    model: onnx.ModelProto, weights: dict[str, np.ndarray], sizes: dict[str, int], past_lens, seed=0
+) -> dict[str, np.ndarray]:
+    """Every output of a graph by name."""
+    session = open_graph(model)
+    wanted = {value.name for value in session.get_inputs()}
+    feed = feed_of(session, sizes, past_lens, seed) | {name: value for name, value in weights.items() if name in wanted}
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, feed), strict=True))
+
+
+def shapes_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+    """Type of every value of a graph without functions, inferred."""
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    infos = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+    types = {info.name: info.type.tensor_type for info in infos}
+    for tensor in inferred.graph.initializer:
+        types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims).tensor_type
+    return types
+
+
+__all__ = [
+    "CONFIG", "WHOLE", "GraphSpec", "Qwen3Scopes", "Sizes", "TensorProto", "build", "checker", "feed_of", "graph_of", "helper",
+    "onnx", "open_graph", "ort", "run", "shape_inference", "shapes_of", "small_model", "weights_of",
+]  # fmt: skip

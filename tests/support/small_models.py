@@ -1,0 +1,134 @@
+"""Small random Qwen3 models whose logits depend on their context, and caches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.weights import LayerWeights, random_weights
+from haarkv.models.rope import RopeTable
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
+"""Every format, and a mixture."""
+
+# hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
+_BASE = DecoderConfig(
+    hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80, vocab_size=61,
+    rope_theta=1e4, max_position_embeddings=512,
+)  # fmt: skip
+CONFIGS: dict[str, DecoderConfig] = {
+    "gqa5_d128": _BASE,
+    "gqa5_one_kv_head_d128_tied": replace(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
+    "mha_d64": replace(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
+    "gqa2_d256_tied": replace(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
+}
+"""Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
+SMALL = CONFIGS["gqa5_d128"]
+"""The small shape that resembles Qwen3-14B most: five query heads a KV head, head_dim 128, three rotations."""
+
+
+def small_model(config: DecoderConfig = SMALL, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    """A random model with logits of size 1, attention that looks at some tokens far more than at others, uneven norms."""
+    raw = random_weights(config, torch.float32, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def matrix(weight: Tensor) -> Tensor:
+        return (weight * (weight.shape[1] ** -0.5 / 0.02)).to(dtype)
+
+    def norm(weight: Tensor, low: float = 0.5, high: float = 1.5) -> Tensor:
+        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(dtype)
+
+    def layer(weights: LayerWeights) -> LayerWeights:
+        tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
+        new = {name: norm(t) if t.ndim == 1 else matrix(t) for name, t in tensors.items()}
+        # Scores q.k / sqrt(D) get a standard deviation of about 2: attention is neither uniform nor one-hot.
+        new["q_norm"], new["k_norm"] = norm(weights.q_norm, 0.7, 2.1), norm(weights.k_norm, 0.7, 2.1)
+        return LayerWeights(**new)
+
+    embedding = matrix(raw.embedding)
+    weights = replace(
+        raw,
+        embedding=embedding,
+        layers=tuple(layer(weights) for weights in raw.layers),
+        final_norm=norm(raw.final_norm),
+        lm_head=embedding if config.tie_word_embeddings else matrix(raw.lm_head),
+    )
+    return DecoderModel(config, weights, RopeTable(config))
+
+
+def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
+    """The weights as float64 arrays under the project's field names, `layers` a list of dicts."""
+
+    def array(tensor: Tensor) -> np.ndarray:
+        return tensor.double().numpy()
+
+    weights = model.weights
+    return {
+        "embedding": array(weights.embedding),
+        "layers": [{f.name: array(getattr(layer, f.name)) for f in fields(layer)} for layer in weights.layers],
+        "final_norm": array(weights.final_norm),
+        "lm_head": array(weights.lm_head),
+    }
+
+
+def random_tokens(config: DecoderConfig, count: int, seed: int = 0) -> list[int]:
+    """Token ids of one prompt."""
+    return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def new_cache(config: DecoderConfig, kv: str | KVSpec = "tq4", num_blocks: int = 12, block_size: int = 8) -> PagedKVCache:
+    """An empty cache for a model; `kv` as `formats.parse` takes it, or a whole spec."""
+    spec = KVSpec(kv) if isinstance(kv, str) else kv
+    return PagedKVCache(
+        spec.plan(config.num_layers),
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+
+
+def new_paging(cache: PagedKVCache, order: Sequence[int] | None = None) -> PagedSequences:
+    """Bookkeeping of a whole cache, its blocks handed out in `order`."""
+    return PagedSequences(cache.num_blocks, cache.block_size, order)
+
+
+def at_slots(slots: Sequence[int] | Tensor) -> Batch:
+    """The tokens of one sequence, stored at these slots."""
+    slots = torch.as_tensor(slots)
+    count = torch.tensor([len(slots)], dtype=torch.int32)
+    starts = torch.nn.functional.pad(count, (1, 0))
+    return Batch(torch.arange(len(slots)), slots, torch.zeros(1, 1, dtype=torch.int32), count, starts, torch.tensor([0]))
+
+
+def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
+    """(layer, side, field, the very tensor) of everything that a cache stores."""
+    for layer in cache.held:
+        for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
+            for name, tensor in tensors.items():
+                yield layer, side, name, tensor
+
+
+def prefill(
+    executor: Executor, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], tokens: Sequence[Sequence[int]]
+) -> Tensor:
+    """Logits [B, vocab] after the next tokens of some sequences, in one ragged forward."""
+    batch = paging.batch(sequences, [len(t) for t in tokens])
+    return executor.prefill(torch.tensor([t for row in tokens for t in row]), batch, cache)
+
+
+def decode(
+    executor: Executor, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], tokens: Sequence[int]
+) -> Tensor:
+    """Logits [B, vocab] after one more token of each sequence."""
+    return executor.decode(torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)

@@ -1,0 +1,101 @@
+"""What vLLM's worker holds: layers whose pages lie in one piece of memory, and its description of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+
+from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend
+from haarkv.tq_ops.kv.batch import Batch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention layer, and the pages that vLLM has."""
+
+    head_dim: int = 128
+    heads: int = 10
+    kv_heads: int = 2
+    block_size: int = 16
+    num_blocks: int = 12
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def spec_of(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
+    """What a layer of the model asks for, packed by the backend."""
+    asked = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=dtype)
+    return RotatedAttentionBackend.customize_spec(asked)
+
+
+class Worker:
+    """Some layers over one allocation, every byte of which is random at first.
+
+    Attributes:
+        raw: [bytes] int8, the whole allocation.
+        views: vLLM's view of each layer's pages, by layer index.
+        layer_stride, block_stride: bytes from one layer or block to the next.
+        impls: the backend's attention of each layer, by layer index.
+    """
+
+    def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout) -> None:
+        self.shape, self.indices, self.spec = shape, indices, spec_of(shape)
+        self.layer_stride, self.block_stride, *_ = compute_layout_strides(self.spec, shape.num_blocks, len(indices), layout)
+        size = self.spec.page_size_bytes * shape.num_blocks * len(indices)
+        self.raw = torch.randint(-128, 128, (size,), dtype=torch.int8, generator=torch.Generator().manual_seed(5))
+        self._tensor = KVCacheTensor(
+            size=size, layers=[self.name(i) for i in indices], layer_stride=self.layer_stride, block_stride=self.block_stride
+        )
+        views = create_kv_cache_views(self.raw, self.spec, shape.num_blocks, layout, self._tensor)
+        self.views = dict(zip(indices, views, strict=True))
+        self.impls = {i: RotatedAttention(shape.heads, shape.head_dim, shape.softmax_scale, shape.kv_heads) for i in indices}
+
+    @staticmethod
+    def name(index: int) -> str:
+        return f"model.layers.{index}.self_attn.attn"
+
+    def pages(self, index: int) -> Tensor:
+        """[num_blocks, page_bytes] uint8 of a layer, found without vLLM's views."""
+        shape = (self.shape.num_blocks, self.spec.page_size_bytes)
+        begin = self.indices.index(index) * self.layer_stride
+        return self.raw.view(torch.uint8).as_strided(shape, (self.block_stride, 1), begin)
+
+    def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        layer = SimpleNamespace(layer_name=self.name(index))
+        self.impls[index].do_kv_cache_update(layer, k, v, self.views[index], slots)
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, metadata: object) -> Tensor:
+        layer, out = SimpleNamespace(layer_name=self.name(index)), torch.full_like(q, 77.0)
+        returned = self.impls[index].forward(layer, q, k, v, self.views[index], metadata, out)
+        assert returned is out
+        return out
+
+
+def described(batch: Batch, padding: int = 0, junk: int = 0) -> CommonAttentionMetadata:
+    """A batch of ours as vLLM's worker would describe it.
+
+    Args:
+        padding: tokens behind the last, as `slot_mapping` has them where the forward is padded.
+        junk: what fills the block table where ours has -1.
+    """
+    count, tokens = len(batch.seq_lens), len(batch.positions)
+    table = torch.where(batch.block_table < 0, junk, batch.block_table)
+    new = batch.query_start_loc.diff()
+    return CommonAttentionMetadata(
+        query_start_loc=batch.query_start_loc, query_start_loc_cpu=batch.query_start_loc, seq_lens=batch.seq_lens,
+        num_reqs=count, num_actual_tokens=tokens, max_query_len=int(new.max()), max_seq_len=int(batch.seq_lens.max()),
+        block_table_tensor=table, slot_mapping=torch.cat([batch.slot_mapping, torch.full((padding,), -1)]),
+    )  # fmt: skip

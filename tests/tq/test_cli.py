@@ -1,0 +1,739 @@
+"""The command `tq`: what it prints, and that everything a user can get wrong is one line on stderr and exit code 2."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import (
+    EMBEDDING,
+    END_OF_TEXT,
+    END_OF_TEXT_ID,
+    FINAL_NORM,
+    byte_tokenizer,
+    cut_off,
+    in_turn,
+    layer_tensor,
+    poison,
+    saying,
+    shard_name,
+    write_checkpoint,
+)
+
+from haarkv.models.catalog import TINY
+from haarkv.models.qwen3_14b import config as qwen3_config
+from haarkv.models.text import HFTokenizer
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from tq.cli import main
+from tq.commands.generate import _Writer
+
+MULTI_BYTE = "é€😀"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+# Python installs no handler of its own where its parent ignores SIGINT, as a shell's background jobs do.
+AS_IN_A_TERMINAL = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+def snapshot(folder):
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def tq(capsys, tmp_path, monkeypatch):
+    """Runs the command in this process, in an empty folder that it must leave as it was."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        before = snapshot(tmp_path)
+        code = main([str(arg) for arg in args])
+        assert snapshot(tmp_path) == before
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A whole checkpoint that no test changes."""
+    return write_checkpoint(tmp_path_factory.mktemp("whole") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory):
+    """A checkpoint that never stops of itself: after `a` comes `b`, after `b` comes `a`."""
+    config = {"max_position_embeddings": 30_000}
+    return write_checkpoint(tmp_path_factory.mktemp("endless") / "ab", config=config, mutate=saying("ab", endless=True))
+
+
+def assert_refused(ran, *words):
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("tq: ")
+    assert ran.err.endswith("\n")
+    assert ran.err.count("\n") == 1
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert str(word) in ran.err
+
+
+def start(*args, code=None, **kwargs):
+    """A process of its own, whose output is buffered as it is for users: what is left at exit is where it goes wrong."""
+    command = [sys.executable, *(["-c", code] if code else ["-m", "tq"]), *args]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, **kwargs)
+
+
+# -- Refused: the checkpoint ----------------------------------------------------------------------------------------------
+
+
+def without_tensor(folder):
+    write_checkpoint(folder, mutate=lambda t: t.pop(layer_tensor(1, "mlp.up_proj")))
+
+
+def with_unlisted_tensor(folder):
+    write_checkpoint(folder, mutate=lambda t: t.update({"model.layers.2.extra.weight": torch.zeros(3)}))
+
+
+def with_mis_shaped_tensor(folder):
+    write_checkpoint(folder, mutate=lambda t: t.update({layer_tensor(0, "self_attn.k_proj"): torch.zeros(32, 64)}))
+
+
+def without_weights(folder):
+    write_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+
+
+def with_truncated_file(folder):
+    cut_off(write_checkpoint(folder) / "model.safetensors")
+
+
+def with_truncated_header(folder):
+    cut_off(write_checkpoint(folder) / "model.safetensors", keep=1e-3)
+
+
+def with_empty_file(folder):
+    cut_off(write_checkpoint(folder) / "model.safetensors", keep=0)
+
+
+def with_truncated_shard(folder):
+    cut_off(write_checkpoint(folder, shards=3) / shard_name(1, 3))
+
+
+def without_shard(folder):
+    (write_checkpoint(folder, shards=3) / shard_name(1, 3)).unlink()
+
+
+def with_broken_index(text):
+    return lambda folder: write_checkpoint(folder, files={"model.safetensors.index.json": text})
+
+
+def with_index_that_names_the_wrong_shard(folder):
+    index = write_checkpoint(folder, shards=2) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][FINAL_NORM] = shard_name(0, 2)
+    index.write_text(json.dumps(content))
+
+
+def with_config(text):
+    return lambda folder: write_checkpoint(folder, files={"config.json": text})
+
+
+def without_config(folder):
+    (write_checkpoint(folder) / "config.json").unlink()
+
+
+def without_tokenizer(folder):
+    (write_checkpoint(folder) / "tokenizer.json").unlink()
+
+
+def with_tokenizer_beyond_the_model(folder):
+    write_checkpoint(folder, config={"vocab_size": 100})
+
+
+def with_token_id_beyond_the_model(folder):
+    content = json.loads(byte_tokenizer().to_str())
+    content["model"]["vocab"]["a"] = 5000
+    write_checkpoint(folder, files={"tokenizer.json": json.dumps(content)})
+
+
+DAMAGED = {
+    "llama": (lambda f: write_checkpoint(f, config={"model_type": "llama"}), ["config.json", "llama"]),
+    "no_config": (without_config, ["config.json", "does not exist"]),
+    "config_not_json": (with_config("{'model_type': 'qwen3'}"), ["config.json", "JSON"]),
+    "config_not_utf8": (with_config(b"\xff\xfe{}"), ["config.json", "JSON"]),
+    "no_weights": (without_weights, ["checkpoint", "no weights", "model.safetensors"]),
+    "truncated_file": (with_truncated_file, ["model.safetensors", "truncated", "model.layers.1"]),
+    "truncated_header": (with_truncated_header, ["model.safetensors", "truncated inside its header"]),
+    "empty_file": (with_empty_file, ["model.safetensors", "truncated"]),
+    "truncated_shard": (with_truncated_shard, [shard_name(1, 3), "truncated", "model.layers."]),
+    "missing_shard": (without_shard, [shard_name(1, 3), "missing", "model.layers."]),
+    "index_is_no_object": (with_broken_index("[]"), ["model.safetensors.index.json"]),
+    "index_without_map": (with_broken_index("{}"), ["model.safetensors.index.json"]),
+    "index_map_is_a_list": (with_broken_index('{"weight_map": [1]}'), ["model.safetensors.index.json"]),
+    "index_not_utf8": (with_broken_index(b"\xff"), ["model.safetensors.index.json"]),
+    "index_lies": (with_index_that_names_the_wrong_shard, [shard_name(0, 2), FINAL_NORM]),
+    "missing_tensor": (without_tensor, ["checkpoint", layer_tensor(1, "mlp.up_proj")]),
+    "extra_tensor": (with_unlisted_tensor, ["model.safetensors", "model.layers.2.extra.weight"]),
+    "mis_shaped_tensor": (
+        with_mis_shaped_tensor,
+        ["model.safetensors", layer_tensor(0, "self_attn.k_proj"), "[32, 64]", "[64, 64]"],
+    ),
+    "no_tokenizer": (without_tokenizer, ["checkpoint", "tokenizer.json"]),
+    "tokenizer_not_json": (lambda f: write_checkpoint(f, files={"tokenizer.json": "{"}), ["tokenizer.json"]),
+    "tokenizer_too_large": (with_tokenizer_beyond_the_model, ["tokenizer.json", "100"]),
+    "token_id_too_large": (with_token_id_beyond_the_model, ["tokenizer.json", "5000", "257"]),
+    "template_syntax": (lambda f: write_checkpoint(f, tokenizer_config={"chat_template": "{% if %}"}), ["chat template"]),
+    "template_fails": (
+        lambda f: write_checkpoint(f, tokenizer_config={"chat_template": "{{ messages[7].content }}"}),
+        ["chat template"],
+    ),
+    "template_raises": (
+        lambda f: write_checkpoint(f, tokenizer_config={"chat_template": "{{ raise_exception('not today') }}"}),
+        ["chat template", "not today"],
+    ),
+    "template_is_a_number": (lambda f: write_checkpoint(f, tokenizer_config={"chat_template": 3}), ["chat template"]),
+    "template_not_utf8": (lambda f: write_checkpoint(f, files={"chat_template.jinja": b"\xff"}), ["chat_template.jinja"]),
+    "generation_config_not_json": (
+        lambda f: write_checkpoint(f, files={"generation_config.json": "eos"}),
+        ["generation_config.json"],
+    ),
+    "end_of_text_is_no_number": (lambda f: write_checkpoint(f, generation={"eos_token_id": ["a"]}), ["eos_token_id"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_checkpoint_is_refused_by_name(tq, tmp_path, damage):
+    write, words = DAMAGED[damage]
+    write(tmp_path / "checkpoint")
+    assert_refused(tq("generate", "--model", tmp_path / "checkpoint", "--prompt", "a"), *words)
+
+
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        (EMBEDDING, (ord("a"), 3)),
+        (layer_tensor(0, "self_attn.q_proj"), (5, 7)),
+        (layer_tensor(1, "self_attn.k_norm"), 2),
+        (layer_tensor(1, "mlp.down_proj"), (0, 0)),
+        (FINAL_NORM, 63),
+    ],
+)
+def test_a_nan_weight_is_named_with_its_place(tq, tmp_path, name, index, kv):
+    folder = write_checkpoint(tmp_path / "nan", mutate=poison(name, index))
+    place = list(index) if isinstance(index, tuple) else [index]
+    assert_refused(tq("generate", "--model", folder, "--prompt", "xa", "--kv", kv), f" {name} ", "nan", place)
+
+
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+def test_a_nan_is_named_when_a_generated_token_first_meets_it(tq, tmp_path, kv):
+    folder = write_checkpoint(tmp_path / "nan", mutate=in_turn(saying("abc"), poison(EMBEDDING, (ord("b"), 0))))
+    common = ("generate", "--model", folder, "--prompt", "a", "--kv", kv, "--json")
+    assert tq(*common, "--max-new-tokens", 1).json["text"] == "b"
+    assert_refused(tq(*common, "--max-new-tokens", 2), EMBEDDING, [ord("b"), 0])
+
+
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+def test_a_nan_in_a_row_that_is_never_used_does_not_disturb(tq, tmp_path, checkpoint, kv):
+    folder = write_checkpoint(tmp_path / "nan", mutate=poison(EMBEDDING, (END_OF_TEXT_ID, 0)))
+    common = ("--prompt", "ab", "--max-new-tokens", 4, "--kv", kv, "--json")
+    undisturbed = tq("generate", "--model", checkpoint, *common).json["token_ids"]
+    assert len(undisturbed) == 4
+    assert tq("generate", "--model", folder, *common).json["token_ids"] == undisturbed
+
+
+# -- Refused: the arguments -----------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no_such_model": (["--model", "nothing/here"], ["no such model", "nothing/here"]),
+    "model_is_a_file": (["--model", "file"], ["no such model"]),
+    "model_name_too_long": (["--model", "a" * 5000], ["no such model"]),
+    "random_99b": (["--model", "random:99b"], ["random:99b", "random:14b"]),
+    "kv_unknown": (["--kv", "tq9"], ["tq9", "tq4"]),
+    "kv_one_side": (["--kv", "k=tq4"], ["k=tq4", "k=NAME,v=NAME"]),
+    "kv_twice_k": (["--kv", "k=tq4,k=bf16"], ["k=NAME,v=NAME"]),
+    "kv_three_sides": (["--kv", "k=tq4,v=tq4,w=tq4"], ["k=NAME,v=NAME"]),
+    "kv_bare_side": (["--kv", "k=tq4,bf16"], ["k=NAME,v=NAME"]),
+    "kv_unknown_side": (["--kv", "k=tq4,v=tq9"], ["tq9"]),
+    "executor": (["--executor", "abacus"], ["abacus", "reference"]),
+    "dtype": (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
+    "prompt_beyond_cache": (["--prompt", "abcde", "--max-context", "4"], ["5 tokens", "4", "--max-context"]),
+    "prompt_beyond_model": (["--prompt", "a" * 1025], ["1025 tokens", "context only 1024"]),
+    "context_beyond_model": (["--max-context", "1025"], ["1024", "--max-context"]),
+    "context_zero": (["--max-context", "0"], ["--max-context"]),
+    "empty_prompt": (["--prompt", ""], ["prompt 2", "empty"]),
+    "no_new_tokens": (["--max-new-tokens", "0"], ["--max-new-tokens", "0"]),
+    "negative_new_tokens": (["--max-new-tokens", "-3"], ["--max-new-tokens", "-3"]),
+    "new_tokens_no_number": (["--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
+    "prompt_file_missing": (["--prompt-file", "nothing.txt"], ["nothing.txt", "No such file"]),
+    "prompt_file_is_a_folder": (["--prompt-file", "."], ["--prompt-file .", "directory"]),
+    "prompt_file_not_utf8": (["--prompt-file", "latin1"], ["latin1", "UTF-8", "byte 3"]),
+    "stdin_not_utf8": (["--prompt-file", "-"], ["--prompt-file -", "UTF-8"]),
+    "temperature_negative": (["--temperature", "-1"], ["temperature", "-1"]),
+    "temperature_nan": (["--temperature", "nan"], ["temperature", "nan"]),
+    "temperature_infinite": (["--temperature", "inf"], ["temperature", "inf"]),
+    "top_p_zero": (["--top-p", "0"], ["top-p"]),
+    "top_p_above_one": (["--top-p", "1.5"], ["top-p", "1.5"]),
+    "top_p_nan": (["--top-p", "nan"], ["top-p", "nan"]),
+    "top_k_negative": (["--top-k", "-1"], ["top-k", "-1"]),
+    "seed_negative": (["--seed", "-1"], ["--seed"]),
+    "layers_of_a_checkpoint": (["--layers", "1"], ["--layers"]),
+    "chat_without_template": (["--chat"], ["chat template"]),
+    "unknown_option": (["--promt", "a"], ["--promt"]),
+    "stray_argument": (["b"], ["b"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_generate_refuses_in_one_line(tq, tmp_path, checkpoint, monkeypatch, case):
+    args, words = REFUSED[case]
+    (tmp_path / "file").touch()
+    (tmp_path / "latin1").write_bytes("caf\xe9".encode("latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a", *args), *words)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate"], ["no prompt", "--prompt"]),
+        (["bogus"], ["bogus"]),
+        (["--bogus"], ["--bogus"]),
+        (["info", "nothing/here"], ["no such model"]),
+        (["info", "random:99b"], ["random:99b"]),
+        (["info", "random:14b", "--layers", "41"], ["--layers", "40"]),
+        (["info", "random:14b", "--layers", "0"], ["--layers", "40"]),
+        (["info", "--layers", "1"], ["--layers"]),
+        (["info", "--memory", "lots"], ["lots", "24GiB"]),
+        (["info", "--memory", "-3G"], ["-3G"]),
+        (["info", "--memory", "24 quarts"], ["24 quarts"]),
+        (["info", "--memory", "9" * 400], ["memory"]),
+        (["formats", "--head-dim", "1"], ["--head-dim"]),
+        (["formats", "--head-dim", "127"], ["127"]),
+    ],
+    ids=lambda args: "_".join(args)[:30],
+)
+def test_other_commands_refuse_in_one_line(tq, args, words):
+    assert_refused(tq(*args), *words)
+
+
+def test_a_prompt_of_bytes_that_are_no_utf8_is_refused(checkpoint, tmp_path):
+    args = ["generate", "--model", str(checkpoint), "--prompt", b"caf\xe9"]
+    process = start(*args, stdout=subprocess.PIPE, cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert_refused(Ran(process.returncode, out.decode(), err.decode()), "prompt 1", "UTF-8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert_refused(tq("generate", "--model", checkpoint, "--prompt-file", "-"), "--prompt-file -")
+
+
+def test_a_file_that_may_not_be_read_is_refused(tq, checkpoint, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    monkeypatch.setattr(Path, "open", denied)
+    assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a"), "model.safetensors", "Permission denied")
+
+
+# -- The process ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_the_bare_package_do_not_import_torch():
+    code = (
+        "import sys, tq\n"
+        "from tq.cli import main\n"
+        "from tq.cli import _COMMANDS\n"
+        "for args in [['--help'], ['--version'], *([name, '--help'] for name in _COMMANDS)]:\n"
+        "    assert main(args) == 0\n"
+        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules\n"
+    )
+    process = start(code=code, stdout=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err.decode()
+    assert b"generate" in out
+    assert b"--max-new-tokens" in out
+
+
+@pytest.mark.parametrize(
+    "args", [["generate", "--prompt", "a", "--max-new-tokens", "20000", "--kv", "bf16", "--model"], ["formats", "--json"]]
+)
+def test_a_reader_that_leaves_early_is_no_error(endless, args):
+    process = start(*args, *([str(endless)] if "generate" in args else []), stdout=subprocess.PIPE)
+    process.stdout.read(5 if "generate" in args else 0)
+    process.stdout.close()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert err == b""
+
+
+@pytest.mark.parametrize(("args", "code"), [(["formats"], 0), (["bogus"], 2)])
+def test_closed_streams_are_no_error(args, code):
+    script = "import sys; sys.stdout = sys.stderr = None; from tq.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = start(*args, code=script, stdout=subprocess.PIPE)
+    assert process.communicate(timeout=120) == (b"", b"")
+    assert process.returncode == code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line():
+    with Path("/dev/full").open("wb") as full:
+        process = start("formats", "--json", stdout=full)
+        _, err = process.communicate(timeout=120)
+    assert_refused(Ran(process.returncode, "", err.decode()), "No space left")
+
+
+def test_ctrl_c_while_generating_is_one_line_and_130(endless):
+    args = ["generate", "--model", str(endless), "--prompt", "a", "--max-new-tokens", "25000", "--kv", "bf16"]
+    process = start(*args, code=AS_IN_A_TERMINAL, stdout=subprocess.PIPE)
+    assert process.stdout.read(4) == b"baba"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err == b"tq: interrupted\n"
+
+
+# -- generate -------------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
+    ran = tq("generate", "--model", checkpoint, "--prompt", "hello", "--prompt", "a" * 200, "--max-new-tokens", 7, "--json")
+    result = ran.json
+    assert ran.out.count("\n") == 1
+    assert ran.err == ""
+    assert result.keys() == {
+        "text", "token_ids", "prompt_tokens", "new_tokens", "finish", "prefill_ms", "decode_ms_per_token", "kv", "executor",
+        "model", "completions",
+    }  # fmt: skip
+    assert result["kv"].keys() == {"format", "bytes_per_token", "bytes", "bf16_bytes"}
+    assert [c["prompt_tokens"] for c in result["completions"]] == [5, 200]
+    for completion in result["completions"]:
+        assert completion.keys() == {"text", "token_ids", "prompt_tokens", "new_tokens", "finish"}
+        assert completion["new_tokens"] == len(completion["token_ids"]) == 7
+        assert completion["finish"] == "length"
+    assert {key: result[key] for key in result["completions"][0]} == result["completions"][0]
+    assert result["prefill_ms"] > 0
+    assert result["decode_ms_per_token"] > 0
+    assert result["executor"] == "reference"
+    assert result["model"] == str(checkpoint)
+    # 2 layers, 2 KV heads, K and V; 16 bytes of codes and 2 of scale, or 32 values of 2 bytes. Two blocks a prompt hold 207.
+    assert result["kv"] == {
+        "format": "tq4",
+        "bytes_per_token": 2 * 2 * 2 * 18,
+        "bytes": 4 * 128 * 2 * 2 * 2 * 18,
+        "bf16_bytes": 4 * 128 * 2 * 2 * 2 * 64,
+    }
+
+
+def test_kv_names_what_was_used_for_k_and_v(tq, checkpoint):
+    kv = tq("generate", "--model", checkpoint, "--prompt", "a", "--kv", "k=bf16,v=tq4", "--max-new-tokens", 1, "--json").json
+    assert kv["kv"]["format"] == "k=bf16,v=tq4"
+    assert kv["kv"]["bytes_per_token"] == 2 * 2 * (64 + 18)
+    assert kv["decode_ms_per_token"] is None
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(tq, checkpoint):
+    def text(seed):
+        args = ("--prompt", "seed", "--temperature", 1, "--max-new-tokens", 16, "--seed", seed, "--json")
+        return tq("generate", "--model", checkpoint, *args).json["token_ids"]
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_top_k_1_is_greedy_at_any_temperature(tq, checkpoint):
+    common = ("generate", "--model", checkpoint, "--prompt", "greedy", "--max-new-tokens", 12, "--json")
+    assert tq(*common, "--temperature", 5, "--top-k", 1).json["token_ids"] == tq(*common).json["token_ids"]
+
+
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+def test_prompts_of_a_ragged_batch_are_continued_as_if_alone(tq, checkpoint, kv):
+    # One token, more than a block, and more than one prefill chunk.
+    prompts = ["x", "spam and eggs ", "bacon " * 30, "baked beans " * 50]
+    common = ("generate", "--model", checkpoint, "--kv", kv, "--dtype", "float32", "--max-new-tokens", 8, "--json")
+    together = tq(*common, *(arg for prompt in prompts for arg in ("--prompt", prompt))).json["completions"]
+    alone = [tq(*common, "--prompt", prompt).json for prompt in prompts]
+    assert [c["token_ids"] for c in together] == [a["token_ids"] for a in alone]
+    assert len({tuple(a["token_ids"]) for a in alone}) == len(prompts)
+
+
+def test_a_prompt_file_and_stdin_are_read_as_they_are(tq, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "prompt.txt").write_bytes("é\r\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("€\n\n".encode())))
+    args = ("--prompt-file", "prompt.txt", "--prompt-file", "-", "--max-new-tokens", 1, "--json")
+    result = tq("generate", "--model", checkpoint, *args).json
+    assert [c["prompt_tokens"] for c in result["completions"]] == [4, 5]
+
+
+@pytest.mark.parametrize(("ids", "where"), [("one", "generation"), ("list", "generation"), ("one", "config")])
+def test_generation_stops_at_the_end_of_text_token(tq, tmp_path, checkpoint, ids, where):
+    common = ("--prompt", "the end", "--json", "--max-new-tokens", 5)
+    first, second = tq("generate", "--model", checkpoint, *common).json["token_ids"][:2]
+    assert first != second
+    end = {"eos_token_id": second if ids == "one" else [END_OF_TEXT_ID, second]}
+    # What generation_config.json says goes before config.json.
+    settings = {"generation": end, "config": {"eos_token_id": first}} if where == "generation" else {"config": end}
+    result = tq("generate", "--model", write_checkpoint(tmp_path / "eos", **settings), *common).json
+    assert result["finish"] == "eos"
+    assert result["token_ids"] == [first]
+    assert result["new_tokens"] == 1
+
+
+def test_a_text_that_ends_at_once_is_empty(tq, tmp_path):
+    folder = write_checkpoint(tmp_path / "eos", mutate=saying("a"))
+    result = tq("generate", "--model", folder, "--prompt", "a", "--json").json
+    assert (result["finish"], result["text"], result["token_ids"]) == ("eos", "", [])
+    ran = tq("generate", "--model", folder, "--prompt", "a")
+    assert (ran.code, ran.out) == (0, "\n")
+
+
+def test_a_full_cache_ends_the_text(tq, endless):
+    args = ("--prompt", "a", "--max-context", 4, "--max-new-tokens", 9)
+    result = tq("generate", "--model", endless, *args, "--json").json
+    # The cache holds the prompt and three new tokens; a fourth is predicted from them and not stored.
+    assert (result["finish"], result["text"]) == ("context", "baba")
+
+
+@pytest.mark.parametrize("new_tokens", range(1, 12))
+def test_a_text_cut_anywhere_is_streamed_whole(tq, tmp_path, new_tokens):
+    folder = write_checkpoint(tmp_path / "utf8", mutate=saying("a" + MULTI_BYTE + "z"))
+    common = ("generate", "--model", folder, "--prompt", "a", "--max-new-tokens", new_tokens)
+    text = tq(*common, "--json").json["text"]
+    assert tq(*common).out == text + "\n"
+    cut = (MULTI_BYTE + "z").encode()[:new_tokens]
+    whole = cut.decode(errors="ignore")
+    assert text.rstrip("\ufffd") == whole
+    assert ("\ufffd" in text) == (whole.encode() != cut)
+
+
+def test_cost_goes_to_stderr_with_the_names_as_they_are(tq, tmp_path):
+    folder = write_checkpoint(tmp_path / "a[bf16]" / "m[" / "b] :smile:", mutate=saying("ab"))
+    ran = tq("generate", "--model", folder, "--prompt", "a")
+    assert (ran.code, ran.out) == (0, "b\n")
+    assert str(folder) in ran.err.replace("\n", "")
+    assert "144 bytes a token" in ran.err
+    assert "(eos)" in ran.err
+    assert str(folder) in tq("info", folder).out.replace("\n", "")
+
+
+def test_several_texts_are_printed_one_after_the_other_unchanged(tq, tmp_path):
+    folder = write_checkpoint(tmp_path / "colour", mutate=saying("a\x1b[31m"))
+    ran = tq("generate", "--model", folder, "--prompt", "a", "--prompt", "[")
+    assert (ran.code, ran.out) == (0, "── prompt 1\n\x1b[31m\n── prompt 2\n31m\n")
+
+
+def test_an_output_that_cannot_show_a_character_does_not_fail(checkpoint, tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path / "utf8", mutate=saying("aé"))
+    for json_flag, shown in (([], "?"), (["--json"], None)):
+        narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+        monkeypatch.setattr(sys, "stdout", narrow)
+        assert main(["generate", "--model", str(folder), "--prompt", "a", *json_flag]) == 0
+        narrow.flush()
+        printed = narrow.buffer.getvalue().decode("ascii")
+        assert printed == f"{shown}\n" if shown else json.loads(printed)["text"] == "é"
+
+
+def test_random_models_of_a_named_size_run(tq, monkeypatch):
+    small = replace(
+        qwen3_config.QWEN3_14B, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=32, vocab_size=300, max_position_embeddings=256,
+    )  # fmt: skip
+    monkeypatch.setitem(qwen3_config.FAMILY, "nano", small)
+    common = ("generate", "--model", "random:nano", "--prompt", "é", "--max-new-tokens", 3, "--json")
+    result = tq(*common, "--layers", 2).json
+    assert result["prompt_tokens"] == 2
+    assert result["text"] == "".join(f"<{token}>" for token in result["token_ids"])
+    assert result["kv"]["bytes_per_token"] == 2 * 2 * 2 * (8 + 2)
+    assert tq(*common).json["kv"]["bytes_per_token"] == 3 * 2 * 2 * (8 + 2)
+    assert_refused(tq(*common, "--layers", 4), "3 layers")
+
+
+def test_the_model_that_ships_continues_a_prompt(tq):
+    result = tq("generate", "--prompt", "def main(", "--max-new-tokens", 4, "--json").json
+    assert result["model"] == "tiny"
+    assert result["kv"]["bytes_per_token"] == 2 * 6 * 2 * 66
+    assert result["new_tokens"] == 4
+
+
+# -- Streams --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_characters_only_when_they_are_whole(checkpoint):
+    stream = HFTokenizer(checkpoint, qwen3_config.read_hf_config(checkpoint / "config.json")).stream()
+    pieces = [stream.push(byte) for byte in f"a{MULTI_BYTE}z".encode()]
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
+
+
+def test_a_stream_of_any_bytes_is_a_prefix_of_the_decoded_text():
+    tokenizer = HFTokenizer(TINY, qwen3_config.read_hf_config(TINY / "config.json"))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        ids = torch.randint(0, 4096, (10,), generator=generator)
+        ids[::2] = torch.randint(1, 257, (5,), generator=generator)  # the lowest ids are bytes
+        stream, text = tokenizer.stream(), ""
+        for token in ids.tolist():
+            text += stream.push(token)
+        assert tokenizer.decode(ids.tolist()).startswith(text)
+
+
+class HalfTextStream:
+    """Gives what is certain of tokens 0, 1, 2 = "a", half of "é", the other half."""
+
+    def push(self, token):
+        return ["a", "", "é"][token]
+
+
+@pytest.mark.parametrize(("tokens", "text"), [([0, 1, 2], "aé"), ([0, 1], "a\ufffd"), ([], "")])
+def test_the_writer_prints_each_character_as_it_is_whole_and_owes_nothing(capsys, tokens, text):
+    session = SimpleNamespace(tokenizer=SimpleNamespace(stream=HalfTextStream))
+    writer, printed = _Writer(session, prompts=1), ""
+    for count, token in enumerate(tokens, 1):
+        writer.push(0, token)
+        printed += capsys.readouterr().out
+        assert printed == ["a", "a", "aé"][count - 1]
+    writer.finish(SimpleNamespace(texts=[text]))
+    assert printed + capsys.readouterr().out == text + "\n"
+
+
+def test_the_writer_does_not_mix_several_texts(capsys):
+    session = SimpleNamespace(tokenizer=SimpleNamespace(stream=HalfTextStream))
+    writer = _Writer(session, prompts=2)
+    writer.push(0, 0)
+    writer.push(1, 2)
+    assert capsys.readouterr().out == ""
+    writer.finish(SimpleNamespace(texts=["a", "é"]))
+    assert capsys.readouterr().out == "── prompt 1\na\n── prompt 2\né\n"
+
+
+# -- The chat template ----------------------------------------------------------------------------------------------------
+
+
+def prompt_tokens(tq, folder, *args):
+    return tq("generate", "--model", folder, "--prompt", "hi", "--max-new-tokens", 1, "--json", *args).json["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_config": {"chat_template": TEMPLATE}},
+        {"files": {"chat_template.jinja": TEMPLATE}},
+        # The file goes before the setting.
+        {"files": {"chat_template.jinja": TEMPLATE}, "tokenizer_config": {"chat_template": "{{ raise_exception('no') }}"}},
+        {"tokenizer_config": {"chat_template": [{"name": "x", "template": "x"}, {"name": "default", "template": TEMPLATE}]}},
+    ],
+    ids=["tokenizer_config", "jinja_file", "both", "named"],
+)
+def test_a_chat_template_is_applied_unless_refused(tq, tmp_path, settings):
+    folder = write_checkpoint(tmp_path / "chat", **settings)
+    wrapped = len("[user]hi[assistant]")
+    assert prompt_tokens(tq, folder) == prompt_tokens(tq, folder, "--chat") == wrapped
+    assert prompt_tokens(tq, folder, "--no-chat") == len("hi")
+
+
+@pytest.mark.parametrize("end_of_text", [END_OF_TEXT, {"content": END_OF_TEXT}], ids=["text", "object"])
+def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path, end_of_text):
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{% if pad_token is defined %}!{% endif %}"
+    settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
+    folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
+    tokenizer = HFTokenizer(folder, qwen3_config.read_hf_config(folder / "config.json"))
+    assert tokenizer.encode_chat("hi") == [*b"hi", END_OF_TEXT_ID]
+
+
+def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prompt(tq, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=16)
+    folder = write_checkpoint(tmp_path / "cut", files={"tokenizer.json": tokenizer.to_str()})
+    assert tq("generate", "--model", folder, "--prompt", "a" * 9, "--max-new-tokens", 1, "--json").json["prompt_tokens"] == 9
+
+
+# -- info and formats -----------------------------------------------------------------------------------------------------
+
+
+def test_info_tiny_counts_every_kv_byte(tq):
+    info = tq("info", "tiny", "--json", "--memory", "1GiB").json
+    sizes = {row["format"]: row["bytes_per_token"] for row in info["kv"]}
+    assert sizes["tq4"] == 2 * 6 * 2 * 66
+    assert sizes["bf16"] == 2 * 6 * 2 * 256
+    assert info["weight_bytes"] == 2 * info["parameters"]
+    # The file holds the weights and a header of some thousand bytes.
+    assert 0 < (TINY / "model.safetensors").stat().st_size - info["weight_bytes"] < 20_000
+    for row in info["kv"]:
+        assert row["ratio"] == sizes["bf16"] / row["bytes_per_token"]
+        assert row["max_tokens"] % 128 == 0
+        fits = (info["memory"] - info["weight_bytes"]) / row["bytes_per_token"]
+        assert fits - 128 < row["max_tokens"] <= fits
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name):
+    from haarkv.engine.session import load
+
+    sizes = {row["format"]: row["bytes_per_token"] for row in tq("info", checkpoint, "--json").json["kv"]}
+    if name not in sizes:  # no layout for the checkpoint's head_dim, which a cache says too
+        with pytest.raises(InputError, match=f"^{name} .* head_dim"):
+            load(str(checkpoint), kv=name).new_cache(3, 200)
+        return
+    cache, _ = load(str(checkpoint), kv=name).new_cache(3, 200)
+    layers = [fields for layer in range(2) for fields in (cache.k_fields(layer), cache.v_fields(layer))]
+    allocated = sum(tensor.untyped_storage().nbytes() for fields in layers for tensor in fields.values())
+    assert allocated == 3 * 256 * sizes[name]
+    # Keys in groups wait in BF16: 31 of them and a chunk of 64, of three sequences in two layers of two KV heads.
+    waiting = 3 * 2 * 2 * (31 + 64) * 2 * 32 if name.startswith("kivi") else 0
+    assert cache.nbytes == allocated + waiting
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"), [("1000", 1000), ("2k", 2048), ("1.5 GiB", 3 * 2**29), ("24GB", 24 * 2**30), ("1T", 2**40)]
+)
+def test_info_reads_amounts_of_memory(tq, memory, size):
+    info = tq("info", "random:14b", "--json", "--memory", memory).json
+    assert info["memory"] == size
+    if size < info["weight_bytes"]:
+        assert {row["max_tokens"] for row in info["kv"]} == {0}
+    assert tq("info", "random:14b", "--memory", memory).code == 0
+
+
+def test_info_shortens_a_random_model(tq):
+    info = tq("info", "random:14b", "--layers", 1, "--json").json
+    assert info["num_layers"] == 1
+    assert {row["format"]: row["bytes_per_token"] for row in info["kv"]}["tq4"] == 2 * 8 * 66
+
+
+def test_formats_lists_every_format_with_its_bytes(tq):
+    rows = {row["name"]: row for row in tq("formats", "--json").json}
+    assert list(rows) == formats.names()
+    tq4 = rows["tq4"]
+    assert tq4.keys() == {"name", "bits_per_value", "bytes_per_vector", "ratio", "purpose"}
+    assert (tq4["bytes_per_vector"], tq4["bits_per_value"], tq4["ratio"]) == (66, 66 * 8 / 128, 256 / 66)
+    assert rows["bf16"]["ratio"] == 1
+    halved = {row["name"]: row for row in tq("formats", "--head-dim", 64, "--json").json}
+    assert halved["tq4"]["bytes_per_vector"] == 34
+    table = tq("formats").out
+    assert all(name in table for name in rows)

@@ -1,0 +1,226 @@
+"""`tq eval`: its list of formats, its picture, what it prints and what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import write_checkpoint
+
+import tq.commands.eval as command
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.validation.fidelity.evaluation import FidelityRow
+from haarkv.validation.fidelity.plot import pareto_front, svg
+from haarkv.validation.fidelity.setup import load_setup, parse_list
+from tq.cli import main
+
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("eval") / "checkpoint")
+
+
+# -- The grammar of --kv ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (["tq4"], ["tq4"]),
+        (["tq4,tq2", "q8_0"], ["tq4", "tq2", "q8_0"]),
+        (["k=q8_0,v=tq4"], ["k=q8_0,v=tq4"]),
+        (["bf16, k=q8_0,v=tq4 ,tq2"], ["bf16", "k=q8_0,v=tq4", "tq2"]),
+        (["k=q8_0,v=tq4,k=bf16,v=tq2"], ["k=q8_0,v=tq4", "k=bf16,v=tq2"]),
+        (["v=tq4,k=q8_0", "k=tq2,v=tq2", "tq2"], ["k=q8_0,v=tq4", "tq2"]),
+        ([], []),
+    ],
+)
+def test_a_list_of_formats(specs, names):
+    assert parse_list(specs) == names
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "tq4,", ",tq4", "tq4,,tq2", "k=tq4", "tq2,k=tq4", "k=tq4,tq2", "k=tq4,k=tq2", "v=tq4,", "tq9"]
+)
+def test_no_list_of_formats(spec):
+    with pytest.raises(InputError):
+        parse_list([spec])
+
+
+def test_the_default_is_every_format_of_the_cache(checkpoint):
+    found = load_setup(str(checkpoint)).caches
+    wanted = []
+    for name in formats.names():
+        try:
+            formats.get(name).fields(32), formats.get(name, "v").fields(32)
+        except InputError:
+            continue
+        wanted.append(name)
+    assert list(found) == wanted
+    assert {"tq4", "bf16"} <= set(wanted)
+
+
+# -- The picture ------------------------------------------------------------------------------------------------------------
+
+
+def row(kv, size, kl):
+    return FidelityRow(kv, size, 16 * size / 256, kl, kl, kl, 1.0, 0.0, 9.0, 0.0, 1.0)
+
+
+ROWS = [
+    row("bf16", 256, 0.0),
+    row("a", 64, 0.1),
+    row("b", 64, 0.2),
+    row("c", 100, 0.01),
+    row("d", 120, 0.05),
+    row("fp32", 512, 1e-9),
+]
+
+
+def test_the_front_is_what_nothing_beats():
+    assert [r.kv for r in pareto_front(ROWS)] == ["a", "c", "bf16"]
+    assert [r.kv for r in pareto_front([*ROWS, row("c2", 100, 0.01)])] == ["a", "c", "c2", "bf16"]
+    assert pareto_front([]) == []
+
+
+def test_the_picture_is_the_same_each_time_and_names_what_it_shows():
+    pytest.importorskip("matplotlib")
+    text = svg(ROWS, "tiny")
+    assert text == svg(ROWS, "tiny")
+    words = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a", "b", "c", "d", "Pareto front", "bf16 (KL 0)"} <= set(words)
+    assert "fp32" not in words  # saves nothing
+
+
+def test_names_in_the_picture_do_not_cover_each_other():
+    pytest.importorskip("matplotlib")
+    crowd = [row(f"format{i}", 64 + i % 2, 0.1 * 1.02**i) for i in range(5)]
+    root = ElementTree.fromstring(svg(crowd, "tiny"))
+    at = [e.get("transform") for e in root.iter("{http://www.w3.org/2000/svg}text") if (e.text or "").startswith("format")]
+    assert len(at) == len(set(at)) == 5
+
+
+# -- The command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys, tmp_path, checkpoint):
+    (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
+
+    def run(*args, text=tmp_path / "text.txt"):
+        code = main(["eval", "--model", str(checkpoint), "--text", str(text), *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--greedy-prompts", "1", "--threads", "1")
+
+
+def test_json_has_the_promised_keys(run):
+    code, out, err = run(*SHORT, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found.keys() == {"model", "text", "dtype", "tokens", "windows", "window", "greedy", "rows"}
+    assert (found["tokens"], found["windows"], found["window"]) == (60, 2, 40)
+    assert found["greedy"] == {"prompts": 1, "prompt_tokens": 128, "new_tokens": 64}
+    assert [r["kv"] for r in found["rows"]] == ["bf16", "k=q8_0,v=tq2", "tq4"]
+    for r in found["rows"]:
+        assert r.keys() == {
+            "kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999", "top1", "rms_dp", "ppl",
+            "ppl_delta", "greedy_match",
+        }  # fmt: skip
+    assert found["rows"][0]["kl_p999"] == 0 < found["rows"][2]["kl_mean"] < found["rows"][1]["kl_mean"]
+
+
+def test_words_picture_and_resume(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ("--resume", tmp_path / "run.json", "--plot", tmp_path / "kl.svg")
+    code, out, err = run(*SHORT, *files)
+    assert (code, err) == (0, "")
+    assert "60 tokens" in out
+    assert "2 windows of 40" in out
+    assert "k=q8_0,v=tq2" in out
+    assert "largest" in out  # 60 positions have no 99.9 %
+    assert all(len(line) <= 140 for line in out.splitlines() if str(tmp_path) not in line)
+    first = (tmp_path / "kl.svg").read_text()
+    assert first.startswith("<?xml")
+    assert (tmp_path / "run.json").exists()
+    assert run(*SHORT, *files)[:2] == (0, out)
+    assert (tmp_path / "kl.svg").read_text() == first
+    code, out, err = run(*SHORT, "--resume", tmp_path / "run.json", "--window", 41)
+    assert (code, out) == (2, "")
+    assert "another windows or prompts" in err
+
+
+def test_a_narrow_terminal_gets_two_tables(run, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(command, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    code, out, _ = run("--kv", "k=q8_0,v=tq2,tq4", "--window", "9", "--tokens", "9", "--greedy-prompts", "0")
+    assert code == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    lines = [line.rstrip() for line in out.splitlines()[1:]]
+    assert max(map(len, lines)) <= 80
+    assert sum("k=q8_0,v=tq2" in line for line in lines) == 2
+    for column in ("bytes/token", "KL mean", "same top", "RMS Δp", "ΔPPL", "greedy"):
+        assert column in out
+
+
+REFUSED = {
+    "unknown_format": (["--kv", "bf16,tq9"], ["tq9", "choose from"]),
+    "half_a_pair": (["--kv", "tq4,k=tq4"], ["k=NAME,v=NAME"]),
+    "a_tail_too_short": (["--kv", "kivi2", "--kv-tail", "30"], ["kivi2", "tail=31"]),
+    "window_beyond_the_model": (["--window", "1025"], ["context of 1024", "--window"]),
+    "no_window": (["--window", "0"], ["--window", "1 … 1024"]),
+    "no_tokens": (["--tokens", "0"], ["--tokens"]),
+    "no_such_model": (["--model", "nothing/here"], ["no such model"]),
+    "no_such_executor": (["--executor", "abacus"], ["abacus", "reference"]),
+    "device": (["--device", "sim"], ["sim", "cpu"]),
+    "plot_folder": (["--plot", "nothing/here.svg"], ["here.svg", "does not exist"]),
+    "resume_folder": (["--resume", "nothing/here.json"], ["here.json", "does not exist"]),
+    "one_file_for_both": (["--resume", "x", "--plot", "x"], ["same file"]),
+    "resume_is_the_text": (["--resume", __file__], ["no partial result"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_and_2(run, case):
+    args, words = REFUSED[case]
+    code, out, err = run(*args)
+    assert_refused(code, out, err, words)
+
+
+def assert_refused(code, out, err, words):
+    assert (code, out) == (2, "")
+    assert err.startswith("tq: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, ["text", "No such file"]), (b"", ["empty"]), (b"ab\xff", ["UTF-8", "byte 2"]), (b"a", ["too short", "1 token"])],
+    ids=["missing", "empty", "not_utf8", "too_short"],
+)
+def test_a_bad_text_is_one_line_and_2(run, tmp_path, content, words):
+    path = tmp_path / "bad_text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert_refused(*run(text=path), words)
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom tq.cli import main\nassert main(['eval', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules and 'validation' not in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "k=NAME,v=NAME" in done.stdout

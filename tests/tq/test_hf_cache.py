@@ -1,0 +1,672 @@
+"""`tq.TQCache` against transformers' own caches: the same tokens and logits, the bytes held, one quantization a vector."""
+
+import copy
+import gc
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    FalconConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+import tq
+from haarkv.models.catalog import TINY
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import Field
+from haarkv.tq_ops.kv import plan_file
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from tq.hf.config import head_dims, model_shape
+from tq.hf.layer import TQLayer
+from tq.hf.store import Packed
+
+VOCAB, PROMPT, NEW = 61, 14, 12
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": 7}),
+    "phi3": (Phi3Config, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "gemma": (GemmaConfig, {"head_dim": 32, "num_key_value_heads": 1}),
+    "falcon": (FalconConfig, {"multi_query": True}),
+    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "sliding_window": 7, "num_hidden_layers": 6}),
+}
+# Prompts padded on the left by 5, 2 and 0.
+MASK = torch.ones(3, PROMPT, dtype=torch.long)
+MASK[0, :5], MASK[1, :2] = 0, 0
+PROMPTS = torch.randint(2, VOCAB, (3, PROMPT), generator=torch.Generator().manual_seed(1)) * MASK
+LIKE = torch.empty(2, 3, 0, 16)
+
+
+def config_of(name):
+    kind, special = CONFIGS[name]
+    return kind(**{**COMMON, **special})
+
+
+def build(name, dtype=torch.float32, seed=0):
+    """A model whose attention is neither uniform nor one-hot and whose text depends on it."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(name)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * (0.3 if parameter_name.endswith("weight") else 0.03))
+            else:
+                embeds = any(word in parameter_name for word in ("embed", "wte", "wpe"))
+                parameter.normal_(0, (0.08 if "gemma" in name else 0.7) if embeds else 1.3 * parameter.shape[1] ** -0.5)
+    return model.to(dtype)
+
+
+def run(model, cache, rows=slice(None), **kwargs):
+    """Token ids and every step's logits."""
+    torch.manual_seed(0)
+    out = model.generate(
+        PROMPTS[rows], attention_mask=MASK[rows], past_key_values=cache, max_new_tokens=NEW, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True, **{"do_sample": False, **kwargs},
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+def both(model, kv, **kwargs):
+    """Whether tokens and logits equal `DynamicCache`'s, bit for bit; and the tokens."""
+    theirs = run(model, DynamicCache(config=model.config), **kwargs)
+    ours = run(model, tq.TQCache(model.config, kv), **kwargs)
+    return all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), theirs[0]
+
+
+def layer_of(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
+    return TQLayer(k_format, v_format or k_format, 1, sink=sink, tail=tail, window=window)
+
+
+class Grouped:
+    """Exact storage of G tokens together; counts the vectors that it is handed."""
+
+    purpose = "for tests"
+
+    def __init__(self, group):
+        self.name, self.group_tokens, self.vectors = f"grouped{group}", group, 0
+
+    def fields(self, head_dim):
+        return {"data": Field(torch.float32, (self.group_tokens, head_dim) if self.group_tokens > 1 else (head_dim,))}
+
+    def bytes_per_vector(self, head_dim):
+        return 4.0 * head_dim
+
+    def quantize(self, x, layer):
+        assert self.group_tokens == 1 or x.ndim == 5
+        assert self.group_tokens == 1 or x.shape[-2] == self.group_tokens
+        self.vectors += x[..., 0].numel()
+        return {"data": x.float()}
+
+    def dequantize(self, fields, layer):
+        return fields["data"]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """tq4 under the name `counted`, which counts the vectors that it quantizes."""
+    counting, tq4 = Grouped(1), formats.get("tq4")
+    counting.fields, counting.dequantize = tq4.fields, tq4.dequantize
+
+    def quantize(x, layer):
+        counting.vectors += x[..., 0].numel()
+        return tq4.quantize(x, layer)
+
+    counting.quantize = quantize
+    monkeypatch.setitem(formats._BY_NAME, "counted", (counting, counting))
+    return counting
+
+
+# --- the same text as DynamicCache ---
+
+
+@pytest.mark.parametrize(("kv", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_storage_gives_the_logits_of_dynamic_cache(name, kv, dtype):
+    equal, tokens = both(build(name, dtype), kv)
+    assert equal
+    assert len(tokens[:, PROMPT:].unique()) >= 8
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tq4_runs_everywhere_and_the_comparison_sees_it(name):
+    model = build(name)
+    equal, _ = both(model, "tq4")
+    assert not equal
+
+
+MODES = {
+    "beams": {"num_beams": 3},
+    "chunked": {"prefill_chunk_size": 4},
+    "sampled": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3, "rows": slice(2, 3)},
+    "assisted": {"assistant_model": 1, "rows": slice(2, 3)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma3"])
+def test_every_way_of_decoding(name, mode):
+    kwargs = dict(MODES[mode])
+    if mode == "assisted":
+        kwargs["assistant_model"] = build(name, seed=kwargs["assistant_model"])
+    assert both(build(name), "fp32", **kwargs)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+@pytest.mark.parametrize("kv", ["tq4", "kivi4"])
+def test_assisted_text_is_the_greedy_text(name, kv):
+    """With every token quantized as it comes, or none of so few, it does not matter how many candidates come and go."""
+    model = build(name)
+    greedy, _ = run(model, tq.TQCache(model.config, kv), rows=slice(2, 3))
+    for seed in (0, 1):  # an assistant that is always right, and one that is mostly wrong
+        assistant = build(name, seed=seed)
+        assisted, _ = run(model, tq.TQCache(model.config, kv), rows=slice(2, 3), assistant_model=assistant)
+        assert torch.equal(assisted, greedy)
+
+
+def contrastive(model, cache, steps=6, top=3):
+    """Contrastive search as its custom `generate` drives a cache: the candidates of a row as further rows, one stays."""
+    with torch.no_grad():
+        out = model(PROMPTS, attention_mask=MASK, past_key_values=cache, use_cache=True)
+        mask, chosen, logits = MASK, [], out.logits[:, -1]
+        for _ in range(steps):
+            candidates = logits.topk(top).indices
+            cache.batch_repeat_interleave(top)
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+            out = model(
+                candidates.reshape(-1, 1), attention_mask=mask.repeat_interleave(top, 0), past_key_values=cache, use_cache=True
+            )
+            best = out.logits[:, -1].view(3, top, -1).std(-1).argmax(-1)
+            cache.batch_select_indices(torch.arange(3) * top + best)
+            logits = out.logits[:, -1].view(3, top, -1)[torch.arange(3), best]
+            chosen.append(candidates[torch.arange(3), best])
+    return torch.stack(chosen), logits
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_contrastive_search(name):
+    model = build(name)
+    theirs = contrastive(model, DynamicCache(config=model.config))
+    ours = contrastive(model, tq.TQCache(model.config, "fp32"))
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+@pytest.mark.parametrize("kv", ["tq4", "kivi2"])
+def test_a_reset_cache_is_as_new(kv):
+    model = build("mistral")
+    cache = tq.TQCache(model.config, kv)
+    first = run(model, cache, rows=slice(2, 3), prompt_lookup_num_tokens=3)  # leaves past recording switched on
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.stats().allocated == 0
+    tokens, logits = run(model, cache)
+    fresh = run(model, tq.TQCache(model.config, kv))
+    assert torch.equal(tokens, fresh[0])
+    assert torch.equal(logits, fresh[1])
+    assert cache.layers[0].sides[1].tokens == 6  # the window of 7, without the token to come
+    assert first[0].shape[0] == 1
+
+
+# --- the store, against transformers' layers ---
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("groups", "tail"), [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)])
+@pytest.mark.parametrize("sink", [0, 3])
+def test_any_sequence_of_operations_gives_what_their_layer_gives(groups, tail, sink, window):
+    """Appended, cropped, reordered, repeated and selected at random; every vector is quantized at most once."""
+    for seed in range(6):
+        k_format, v_format = Grouped(groups[0]), Grouped(groups[1])
+        ours = layer_of(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
+        theirs = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+        if window is not None:
+            theirs.activate_past_recording()
+            ours.activate_past_recording()
+        draw, rows, handed = random.Random(seed), 2, 0
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(40):
+            count = draw.choice([1, 1, 1, 2, 7, 23])
+            k, v = torch.randn(2, rows, 3, count, 8, generator=generator)
+            handed += rows * 3 * count
+            assert ours.get_mask_sizes(count) == theirs.get_mask_sizes(count)
+            for mine, right in zip(ours.update(k, v), theirs.update(k, v), strict=True):
+                assert torch.equal(mine, right)
+            removed = draw.choice([0, 0, 1, min(count, 5)])
+            ours.crop(-removed)
+            theirs.crop(-removed)
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            order = torch.tensor([draw.randrange(rows) for _ in range(draw.choice([rows, rows, 1, 3]))])
+            for layer in (ours, theirs):
+                if len(order) == rows:
+                    layer.reorder_cache(order)
+                elif rows == 1:
+                    layer.batch_repeat_interleave(2)
+                else:
+                    layer.batch_select_indices(order)
+            rows = 2 if rows == 1 and len(order) != rows else len(order)
+        assert max(k_format.vectors, v_format.vectors) <= handed
+        assert k_format.vectors % groups[0] == 0
+
+
+def test_a_crop_through_a_group_keeps_what_is_stored():
+    grouped = Grouped(4)
+    layer = layer_of(grouped, sink=0, tail=(3, 3))
+    x = torch.randn(1, 1, 12, 8)
+    layer.update(x, x)
+    assert [side.packed.tokens for side in layer.sides] == [12, 12]
+    layer.crop(-6)  # into the middle of the second group
+    keys, _ = layer.update(x[:, :, :5], x[:, :, :5])
+    assert torch.equal(keys, torch.cat([x[:, :, :6], x[:, :, :5]], 2))
+    assert grouped.vectors == 2 * (12 + 4)
+
+
+def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
+    model = build("llama")
+    cache = tq.TQCache(model.config, "counted")
+    run(model, cache, num_beams=3)
+    # 2 layers, K and V, 2 heads; the prompt once for each of 3 beams, then one token a step, the last not run.
+    assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
+    before = {k: t.clone() for k, t in cache.layers[1].sides[0].packed.fields.items()}
+    cache.reorder_cache(torch.tensor([8, 0, 0, 1, 2, 3, 4, 5, 6]))
+    cache.crop(-4)
+    after = cache.layers[1].sides[0].packed
+    for name, tensor in after.fields.items():
+        assert torch.equal(tensor[0, :, : after.end], before[name][8, :, : after.end])
+    assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_every_format_restores_what_it_stored_from_any_slice(name):
+    """Prefill, decode and a read in pieces give the vectors that the format itself gives; D = 128 suits every format."""
+    k_format, v_format = formats.get(name, "k"), formats.get(name, "v")
+    group = k_format.group_tokens
+    count = 2 * group + 3 if group > 1 else 9
+    x = torch.randn(2, 3, count, 128, generator=torch.Generator().manual_seed(0))
+    layer = layer_of(k_format, v_format, tail=(group - 1, 0))
+    layer.update(x[:, :, :-2], x[:, :, :-2])
+    layer.update(x[:, :, -2:-1], x[:, :, -2:-1])
+    keys, values = layer.update(x[:, :, -1:], x[:, :, -1:])
+    expected = v_format.dequantize(v_format.quantize(x, 1), 1)
+    assert torch.allclose(values, expected, atol=1e-5)
+    whole = count - count % group
+    leaving = x[:, :, :whole]
+    if group > 1:
+        stored = k_format.quantize(leaving.unflatten(2, (-1, group)), 1)
+        expected = torch.cat([k_format.dequantize(stored, 1).flatten(2, 3), x[:, :, whole:]], 2)
+    assert torch.allclose(keys, expected, atol=1e-5)
+
+
+def test_reads_of_many_pieces(monkeypatch):
+    monkeypatch.setattr("tq.hf.store.READ_TOKENS", 4)
+    x = torch.randn(1, 1, 30, 8)
+    layer = layer_of(Grouped(1), sink=2, tail=(3, 3), window=11)
+    keys, _ = layer.update(x[:, :, :17], x[:, :, :17])
+    assert torch.equal(keys, x[:, :, :17])
+    keys, _ = layer.update(x[:, :, 17:], x[:, :, 17:])
+    assert torch.equal(keys, x[:, :, 7:])
+
+
+# --- what is held ---
+
+
+def held_bytes(before):
+    """Bytes of the storages of all live tensors that were not there before, by address."""
+    gc.collect()
+    return {p: n for p, n in storages().items() if p not in before}
+
+
+def storages():
+    tensors = (t for t in gc.get_objects() if type(t) is torch.Tensor and t.untyped_storage().nbytes())
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("kv", "tail", "sink"), [("tq4", 0, 0), ("tq4", 40, 4), ("kivi2", 31, 0), ("fp32", 0, 0)])
+def test_nothing_restored_outlives_its_reader(kv, tail, sink, window):
+    """The live tensors after `update` are the fields, tails and sinks, and not one more; `stats` counts these very bytes."""
+    k_format, v_format = formats.get(kv, "k"), formats.get(kv, "v")
+    warm = torch.randn(1, 2, 64, 128)
+    layer_of(k_format, v_format, tail=(31, 31)).update(warm, warm)  # rotation and codebook, which are shared
+    gc.collect()
+    before = storages()
+    layer = layer_of(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
+    for count in (1024, 1, 1):
+        k, v = torch.randn(2, 1, 2, count, 128)
+        keys, values = layer.update(k, v)
+        del k, v, keys, values
+    held = held_bytes(before)
+    assert sum(held.values()) == sum(side.allocated_bytes for side in layer.sides)
+    tokens = 1026 if window is None else window - 1
+    if kv != "fp32":
+        assert sum(held.values()) < 0.3 * tokens * 2 * 2 * 128 * 2 + (tail + sink + 40) * 2 * 2 * 128 * 4
+    if window:
+        assert all(window - 1 <= side.tokens < window - 1 + side.packed.kv_format.group_tokens for side in layer.sides)
+
+
+@pytest.mark.parametrize("steps", [[1024], [1000] + [1] * 24])
+def test_tq4_takes_a_quarter_of_bf16(steps):
+    config = Qwen3Config(**{**COMMON, "head_dim": 128})
+    cache = tq.TQCache(config, "tq4")
+    for count in steps:
+        k, v = torch.randn(2, 2, 2, count, 128, dtype=torch.bfloat16)
+        for layer in range(2):
+            keys, values = cache.update(k, v, layer)
+            assert keys.dtype == values.dtype == torch.bfloat16
+    stats = cache.stats()
+    vectors = 2 * 2 * 2 * 2 * 1024  # layers, K and V, rows, heads, tokens
+    assert (stats.used, stats.bf16, stats.fp32) == (66 * vectors, 256 * vectors, 512 * vectors)
+    assert stats.ratio == 66 / 256
+    assert stats.ratio_fp32 == 66 / 512
+    assert stats.used <= stats.allocated <= 0.27 * stats.bf16
+    assert [(row.layer, row.kv, row.tokens, row.used) for row in stats.layers] == [
+        (layer, "tq4", 1024, 33 * vectors) for layer in range(2)
+    ]
+
+
+def test_stats_count_tail_and_sink():
+    layer_bytes = {}
+    for tail, sink in ((0, 0), (10, 0), (10, 3)):
+        cache = tq.TQCache(Qwen3Config(**{**COMMON, "head_dim": 128}), "tq4", tail=tail, sink=sink)
+        x = torch.randn(1, 2, 50, 128)
+        cache.update(x, x, 1)
+        empty, row = cache.stats().layers
+        assert (empty.tokens, empty.used, empty.allocated) == (0, 0, 0)
+        layer_bytes[tail, sink] = row.used // 4
+    assert layer_bytes == {(0, 0): 50 * 66, (10, 0): 40 * 66 + 10 * 512, (10, 3): 37 * 66 + 13 * 512}
+
+
+def test_memory_grows_in_linear_time(monkeypatch):
+    moved = []
+    move = Packed._move
+
+    def counting(self, more):
+        moved.append(self.end - self.begin)
+        move(self, more)
+
+    monkeypatch.setattr(Packed, "_move", counting)
+    packed = Packed(formats.get("tq4"), 0, torch.empty(1, 1, 0, 8))
+    token = {name: torch.zeros(1, 1, 1, *field.shape, dtype=field.dtype) for name, field in packed.kv_format.fields(8).items()}
+    for _ in range(8192):
+        packed.append(token)
+        assert packed.capacity <= max(packed.tokens + 40, packed.tokens * 34 // 32)
+    assert sum(moved) < 40 * 8192
+    for _ in range(3 * 8192):  # a window that moves on
+        packed.append(token)
+        packed.drop_oldest(1)
+    assert packed.tokens == 8192
+    assert sum(moved) < 40 * 4 * 8192
+
+
+# --- options ---
+
+
+def test_tail_and_sink_stay_as_they_came():
+    x = torch.randn(2, 3, 30, 16)
+    layer = layer_of(formats.get("tq4"), sink=4, tail=(6, 6))
+    for part in x.split([3, 20, 7], dim=2):
+        keys, values = layer.update(part, part)
+    for restored in (keys, values):
+        same = (restored == x).all(-1).all(0).all(0)
+        assert same.tolist() == [True] * 4 + [False] * 20 + [True] * 6
+    layer.crop(-2)
+    keys, _ = layer.update(x[:, :, :1], x[:, :, :1])
+    same = (keys[:, :, :28] == x[:, :, :28]).all(-1).all(0).all(0)
+    assert same.tolist() == [True] * 4 + [False] * 20 + [True] * 4  # what has left the tail does not come back
+
+
+def test_layers_may_differ():
+    config = Qwen3Config(**{**COMMON, "num_hidden_layers": 5, "head_dim": 64})
+    cache = tq.TQCache(config, "tq4", skip_layers=[0, -1], plan={2: "k=bf16,v=tq2", -2: "kivi2"})
+    assert [row.kv for row in cache.stats().layers] == ["bf16", "tq4", "k=bf16,v=tq2", "kivi2", "bf16"]
+    assert [layer.tail for layer in cache.layers] == [(0, 0), (0, 0), (0, 0), (31, 0), (0, 0)]
+
+
+def test_layers_use_their_own_rotation():
+    cache = tq.TQCache(config_of("llama"), "tq4")
+    x = torch.randn(1, 2, 5, 16)
+    for layer in range(2):
+        cache.update(x, x, layer)
+        expected = formats.get("tq4").quantize(x, layer)["codes"]
+        for side in cache.layers[layer].sides:
+            assert torch.equal(side.packed.fields["codes"][:, :, :5], expected)
+
+
+def test_a_copy_of_a_prefix_is_independent():
+    model = build("llama")
+    prefix = tq.TQCache(model.config, "tq4", tail=3)
+    with torch.no_grad():
+        model(PROMPTS[2:, :8], past_key_values=prefix, use_cache=True)
+    texts = [run(model, copy.deepcopy(prefix), rows=slice(2, 3))[0] for _ in range(2)]
+    assert torch.equal(*texts)
+    assert prefix.get_seq_length() == 8
+
+
+def test_memory_outlives_an_inference_mode_and_gradients_are_not_kept():
+    model = build("llama")
+    cache = tq.TQCache(model.config, "tq4", tail=2)
+    with torch.inference_mode():
+        model(PROMPTS[2:], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor([0]))
+    model(PROMPTS[2:, :1], past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        for tensor in (t for side in layer.sides for t in side.tensors()):
+            assert not tensor.requires_grad
+            assert not tensor.is_inference()
+
+
+def test_autocast_does_not_reach_the_format():
+    x = torch.randn(1, 2, 40, 128)
+    plain, cast = layer_of(formats.get("tq4")), layer_of(formats.get("tq4"))
+    expected = plain.update(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = cast.update(x, x)
+    assert torch.equal(got[0], expected[0])
+    codes = [layer.sides[0].packed.fields["codes"][:, :, :40] for layer in (plain, cast)]
+    assert torch.equal(*codes)
+
+
+def test_k_and_v_may_have_different_head_dims():
+    config = DeepseekV3Config(
+        num_hidden_layers=1, num_attention_heads=2, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, hidden_size=64
+    )
+    assert head_dims(config.get_text_config(), 0) == (24, 16)
+    cache = tq.TQCache(config, "tq4")
+    keys, values = cache.update(torch.randn(1, 2, 5, 24), torch.randn(1, 2, 5, 16), 0)
+    assert (keys.shape[-1], values.shape[-1]) == (24, 16)
+    assert cache.stats().used == 2 * 5 * (12 + 2 + 8 + 2)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "words"),
+    [
+        (config_of("llama"), {"kv": "tq9"}, ["tq9", "tq4"]),
+        (config_of("llama"), {"kv": "k=tq4"}, ["k=NAME,v=NAME"]),
+        (config_of("llama"), {"kv": "q4_0"}, ["q4_0", "head_dim 16"]),
+        (config_of("llama"), {"plan": {1: "k=bf16,v=q8_0"}}, ["q8_0", "head_dim 16"]),
+        (config_of("qwen3"), {"kv": "kivi2", "tail": 30}, ["kivi2", "tail=31"]),
+        (config_of("llama"), {"tail": -1}, ["negative"]),
+        (config_of("llama"), {"sink": -1}, ["negative"]),
+        (config_of("llama"), {"skip_layers": [2]}, ["no layer 2"]),
+        (config_of("llama"), {"skip_layers": [0], "plan": {-2: "tq2"}}, ["layer 0", "twice"]),
+        (MambaConfig(num_hidden_layers=2), {}, ["mamba", "layer 0"]),
+        (JambaConfig(num_hidden_layers=8), {}, ["jamba", "layer 0"]),
+        (T5Config(), {}, ["t5", "encoder-decoder"]),
+        (GPT2Config(add_cross_attention=True), {}, ["gpt2", "encoder-decoder"]),
+        ({"hidden_size": 64}, {}, ["model.config", "dict"]),
+    ],
+)
+def test_what_cannot_be_held_is_refused_in_one_line(config, kwargs, words):
+    with pytest.raises(InputError) as refusal:
+        tq.TQCache(config, **kwargs)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_head_dim_that_only_the_model_knows_is_refused_at_the_first_token():
+    with pytest.raises(InputError, match=r"q8_0 .* head_dim 24"):
+        layer_of(formats.get("q8_0")).update(torch.randn(1, 1, 2, 24), torch.randn(1, 1, 2, 24))
+
+
+def test_another_batch_is_refused():
+    layer = layer_of(formats.get("tq4"))
+    layer.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16))
+    with pytest.raises(InputError, match=r"holds 2 rows of 2 KV heads of 16"):
+        layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
+
+
+def test_a_window_cannot_go_back_unless_told_before():
+    layer = layer_of(formats.get("tq4"), window=5)
+    x = torch.randn(1, 2, 9, 16)
+    layer.update(x, x)
+    layer.crop(0)
+    with pytest.raises(InputError, match="activate_past_recording"):
+        layer.crop(-1)
+    with pytest.raises(InputError, match="negative"):
+        layer.crop(3)
+    assert layer.get_seq_length() == 9
+
+
+@pytest.mark.parametrize(("kv", "tail"), [("tq4", 2), ("kivi2", 31)])
+def test_a_vector_that_is_not_finite_is_located_and_nothing_is_stored(kv, tail):
+    layer = layer_of(formats.get(kv, "k"), formats.get("tq4"), sink=1, tail=(tail, 2))
+    x = torch.randn(2, 3, 40, 16)
+    layer.update(x[:, :, :30], x[:, :, :30])
+    used = [side.used_bytes for side in layer.sides]
+    good, bad = x[:, :, 30:], x[:, :, 30:].clone()
+    bad[1, 2, 1, 5] = torch.inf
+    for k, v, side, name in ((bad, good, "K", kv), (good, bad, "V", "tq4")):
+        with pytest.raises(InputError) as refusal:
+            layer.update(k, v)
+        place = f"layer 1: {side} of row 1, KV head 2, position 31"
+        assert str(refusal.value) == f"{place} is not finite or too large for {name}"
+        assert [side.used_bytes for side in layer.sides] == used
+        assert layer.get_seq_length() == 30
+
+
+# --- generate ---
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    return model, PreTrainedTokenizerFast.from_pretrained(TINY)
+
+
+def test_generate_continues_text(tiny):
+    model, tokenizer = tiny
+    text = tq.generate(model, tokenizer, "def main(", kv="fp32", max_new_tokens=8, do_sample=False)
+    inputs = tokenizer("def main(", return_tensors="pt")
+    ids = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=8, do_sample=False)
+    assert text == tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_generate_takes_several_prompts(tiny):
+    model, tokenizer = tiny
+    prompts = ["import os\n\n\ndef main(", "class"]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    texts = tq.generate(model, tokenizer, prompts, **options)
+    assert texts == [tq.generate(model, tokenizer, prompt, **options) for prompt in prompts]
+    four = tq.generate(model, tokenizer, prompts, max_new_tokens=3, num_beams=2, num_return_sequences=2)
+    assert len(four) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs", "word"),
+    [
+        ([], {}, "no prompt"),
+        ("", {}, "no tokens"),
+        ("a", {"past_key_values": None}, "past_key_values"),
+        ("a", {"kv": "x"}, "x"),
+    ],
+)
+def test_generate_refuses(tiny, prompt, kwargs, word):
+    with pytest.raises(InputError, match=word):
+        tq.generate(*tiny, prompt, **kwargs)
+
+
+def test_import_needs_neither_torch_nor_transformers_and_says_what_is_missing():
+    code = (
+        "import sys\n"
+        "import tq\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+        "sys.modules['transformers'] = None\n"
+        "for name in ('TQCache', 'generate'):\n"
+        "    try:\n"
+        "        getattr(tq, name)\n"
+        "    except tq.InputError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"tq.{name} needs transformers, which is not installed; run pip install 'haarkv[hf]'"
+        for name in ("TQCache", "generate")
+    ]
+
+
+# -- A plan file ------------------------------------------------------------------------------------------------------------
+def write_plan(path, spec, **changes):
+    shape = ModelShape(**{**asdict(model_shape(config_of("qwen3"), 2)), **changes})
+    path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_plan_file_says_all(tmp_path, as_text):
+    spec = KVSpec("k=tq8,v=tq2", tail=3, sink=1, layers={1: "k=bf16,v=tq4"})
+    path = write_plan(tmp_path / "plan.json", spec)
+    model = build("qwen3")
+    cache = tq.TQCache(model.config, plan=str(path) if as_text else path)
+    assert [(layer.k_format.name, layer.v_format.name) for layer in cache.layers] == [("tq8", "tq2"), ("bf16", "tq4")]
+    options = {"tail": 3, "sink": 1, "plan": {1: "k=bf16,v=tq4"}}
+    ours, same = (run(model, c) for c in (cache, tq.TQCache(model.config, "k=tq8,v=tq2", **options)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
+    assert not torch.equal(ours[1], run(model, tq.TQCache(model.config, "k=tq8,v=tq2"))[1])
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 80}, {"num_kv_heads": 4}, {"head_dim": 64}, {"vocab_size": 62}])
+def test_a_plan_file_for_another_model_is_refused(tmp_path, changes):
+    path = write_plan(tmp_path / "plan.json", KVSpec("tq4"), **changes)
+    with pytest.raises(InputError, match="made for another model"):
+        tq.TQCache(config_of("qwen3"), plan=path)
+
+
+@pytest.mark.parametrize("also", [{"kv": "tq2"}, {"tail": 3}, {"sink": 1}, {"skip_layers": [0]}])
+def test_a_plan_file_and_what_it_says_already_is_refused(tmp_path, also):
+    path = write_plan(tmp_path / "plan.json", KVSpec("tq4"))
+    with pytest.raises(InputError, match="leave out kv, tail, sink and skip_layers"):
+        tq.TQCache(config_of("qwen3"), plan=path, **also)

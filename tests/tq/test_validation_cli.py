@@ -1,0 +1,239 @@
+"""`tq validate`: what it prints and writes, and that it says yes, no and "this cannot be compared" with 0, 1 and 2."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints import EMBEDDING, poison, write_checkpoint
+from refusals import assert_refused
+
+import tq.files
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.errors import InputError
+from haarkv.validation.layers.faults import planted
+from haarkv.validation.layers.report import ASCEND_COLUMNS
+from tq.cli import main
+from tq.files import check_writable, write_whole
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("whole") / "checkpoint")
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Runs `tq validate` in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        return main(["validate", *map(str, args)]), *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """The executor `faulty`: the reference whose layer 1 has no attention."""
+
+    def build(model, device):
+        fault = next(f for f in planted(model, 1) if f.name == "zero output")
+        return ReferenceExecutor(model, fault.table())
+
+    monkeypatch.setitem(catalog._BUILDERS, "faulty", build)
+    monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_reference_passes_against_itself(run, checkpoint):
+    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--prompt", "x", "--steps", 2)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    # prefill and two steps, two layers, two modes
+    assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 6
+    assert "passed" in out
+    assert "equal to the last bit" in out
+
+
+def test_json_says_it_all(run, checkpoint):
+    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["passed"], report["first_divergence"], report["dtype"]) == (True, None, "bfloat16")
+    assert [(r["phase"], r["step"], r["layer"], r["mode"]) for r in report["rows"]] == [
+        (phase, 0, layer, mode)
+        for phase in ("prefill", "decode")
+        for layer in (0, 1)
+        for mode in ("teacher-forced", "free-running")
+    ]
+
+
+def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path):
+    common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam", "--steps", 0)
+    code, out, _ = run(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html")
+    assert code == 1
+    report = json.loads(out)
+    assert report["passed"] is False
+    first = report["first_divergence"]
+    assert (first["layer"], first["stage"], first["reason"]) == (1, "paged_attention", "fault")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open(encoding="utf-8")))
+    assert [row["passed"] for row in rows[::2]] == ["True", "False"]
+    assert set(ASCEND_COLUMNS) < rows[0].keys()
+    assert "layer 1, paged_attention: fault" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert names_in(tmp_path) == ["page.html", "rows.csv"]
+    code, out, _ = run(*common)
+    assert code == 1
+    assert "FAILED" in out
+    assert "layer 1, paged_attention: fault" in out
+    assert "OUTSIDE" in out
+
+
+def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
+    code, _, _ = run("--model", checkpoint, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
+    assert code == 1
+
+
+def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
+    (tmp_path / "prompt.txt").write_text("spam and eggs", encoding="utf-8")
+    args = (
+        "--model",
+        checkpoint,
+        "--prompt-file",
+        "prompt.txt",
+        "--prompt",
+        "abc",
+        "--prompt-tokens",
+        4,
+        "--steps",
+        0,
+        "--json",
+    )
+    assert json.loads(run(*args)[1])["prompt_tokens"] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--executor", "gpu"], ["unknown executor", "reference"]),
+        (["--reference", "gpu"], ["unknown executor"]),
+        (["--device", "moon"], ["moon"]),
+        (["--kv", "tq9"], ["tq9"]),
+        (["--steps", "-1"], ["--steps"]),
+        (["--steps", "many"], ["--steps"]),
+        (["--prompt-tokens", "0"], ["--prompt-tokens"]),
+        (["--layers", "1"], ["--layers"]),
+        (["--dtype", "float16"], ["--dtype"]),
+        (["--prompt", ""], ["empty"]),
+        (["--prompt-file", "absent.txt"], ["absent.txt"]),
+        (["--csv", "absent/rows.csv"], ["absent", "does not exist"]),
+        (["--html", "."], ["not a regular file"]),
+        (["--csv", "/dev/null"], ["not a regular file"]),
+        (["--csv", "same", "--html", "./same"], ["same file"]),
+        (["--steps", "2000"], ["context"]),
+        (["--prompt-tokens", "1", "--steps", "0"], ["one token"]),
+        (["--self-test"], ["--self-test", "leave out"]),
+        (["--nonsense"], ["--nonsense"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("--") else "",
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_path, args, words):
+    assert_refused(run("--model", checkpoint, "--prompt", "spam", *args), *words)
+    assert names_in(tmp_path) == []
+
+
+def test_no_prompt_and_no_model_are_refused(run, checkpoint):
+    assert_refused(run("--model", checkpoint), "no prompt")
+    assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "not finite"), (0.0, "zero")])
+def test_a_reference_that_proves_nothing_is_refused(run, tmp_path_factory, value, word):
+    folder = write_checkpoint(tmp_path_factory.mktemp("bad") / "m", mutate=poison(EMBEDDING, slice(None), value))
+    for kv in ("tq4", "bf16"):
+        assert_refused(run("--model", folder, "--prompt", "spam", "--kv", kv), word)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "rows.csv"
+    write_whole(file, "old")
+    check_writable(file)
+    assert file.read_text(encoding="utf-8") == "old"
+
+    def refuse(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(file), "replace", refuse)
+    with pytest.raises(InputError, match="No space left"):
+        write_whole(file, "new")
+    assert file.read_text(encoding="utf-8") == "old"
+    monkeypatch.undo()
+    monkeypatch.setattr(tq.files, "_beside", lambda target: target.with_name("absent") / "x")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_writable(file)
+    monkeypatch.undo()
+    link = tmp_path / "link.csv"
+    link.symlink_to(file)
+    write_whole(link, "through")
+    assert link.is_symlink()
+    assert file.read_text(encoding="utf-8") == "through"
+    assert names_in(tmp_path) == ["link.csv", "rows.csv"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(run, checkpoint, monkeypatch):
+    monkeypatch.setattr(catalog, "create", lambda *_: pytest.fail("the run began"))
+    assert_refused(run("--model", checkpoint, "--prompt", "spam", "--csv", "absent/rows.csv"), "absent")
+
+
+def test_ctrl_c_stops_it_without_a_file(run, checkpoint, monkeypatch, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
+    code, _, err = run("--model", checkpoint, "--prompt", "spam", "--csv", "rows.csv")
+    assert (code, err) == (130, "tq: interrupted\n")
+    assert names_in(tmp_path) == []
+
+
+def test_the_command_starts_without_loading_torch():
+    code = "import sys, tq.commands.validate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_self_test_reports_what_it_missed(run, monkeypatch):
+    import haarkv.validation.layers.self_test as module
+
+    row = module.SelfTestRow("float32", "ops", "a fault", "layer 3 head", "–", "nothing", False)
+
+    def fake(models, prompts, on_row):
+        assert [model.dtype for model in models] == [torch.bfloat16]
+        assert min(map(len, prompts)) >= 2
+        if on_row:
+            on_row(row)
+        return [row]
+
+    monkeypatch.setattr(module, "self_test", fake)
+    code, out, _ = run("--self-test", "--dtype", "bfloat16")
+    assert code == 1
+    assert "MISS" in out
+    assert "FAILED" in out
+    code, out, _ = run("--self-test", "--dtype", "bfloat16", "--json")
+    assert code == 1
+    assert json.loads(out)["passed"] is False
+
+
+@pytest.mark.slow
+def test_the_self_test_on_the_model_that_ships(run):
+    code, out, _ = run("--self-test", "--dtype", "bfloat16", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    found = {(row["driven"], row["fault"]): row["found"] for row in rows}
+    assert found["ops", "swapped nibbles"] == "layer 3 store_kv.k"
+    assert found["layers", "zero output"] == "layer 3 attention_mlp"
+    assert found["layers", "rotations seeded in sequence"] == "layer 1 store_kv.k"

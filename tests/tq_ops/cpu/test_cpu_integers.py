@@ -1,0 +1,149 @@
+"""CPU attention of BF16 activations by 16-bit integers: what is hardest for their steps, sums and rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from op_tables import LAYER, Case, every_table, filled, relative
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu.layout import LARGEST_LEVEL, NAMES, layout
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation import bounds
+
+CASE = Case("tq4", 128, 5, 2, 128, (700, 255), (1, 1))
+RAGGED = Case("tq4", 128, 5, 2, 128, (0, 120, 1030), (9, 17, 1))
+SCALE = CASE.head_dim**-0.5
+# Against exact attention, at most so many times the distance that the reference's own rounding points leave.
+BESIDE_BF16 = 1.5
+
+
+def queries(case: Case, seed: int = 3) -> Tensor:
+    tokens, generator = sum(case.new), torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).bfloat16()
+
+
+def check(table, q: Tensor, cache: PagedKVCache, batch: Batch) -> Tensor:
+    """The result, as near to exact attention as the reference with its BF16 probabilities is, and within its bound of it."""
+    ours = table.open().paged_attention(q, cache, LAYER, batch, SCALE)
+    theirs = reference.paged_attention(q, cache, LAYER, batch, SCALE)
+    exact = reference.paged_attention(q.float(), cache, LAYER, batch, SCALE)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+    assert relative(ours, exact) <= max(BESIDE_BF16 * relative(theirs, exact), 2.0**-8)
+    return ours
+
+
+@every_table
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_query_with_one_coordinate_a_hundred_times_the_others(table, turned):
+    cache, batch = filled(CASE)
+    q = queries(CASE).float()
+    q[..., 17] *= 100
+    if turned:  # so in the domain that the codes are in, where a rotation does not spread it
+        q = q @ layout("tq4", LAYER, 128).turn.T
+    check(table, (0.05 * q).bfloat16(), cache, batch)
+
+
+@every_table
+def test_one_key_far_above_many(table):
+    cache, batch = filled(CASE)
+    q = queries(CASE)
+    q[0, 0] = (6 * cache.read(LAYER, batch.block_table)[0][0, 0, 131]).bfloat16()
+    q[1, 7] = (2 * cache.read(LAYER, batch.block_table)[0][1, 1, 127]).bfloat16()
+    check(table, q, cache, batch)
+
+
+@every_table
+@pytest.mark.parametrize("block_size", [128, 512])
+def test_many_equal_weights_and_one_spike(table, block_size):
+    case = Case("tq4", 128, 5, 1, block_size, (20_000,), (1,))
+    cache, batch = filled(case)
+    q = torch.zeros(1, 5, 128)
+    q[0, 1:] = 2 * cache.read(LAYER, batch.block_table)[0][0, 0, 4321] * torch.tensor([0.1, 0.3, 0.5, 0.7]).view(4, 1)
+    check(table, q.bfloat16(), cache, batch)
+
+
+@every_table
+def test_scales_from_1e_minus_4_to_1e4_in_one_block(table):
+    cache, batch = filled(CASE)
+    generator = torch.Generator().manual_seed(5)
+    for fields, span in ((cache.k_fields(LAYER), 1.0), (cache.v_fields(LAYER), 4.0)):
+        exponents = span * (2 * torch.rand(fields["scale"].shape, generator=generator) - 1)
+        fields["scale"].copy_(10**exponents)
+    check(table, queries(CASE), cache, batch)
+
+
+@every_table
+def test_scales_of_zero(table):
+    cache, batch = filled(CASE)
+    cache.v_fields(LAYER)["scale"][:, :, ::3] = 0
+    check(table, queries(CASE), cache, batch)
+    cache.k_fields(LAYER)["scale"].zero_()
+    check(table, queries(CASE), cache, batch)
+    cache.v_fields(LAYER)["scale"].zero_()
+    assert (table.open().paged_attention(queries(CASE), cache, LAYER, batch, SCALE) == 0).all()
+
+
+@every_table
+@pytest.mark.parametrize("code", [0x00, 0xFF])
+def test_the_largest_sums_there_can_be(table, code):
+    """Every level at its largest, a turned query all of one size, equal weights: 32 bits are used to the last one."""
+    cache, batch = filled(CASE)
+    for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):
+        fields["codes"].fill_(code)
+        fields["scale"].fill_(1.0)
+    q = torch.ones(2, 10, 128) @ layout("tq4", LAYER, 128).turn.T
+    check(table, q.bfloat16(), cache, batch)
+
+
+@every_table
+def test_a_bf16_query_that_is_not_finite_gives_no_number(table):
+    cache, batch = filled(CASE)
+    for value in (float("nan"), float("inf")):
+        q = queries(CASE)
+        q[0, 3, 9] = value
+        ours = table.open().paged_attention(q, cache, LAYER, batch, SCALE)
+        assert ours[0, 3].isnan().all()
+        assert ours.isnan().any(-1).sum() == 1
+
+
+@every_table
+def test_bf16_results_do_not_depend_on_threads_or_on_the_rest_of_the_batch(table):
+    cache, batch = filled(RAGGED)
+    q, ops, before = queries(RAGGED), table.open(), torch.get_num_threads()
+    together = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            together.append(ops.paged_attention(q, cache, LAYER, batch, SCALE))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(together[0], other) for other in together[1:])
+    for row, (begin, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
+        for token in range(begin, end):
+            position = batch.positions[token : token + 1]
+            alone = replace(
+                batch, positions=position, slot_mapping=batch.slot_mapping[token : token + 1],
+                block_table=batch.block_table[row : row + 1], seq_lens=position.int() + 1,
+                query_start_loc=torch.tensor([0, 1], dtype=torch.int32), rows=batch.rows[row : row + 1],
+            )  # fmt: skip
+            assert torch.equal(ops.paged_attention(q[token : token + 1], cache, LAYER, alone, SCALE)[0], together[0][token])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_integer_levels_lie_near_every_centroid(name, head_dim):
+    if name == "tbq4_0" and head_dim == 64:
+        pytest.skip("tbq4_0 has no head_dim of 64")
+    turned = layout(name, LAYER, head_dim)
+    error = (turned.levels.double() * turned.unit - turned.centroids.double()).abs().max() / turned.centroids.abs().max()
+    assert turned.levels.dtype == torch.int16
+    assert turned.levels.abs().max() <= LARGEST_LEVEL
+    assert torch.equal(turned.levels, -turned.levels.flip(0))
+    # A codebook of no special shape is off by half a level, 6e-5; a unit that suits it by a third of that.
+    assert error <= 2.2e-5

@@ -1,0 +1,238 @@
+"""The Triton op table against the reference: compiled where there is a GPU, in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from op_tables import LAYER, Case, filled, poisoned_cache, relative
+from small_models import cache_tensors
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cuda.layout import layout_of, unsupported
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_stored
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from haarkv.tq_ops.cuda import choices, ops
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+CASES = [
+    Case("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1), (BF16,)),
+    Case("tq4", 128, 1, 1, 8, (30, 0, 9), (5, 11, 1)),
+    Case("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 126, 127, 128, 140), (1,) * 8),
+    Case("tq4", 64, 5, 1, 24, (0, 30), (13, 5), (BF16,)),
+    Case("tq4", 256, 2, 1, 128, (128, 0), (1, 1)),
+    Case("tbq4_0", 128, 2, 1, 128, (128, 0), (1, 1)),
+    Case("k=tbq4_0,v=tq4", 128, 8, 1, 8, (20,), (1,), (FP32,)),
+    Case("tq4", 64, 5, 2, 128, (0, 130), (1, 1), (BF16,), pages=True),
+    Case("tq4", 128, 1, 2, 8, (30,), (5,), (FP32,), pages=True),
+]
+LONG = [
+    Case("tq4", head_dim, group, 2, 128, (2047, 512, 128, 1), new)
+    for head_dim in (64, 128, 256) for group in (1, 2, 5, 8) for new in ((1, 1, 1, 1), (1, 130, 7, 64))
+]  # fmt: skip
+
+
+def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
+    copy = poisoned_cache(case, DEVICE)
+    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+        ours.copy_(theirs)
+    return copy
+
+
+def check_attention(case: Case) -> None:
+    made, batch = filled(case)
+    copy = on_device(made, case)
+    scale = case.head_dim**-0.5
+    queries = 2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)
+    for dtype in case.dtypes:
+        q = queries.to(dtype)
+        theirs = reference.paged_attention(q, made, LAYER, batch, scale)
+        ours = ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), scale)
+        assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
+        assert relative(ours, theirs) <= (bounds.LAYER_FP32 if dtype == FP32 else bounds.LAYER_BF16).attention
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_the_references(case):
+    check_attention(case)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no NVIDIA GPU")
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_attention_equals_the_references_at_length(case):
+    check_attention(case)
+
+
+@pytest.mark.parametrize("splits", [1, 7])
+def test_tiles_and_splits_of_a_context_are_merged(monkeypatch, splits):
+    """Splits of which some have no token, and V whose scales grow from the first tile to the second."""
+    case = Case("tq4", 64, 2, 1, 8, (150,), (1,))
+    made, batch = filled(case)
+    late = batch.block_table[0, 16:].long()
+    made.v_fields(LAYER)["scale"][late] *= 3
+    copy, q = on_device(made, case), torch.randn(1, 2, 64)
+    theirs = reference.paged_attention(q.bfloat16(), made, LAYER, batch, 0.125)
+    monkeypatch.setattr(choices, "count_splits", lambda *_: splits)
+    ours = ops.paged_attention(q.bfloat16().to(DEVICE), copy, LAYER, batch.to(DEVICE), 0.125)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+
+def test_tiny_v_keeps_its_precision():
+    """Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range."""
+    case = Case("tq4", 64, 1, 1, 8, (20,), (1,))
+    made, batch = filled(case)
+    made.v_fields(LAYER)["scale"].mul_(2.0**-16)
+    q = torch.randn(1, 1, 64).bfloat16()
+    theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+
+def test_a_dead_sequence_reads_and_stores_nothing():
+    """What pads a captured batch: length 0, slot -1, a block table of zeros."""
+    case = Case("tq4", 64, 2, 1, 8, (9,), (1,))
+    made, batch = filled(case)
+    copy, q = on_device(made, case), torch.randn(1, 2, 64).to(DEVICE)
+    alone = ops.paged_attention(q, copy, LAYER, batch.to(DEVICE), 0.125)
+    pad = torch.nn.functional.pad
+    padded = replace(
+        batch, positions=pad(batch.positions, (0, 1)), slot_mapping=pad(batch.slot_mapping, (0, 1), value=-1),
+        block_table=pad(batch.block_table, (0, 0, 0, 1)), seq_lens=pad(batch.seq_lens, (0, 1)),
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32), rows=pad(batch.rows, (0, 1)),
+    ).to(DEVICE)  # fmt: skip
+    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, padded, 0.125)
+    assert relative(both[:1], alone) <= bounds.LAYER_FP32.attention
+    assert (both[1] == 0).all()
+    before = [tensor.clone() for *_, tensor in cache_tensors(copy)]
+    fault = ops.new_fault(DEVICE)
+    kv = torch.full((2, 1, 64), float("nan"), device=DEVICE)
+    kv[0] = 1.0
+    ops.append(kv, kv, copy, LAYER, replace(padded, slot_mapping=torch.tensor([-1, -1], device=DEVICE)), fault)
+    ops.raise_fault(fault, copy, padded)  # a dead sequence has no fault
+    for was, (*_, tensor) in zip(before, cache_tensors(copy), strict=True):
+        assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
+
+
+# -- Quantize and append -----------------------------------------------------------------------------------------------
+def new_tokens(case: Case):
+    """Two untouched caches, ours and the reference's, a batch, and K and V with some unusual vectors among them."""
+    paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case, DEVICE).num_blocks))))
+    batch = paging.batch([paging.add() for _ in case.new], case.new)
+    k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=torch.Generator().manual_seed(2))
+    k[0, 0] = 0.0
+    if "tbq4_0" not in case.kv:
+        k[1, 0] *= 1e30  # its scale saturates
+        k[2, 0] *= 1e-42  # denormal numbers
+    v[0, 0] *= 1e-12  # and this one's is below FP16
+    v[1, 0] = 0.0
+    v[1, 0, 3] = -2.5
+    return poisoned_cache(case, DEVICE), poisoned_cache(case, torch.device("cpu")), batch, k, v
+
+
+STORES = [
+    Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
+    Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 1, 1)),
+    Case("tq4", 256, 1, 1, 24, (0,), (5,)),
+    Case("tbq4_0", 128, 1, 1, 128, (0,), (5,)),
+    Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
+    Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+]
+
+
+@pytest.mark.parametrize("case", STORES, ids=str)
+def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else(case):
+    ours, theirs, batch, k, v = new_tokens(case)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+    reference.store_kv(k, v, theirs, LAYER, batch)
+    block, offset = batch.slot_mapping // case.block_size, batch.slot_mapping % case.block_size
+    for side, x in (("k", k), ("v", v)):
+        mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
+        kv_format = getattr(theirs, f"{side}_format")(LAYER)
+        new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
+        compared, length = compare_stored(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)
+        assert compared.unexplained == 0
+        assert compared.match > 0.999
+        assert length <= bounds.LAYER_FP32.length
+        for name, tensor in mine.items():
+            untouched = torch.ones(tensor.shape[:3], dtype=torch.bool)
+            untouched[block, :, offset] = False
+            assert torch.equal(tensor[untouched].view(torch.uint8), other[name][untouched].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf")), ("v", 1e7)])
+def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value):
+    # 1e7 is finite, and too long for tbq4_0's scale.
+    ours, theirs, batch, k, v = new_tokens(STORES[4])
+    before = [tensor.clone() for *_, tensor in cache_tensors(ours)]
+    (k if side == "k" else v)[2, 0, 127] = value
+    with pytest.raises(NonFiniteError) as wanted:
+        reference.store_kv(k, v, theirs, LAYER, batch)
+    with pytest.raises(NonFiniteError) as error:
+        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+    assert str(error.value) == str(wanted.value)
+    assert f"{side.upper()} of token 2" in str(error.value)
+    for was, (*_, tensor) in zip(before, cache_tensors(ours), strict=True):
+        assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_slot_outside_the_cache_is_refused():
+    ours, _, batch, k, v = new_tokens(STORES[0])
+    batch.slot_mapping[3] = ours.num_slots
+    with pytest.raises(IndexError):
+        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+
+
+# -- Everything else ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_norm_rope_swiglu_and_projection_equal_the_references(dtype):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int):
+        return torch.randn(shape, generator=generator)
+
+    bound = bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op
+    x, weight = random(3, 5, 80).to(dtype), random(80).to(dtype)
+    ours = ops.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
+    assert ours.dtype == dtype
+    assert relative(ours, reference.rms_norm(x, weight, 1e-6)) <= bound
+    x, cos, sin = random(4, 5, 64), random(4, 32), random(4, 32)
+    assert relative(ops.rope(*(t.to(DEVICE) for t in (x, cos, sin))), reference.rope(x, cos, sin)) <= bounds.LAYER_FP32.op
+    both = random(2, 2 * 1100)
+    gate, up = both.chunk(2, dim=-1)
+    halves = both.to(DEVICE).chunk(2, dim=-1)
+    assert relative(ops.silu_mul(*halves, dtype), reference.silu_mul(gate, up, dtype)) <= bound
+    x, weight = random(3, 96).to(dtype), random(40, 96).to(dtype)
+    assert relative(ops.linear(x.to(DEVICE), weight.to(DEVICE)), reference.linear(x, weight)) <= bounds.LAYER_FP32.op
+
+
+def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
+    def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
+        return unsupported((KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)
+
+    assert reason("tq4") is reason("k=tq4,v=tbq4_0") is reason("tq4", 64) is reason("tq4", 256) is None
+    assert "not bf16" in reason("k=tq4,v=bf16")
+    assert "several" in reason("tbq4_0", 256)
+    assert "head_dim of 64, 128, 256, not 96" in reason("tq4", 96)
+    assert "tail" in reason(KVSpec("tq4", tail=8))
+
+
+def test_the_words_of_the_look_up_are_the_centroids_in_fp16():
+    """What the PTX does, in Python: eight magnitudes by bytes, mirrored and signed for the lower half."""
+    plan = KVSpec("k=tq4,v=tbq4_0").plan(1)
+    for kv_format in (plan.k(0), plan.v(0)):
+        layout = layout_of(kv_format, 0, 128, torch.device("cpu"))
+        octets = layout.words.view(torch.uint8)
+        magnitude = (octets[:8].int() << 8 | octets[8:16]).short().view(torch.float16)
+        assert torch.equal(torch.cat([-magnitude.flip(0), magnitude]), layout.centroids.half())
+        assert (octets[16:] == 0x40).all()

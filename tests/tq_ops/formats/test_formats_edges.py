@@ -1,0 +1,396 @@
+"""What formats refuse, what they do at zero, at the ends of FP32 and of FP16, in a cache, and under the validator."""
+
+import re
+
+import pytest
+import torch
+from places import ROOT
+from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, prefill, random_tokens, small_model
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, turboquant
+from haarkv.tq_ops.formats.kivi import groups_to_flush
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import validate
+from haarkv.validation.layers.compare import compare_stored
+
+EVERY = [
+    (name, side) for name in formats.names() for side in "kv" if side == "k" or formats.get(name, "v") is not formats.get(name)
+]
+LOSSY = [(name, side) for name, side in EVERY if name not in ("bf16", "fp32")]
+ALONE = [name for name in formats.names() if formats.get(name).group_tokens == 1]
+MODEL = small_model(SMALL)
+MODELS = {shape: small_model(CONFIGS[shape]) for shape in ("mha_d64", "gqa2_d256_tied")}
+DOCS = ROOT / "docs" / "formats.md"
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(name, side, count, head_dim=128, seed=0):
+    """(format, Gaussian [N, D] or, of keys that come in groups, [N, G, D])."""
+    kv_format = formats.get(name, side)
+    group = kv_format.group_tokens
+    return kv_format, gaussian(count, *([group] if group > 1 else []), head_dim, seed=seed)
+
+
+# -- Names -------------------------------------------------------------------------------------------------------------------
+def test_names():
+    assert formats.names()[0] == "tq4"
+    assert set(formats.names()) == {
+        "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
+        "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128", "q4_0", "q8_0", "fp8_e4m3", "bf16", "fp32",
+    }  # fmt: skip
+    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
+    for name in formats.names():
+        assert formats.get(name).name == formats.get(name, "v").name == name
+    assert formats.get("kivi2", "k").group_tokens == 32
+    assert formats.get("kivi4_g128", "k").group_tokens == 128
+    assert formats.get("kivi2", "v").group_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "head_dim", "message"),
+    [
+        ("tbq4_0", "k", 96, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 96"),
+        ("tbq4_0", "k", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
+        ("tq3_0", "k", 80, "tq3_0 stores blocks of 32 values and cannot hold head_dim 80"),
+        ("q4_0", "v", 48, "q4_0 stores blocks of 32 values and cannot hold head_dim 48"),
+        ("q8_0", "v", 16, "q8_0 stores blocks of 32 values and cannot hold head_dim 16"),
+        ("manthan3", "k", 100, "manthan3 packs 8 coordinates in 3 bytes and cannot hold head_dim 100"),
+        ("kivi2", "v", 80, "kivi2 groups 32 channels of V and cannot hold head_dim 80"),
+        ("kivi4_g128", "v", 64, "kivi4_g128 groups 128 channels of V and cannot hold head_dim 64"),
+        ("tq3", "k", 100, "tq3 packs 8 coordinates together and needs a head_dim that 8 divides, not 100"),
+        ("tq2", "k", 66, "tq2 packs 4 coordinates together and needs a head_dim that 4 divides, not 66"),
+        ("tq4", "k", 65, "tq4 packs 2 coordinates together and needs an even head_dim, not 65"),
+    ],
+)
+def test_a_head_dim_that_a_format_cannot_hold_is_refused(name, side, head_dim, message):
+    for attempt in (formats.get(name, side).fields, formats.get(name, side).bytes_per_vector):
+        with pytest.raises(InputError) as caught:
+            attempt(head_dim)
+        assert str(caught.value) == message
+
+
+def test_k_and_v_of_one_name_may_be_stored_differently():
+    k_format, v_format = formats.parse("k=tq4,v=kivi2")
+    assert (k_format, v_format) == (formats.get("tq4"), formats.get("kivi2", "v"))
+    assert formats.describe(k_format, v_format) == "k=tq4,v=kivi2"
+
+
+def test_keys_must_come_in_whole_groups():
+    for shape in ((31, 64), (33, 64), (64,)):
+        with pytest.raises(InputError, match="groups of 32"):
+            formats.get("kivi2").quantize(torch.zeros(shape), 0)
+
+
+@pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
+def test_flush_rule(window, group):
+    for recent in range(4 * window):
+        left, flushed = recent, 0
+        while left >= window:
+            left, flushed = left - group, flushed + 1
+        assert groups_to_flush(recent, window, group) == flushed
+    for impossible in (0, window + 1):
+        with pytest.raises(ValueError, match="group"):
+            groups_to_flush(10, window, impossible)
+
+
+# -- Zero, tiny, huge --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_zeros_come_back_as_zeros(name, side):
+    kv_format, x = vectors(name, side, 3)
+    for zero in (x * 0, x * -0.0):
+        restored = kv_format.dequantize(kv_format.quantize(zero, 0), 0)
+        if name == "tq4_seed":
+            assert 0 < restored.norm(dim=-1).max() < 1.1e-3  # as published
+        else:
+            assert not restored.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("tq3_0", "AA" * 8 + "FF" * 4 + "0000"),
+        ("tbq4_0", "0000" + "88" * 64),
+        ("q4_0", "0080" + "88" * 16),
+        ("q8_0", "0000" + "00" * 32),
+        ("fp8_e4m3", "00"),
+        ("kivi2", "00" * 8 + "FFE6DB2E" + "00000000"),
+    ],
+)
+def test_what_a_zero_stores(name, stored):
+    """One block; KIVI's scale is 1e-10, q4_0's is 0 / -8 = -0."""
+    kv_format = formats.get(name, "v")
+    size = {"tbq4_0": 128, "fp8_e4m3": 1}.get(name, 32)
+    assert kv_format.to_bytes(kv_format.quantize(torch.zeros(1, size), 0)).numpy().tobytes().hex().upper() == stored
+
+
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_any_finite_vector_is_restored_finite_or_refused(name, side):
+    """FP32 from its smallest denormal to its largest number. What is refused is too large, never too small."""
+    for power in (-149, -145, -130, -126, -100, -60, -34, -24, -14, 0, 10, 15, 16, 20, 40, 64, 100, 126):
+        kv_format, x = vectors(name, side, 2)
+        x = (x.double() * 2.0**power).clamp(-3.4e38, 3.4e38).float()
+        try:
+            fields = kv_format.quantize(x, 0)
+        except NonFiniteVectorError:
+            assert power >= 12
+            continue
+        assert torch.isfinite(kv_format.dequantize(fields, 0)).all()
+        assert all(torch.isfinite(t).all() for t in fields.values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("name", ["tq3_0", "q4_0", "q8_0", "tbq4_0"])
+def test_a_scale_is_refused_exactly_from_where_it_rounds_to_infinity(name):
+    """65520 lies halfway between FP16's largest number and the next power of two, and rounds to infinity."""
+    kv_format = formats.get(name)
+    unit = torch.zeros(2, 128)
+    unit[:, 5] = 1.0
+    # The scale of a one-hot vector of length 1, to FP32's precision, from a scale that FP16 holds well.
+    per_unit = {"tq3_0": 0.17677669 / 1.510, "q4_0": 1 / 8, "q8_0": 1 / 127}.get(name)
+    if per_unit is None:
+        restored = kv_format.turned(kv_format.quantize(unit, 0))[0]
+        level = kv_format.levels(kv_format.quantize(unit, 0))[0]
+        per_unit = 1 / torch.tensor(kv_format.centroids)[level.long()].norm().item()
+        assert restored.abs().max() < 2 * per_unit
+    below, above = 65519.0 / per_unit, 65521.0 / per_unit
+    assert kv_format.quantize(unit * below, 0)[{"tq3_0": "gamma"}.get(name, "scale")].abs().max() == 65504
+    unit[1] *= above
+    with pytest.raises(NonFiniteVectorError) as caught:
+        kv_format.quantize(unit, 0)
+    assert caught.value.index == (1,)
+
+
+def test_ties_of_even_steps():
+    """Steps of exactly one: q8_0 rounds halves away from zero, q4_0 up, and of two largest values the first decides."""
+    x = torch.zeros(32)
+    x[:8] = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -126.5])
+    q8_0 = formats.get("q8_0").quantize(x, 0)
+    assert q8_0["scale"].item() == 1
+    assert q8_0["codes"][:8].tolist() == [127, 1, 2, 3, -1, -2, -3, -127]
+    x[:8] = torch.tensor([-8, 0.5, 1.5, -0.5, -1.5, 7.5, 8, -7.5])
+    q4_0 = formats.get("q4_0")
+    fields = q4_0.quantize(x, 0)
+    assert fields["scale"].item() == 1
+    assert q4_0.levels(fields)[:8].tolist() == [0, 9, 10, 8, 7, 15, 15, 1]
+    assert q4_0.quantize(-x, 0)["scale"].item() == -1
+
+
+def test_fp8_saturates():
+    x = torch.tensor([448.0, 464.0, 465.0, 1e30, -1e30, 2.0**-10, 2.0**-10 * 1.001, 447.0])
+    restored = formats.get("fp8_e4m3").dequantize(formats.get("fp8_e4m3").quantize(x, 0), 0)
+    assert restored.tolist() == [448, 448, 448, 448, -448, 0, 2.0**-9, 448]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("name", "side"), LOSSY)
+def test_a_vector_that_is_not_finite_is_refused_with_its_index(name, side, bad):
+    kv_format = formats.get(name, side)
+    group = kv_format.group_tokens
+    x = torch.ones(4, 3, *([group] if group > 1 else []), 128)
+    index = (2, 1, 9) if group > 1 else (2, 1)
+    x[(*index, 77)] = bad
+    x[3, 2, ..., 5] = bad  # a later one is not the first
+    with pytest.raises(NonFiniteVectorError) as caught:
+        kv_format.quantize(x, 0)
+    assert caught.value.index == index
+
+
+def test_kivi_refuses_a_range_beyond_fp32():
+    x = torch.ones(3, 32, 64)
+    x[1, 4, 7], x[1, 5, 7] = 3e38, -3e38
+    with pytest.raises(NonFiniteVectorError) as caught:
+        formats.get("kivi2").quantize(x, 0)
+    assert caught.value.index == (1,)
+    x = torch.ones(3, 2, 64)
+    x[2, 1, 7], x[2, 1, 8] = 3e38, -3e38
+    with pytest.raises(NonFiniteVectorError) as caught:
+        formats.get("kivi2", "v").quantize(x, 0)
+    assert caught.value.index == (2, 1)
+
+
+# -- Fields, levels, choice --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_bytes_are_what_the_fields_hold(name, side, head_dim):
+    kv_format = formats.get(name, side)
+    try:
+        described = kv_format.fields(head_dim)
+    except InputError:
+        assert (name, head_dim) in {("tbq4_0", 64), ("kivi2_g128", 64), ("kivi4_g128", 64)}
+        return
+    group = kv_format.group_tokens
+    x = gaussian(3, 2, *([group] if group > 1 else []), head_dim)
+    fields = kv_format.quantize(x, 1)
+    assert {n: (t.dtype, t.shape[2:]) for n, t in fields.items()} == {n: (f.dtype, f.shape) for n, f in described.items()}
+    packed = kv_format.to_bytes(fields)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (3, 2, group * kv_format.bytes_per_vector(head_dim))
+    assert kv_format.dequantize(fields, 1).shape == x.shape
+    assert kv_format.dequantize(fields, 1).dtype == torch.float32
+    empty = kv_format.quantize(x[:0], 1)
+    assert kv_format.dequantize(empty, 1).shape == x[:0].shape
+    assert kv_format.to_bytes(empty).shape == packed[:0].shape
+
+
+def full_of_ties(name, side):
+    kv_format, x = vectors(name, side, 300, seed=3)
+    x[::3] = (x[::3] * 4).round() / 4
+    x[1::3] = (x[1::3] * 16).round() / 16
+    x[1], x[2] = 0, 1.5
+    return kv_format, x
+
+
+@pytest.mark.parametrize(("name", "side"), LOSSY)
+def test_a_choice_leads_to_the_levels_that_are_stored(name, side):
+    kv_format, x = full_of_ties(name, side)
+    levels, choice = kv_format.levels(kv_format.quantize(x, 3)), kv_format.choice(x, 3, 1e-4)
+    assert levels.shape == choice.value.shape == choice.reach.shape == x.shape
+    counted = torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True)
+    assert torch.equal(counted.to(torch.uint8), levels)
+    assert (choice.boundaries.diff() > 0).all()
+    assert len(choice.boundaries) >= levels.max() > 0
+
+
+@pytest.mark.parametrize(("name", "side"), LOSSY)
+def test_reach_covers_what_noise_does(name, side):
+    """Off by noise, every level that moves is explained; with no noise allowed, some are not."""
+    kv_format, x = vectors(name, side, 1000 if formats.get(name, side).group_tokens == 1 else 8)
+    x = x * torch.linspace(0.1, 4, 128)
+    # By less than a level: eight bits have fine ones, and E4M3 the finest near zero.
+    noise = {"tq8": 2e-5, "q8_0": 2e-5, "fp8_e4m3": 2e-6}.get(name, 1e-4)
+    shift = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
+    ours, theirs = kv_format.quantize(x, 3), kv_format.quantize(x + shift, 3)
+    # A rotation adds up what all coordinates are off; elsewhere each is off by noise at most, and its norm a little.
+    whole = (5.0 if name.startswith("t") else 1.2) * noise
+    for allowed in (whole, torch.full((*x.shape[:-1], 1), whole)):
+        compared = compare_stored(kv_format, 3, ours, theirs, x, allowed)[0]
+        assert (compared.unexplained, compared.different > 10) == (0, True)
+    assert compare_stored(kv_format, 3, ours, theirs, x, noise * 1e-4)[0].unexplained > 10
+    # And not for lack of trying: a level moved where nothing is near a boundary is seen.
+    kept = kv_format.choice(x, 3, whole)
+    assert (kept.reach < 0.5 * kept.boundaries.diff().median()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
+    """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
+    for module in (blocks, fp8, kivi, manthan, turboquant):
+        monkeypatch.setattr(module, "require_finite", lambda x: None)
+    kv_format, x = vectors(name, side, 4)
+    x = x.to("meta")
+    fields = kv_format.quantize(x, 0)
+    choice = kv_format.choice(x, 0, 1e-3)
+    made = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
+    made += [choice.value, choice.reach, choice.boundaries, kv_format.levels(fields)] if choice else []
+    assert {tensor.device.type for tensor in made} == {"meta"}
+
+
+# -- In a cache --------------------------------------------------------------------------------------------------------------
+ALONE_MIXED = [*ALONE, "k=tq4,v=kivi2", "k=bf16,v=kivi4_g64"]
+
+
+@pytest.mark.parametrize("kv", ALONE_MIXED)
+def test_a_cache_holds_what_the_format_stores(kv):
+    k_format, v_format = formats.parse(kv)
+    cache = new_cache(SMALL, kv, num_blocks=3)
+    k, v = gaussian(9, 2, 128, seed=1), gaussian(9, 2, 128, seed=2)
+    slots = torch.tensor([17, 3, 8, 0, 23, 22, 9, 5, 12])
+    cache.write(1, k, v, at_slots(slots))
+    for kv_format, x, restored in zip((k_format, v_format), (k, v), cache.read(1, torch.tensor([[0, 1, 2]])), strict=True):
+        expected = kv_format.dequantize(kv_format.quantize(x, 1), 1)
+        # A matrix product of more rows may add in another order.
+        torch.testing.assert_close(restored[0, :, slots].transpose(0, 1), expected, rtol=0, atol=1e-5)
+    per_vector = k_format.bytes_per_vector(128) + v_format.bytes_per_vector(128)
+    assert cache.nbytes == 3 * 2 * 24 * per_vector
+    assert formats.parse(formats.describe(k_format, v_format)) == (k_format, v_format)
+
+
+@pytest.mark.parametrize("kv", ALONE_MIXED)
+def test_the_validator_passes_the_reference_with_every_format(kv):
+    prompts = [random_tokens(SMALL, 3), random_tokens(SMALL, 2, seed=1)]
+    report = validate(
+        ReferenceExecutor(MODEL), ReferenceExecutor(MODEL), MODEL, prompts, 1, KVSpec(kv).plan(MODEL.config.num_layers)
+    )
+    assert report.passed
+
+
+@pytest.mark.parametrize("kv", ALONE_MIXED)
+@pytest.mark.parametrize("shape", ["mha_d64", "gqa2_d256_tied"])
+def test_a_model_of_another_head_dim_runs_with_every_format(shape, kv):
+    config = CONFIGS[shape]
+    if config.head_dim == 64 and kv == "tbq4_0":
+        with pytest.raises(InputError, match="cannot hold head_dim 64"):
+            new_cache(config, kv)
+        return
+    cache = new_cache(config, kv)
+    paging = new_paging(cache)
+    prompts = [random_tokens(config, 3), random_tokens(config, 1, seed=1)]
+    logits = prefill(ReferenceExecutor(MODELS[shape]), cache, paging, [paging.add(), paging.add()], prompts)
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0.5
+
+
+def test_what_is_too_large_names_its_place():
+    cache = new_cache(SMALL, "tq3_0", num_blocks=2)
+    k = torch.ones(2, 2, 128)
+    k[1, 0, 3] = 1e30
+    place = r"layer 2: K of token 1 of the batch \(slot 9\), KV head 0 is not finite or too large for tq3_0$"
+    with pytest.raises(InputError, match=place):
+        cache.write(2, k, torch.ones(2, 2, 128), at_slots([3, 9]))
+
+
+# -- The page ---------------------------------------------------------------------------------------------------------------
+def table(heading):
+    """Rows of the first table below a heading of docs/formats.md, by their first cell."""
+    text = DOCS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {row[0].strip("`"): row[1:] for row in rows[2:]}
+
+
+def test_the_page_lists_every_format_with_its_bytes():
+    rows = table("All formats")
+    assert list(rows) == formats.names()
+    for name, row in rows.items():
+        for head_dim, cell in zip((64, 128, 256), row[:3], strict=True):
+            try:
+                sizes = {formats.get(name, side).bytes_per_vector(head_dim) for side in "kv"}
+            except InputError:
+                assert cell == "–"
+            else:
+                assert sizes == {float(cell)}
+        assert float(row[3]) == formats.get(name).bytes_per_vector(128) / 16
+
+
+def errors(name, side, x, outliers):
+    """Mean squared error of a vector, relative to its length, and of all but the outlier channels, relative to theirs."""
+    kv_format = formats.get(name, side)
+    group = kv_format.group_tokens
+    grouped = x.view(-1, group, 128) if group > 1 else x
+    error = kv_format.dequantize(kv_format.quantize(grouped, 0), 0).reshape(x.shape) - x
+    rest = [c for c in range(128) if c not in outliers]
+    return [(error[:, c].square().sum() / x[:, c].square().sum()).item() for c in (list(range(128)), rest)]
+
+
+def test_the_page_tells_the_errors_that_are_measured():
+    rows = table("Round trips")
+    x = gaussian(2048, 128)
+    with_outliers = gaussian(2048, 128, seed=1)
+    with_outliers[:, 3] *= 50
+    with_outliers[:, 69] *= 30
+    found = {f"{n}, {s.upper()}" if n.startswith("kivi") else n: (n, s) for n, s in EVERY}
+    assert list(rows) == [label for label, (n, _) in found.items() if n != "fp32"]
+    for label, cells in rows.items():
+        name, side = found[label]
+        measured = [errors(name, side, x, ())[0], *errors(name, side, with_outliers, (3, 69))]
+        for cell, value in zip(cells, measured, strict=True):
+            assert float(cell) == pytest.approx(value, rel=0.02), (label, cells, measured)
+
+
+def test_the_page_has_no_bare_claim_of_a_test():
+    for name in re.findall(r"`(tests/\w+\.py)`", DOCS.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists()

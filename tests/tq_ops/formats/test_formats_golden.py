@@ -1,0 +1,260 @@
+"""Bytes that other implementations produced, reproduced to the byte, and what they restore, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from haarkv.codebooks import hadamard_signs
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import NonFiniteVectorError
+from haarkv.tq_ops.formats.hadamard import HadamardTBQ4
+from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues, groups_to_flush
+from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
+
+
+def rows(golden, head_dim):
+    data = golden("common_rows")
+    return torch.from_numpy(data[f"d{head_dim}"]), data["kind"]
+
+
+def in_vectors(array, per_vector):
+    """Rows put together: a golden of blocks serves every head_dim that is made of them. [N, n] -> [N / k, k * n]."""
+    return array[len(array) % per_vector :].reshape(-1, per_vector * array.shape[-1])
+
+
+def stored(name, x):
+    """(bytes, restored) of vectors."""
+    kv_format = formats.get(name)
+    fields = kv_format.quantize(x, 0)
+    return kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+
+
+def same_bits(ours, theirs):
+    np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+def fp16_overflows(packed, block, at):
+    """Which rows hold an FP16 infinity, `at` so many bytes into a block."""
+    scales = np.ascontiguousarray(packed.reshape(len(packed), -1, block)[:, :, at : at + 2]).view("<f2")[..., 0]
+    return ~np.isfinite(scales).all(axis=1)
+
+
+def refuses(name, x):
+    for row in x:
+        with pytest.raises(NonFiniteVectorError):
+            formats.get(name).quantize(row[None], 0)
+
+
+# -- manthan3 --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_manthan3(golden, head_dim):
+    x, kind = rows(golden, head_dim)
+    theirs = golden(f"manthanquant/manthan_d{head_dim}")
+    finite = np.isfinite(theirs["radii"])
+    assert set(kind[~finite]) == {"scaled_1e+30"}
+    refuses("manthan3", x[~finite])
+    packed, restored = stored("manthan3", x[finite])
+    assert len(packed) == 366
+    np.testing.assert_array_equal(packed[:, :4].copy().view("<f4")[:, 0], theirs["radii"][finite])
+    np.testing.assert_array_equal(packed[:, 4:], theirs["packed"][finite])
+    same_bits(restored, theirs["decoded"][finite])
+
+
+def test_manthan3_packing(golden):
+    theirs = golden("manthanquant/packing_d16")
+    packed = pack_stream(torch.from_numpy(theirs["indices"]), 3)
+    np.testing.assert_array_equal(packed.numpy(), theirs["packed"])
+    np.testing.assert_array_equal(unpack_stream(packed, 3).numpy(), theirs["indices"])
+    assert pack_stream(torch.arange(8, dtype=torch.uint8), 3).numpy().tobytes() == bytes.fromhex("88C6FA")
+
+
+# -- tq3_0 -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("file", "head_dim"), [(32, 32), (32, 64), (32, 256), (128, 128), (128, 256)])
+def test_tq3_0(golden, file, head_dim):
+    together = head_dim // file
+    x = in_vectors(rows(golden, file)[0].numpy(), together)
+    theirs = {name: in_vectors(a, together) for name, a in golden(f"tq3_0/tq3_0_d{file}").items()}
+    overflows = fp16_overflows(theirs["packed"], 14, 12)
+    assert overflows.sum() > 0
+    refuses("tq3_0", torch.from_numpy(x[overflows]))
+    packed, restored = stored("tq3_0", torch.from_numpy(x[~overflows]))
+    assert len(packed) >= 355 // together
+    np.testing.assert_array_equal(packed, theirs["packed"][~overflows])
+    same_bits(restored, theirs["dequant"][~overflows])
+
+
+def test_tq3_0_with_fused_multiply_add_differs_in_signs_at_a_block_maximum_only(golden):
+    """The one exemption: the residual there is the rounding error of d, and a compiler may round it otherwise."""
+    x, _ = rows(golden, 32)
+    theirs = golden("tq3_0/tq3_0_d32")
+    fused = theirs["packed_native_fma"]
+    overflows = fp16_overflows(theirs["packed"], 14, 12)
+    packed, _ = stored("tq3_0", x[~overflows])
+    different = packed != fused[~overflows]
+    assert different[:, 8:12].any(axis=1).sum() > 100
+    assert not different[:, :8].any()
+    assert not different[:, 12:].any()
+    flipped = np.unpackbits((packed ^ fused[~overflows])[:, 8:12], axis=1, bitorder="little").astype(bool)
+    signs = np.array([1.0 if s > 0 else -1.0 for s in hadamard_signs("tq3_0").tolist()])
+    hadamard = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(32)] for i in range(32)])
+    y = np.abs((x[~overflows].double().numpy() * signs) @ hadamard)
+    at_maximum = y >= y.max(axis=1, keepdims=True) * (1 - 1e-5)
+    assert not (flipped & ~at_maximum).any()
+
+
+# -- tbq4_0 ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tbq4_0(golden, head_dim):
+    together = head_dim // 128
+    x = in_vectors(rows(golden, 128)[0].numpy(), together)
+    theirs = {name: in_vectors(a, together) for name, a in golden("tbq4_0/tbq4_0_d128").items()}
+    overflows = fp16_overflows(theirs["packed"], 66, 0)
+    assert overflows.sum() > 0
+    refuses("tbq4_0", torch.from_numpy(x[overflows]))
+    packed, restored = stored("tbq4_0", torch.from_numpy(x[~overflows]))
+    assert len(packed) >= 355 // together
+    np.testing.assert_array_equal(packed, theirs["packed"][~overflows])
+    same_bits(restored, theirs["dequant"][~overflows])
+
+
+def test_tbq4_0_tables(golden):
+    tables = golden("tbq4_0/tables")
+    np.testing.assert_array_equal(hadamard_signs("tbq4_0/before").numpy(), tables["s1"])
+    np.testing.assert_array_equal(hadamard_signs("tbq4_0/after").numpy(), tables["s2"])
+    np.testing.assert_array_equal(np.array(HadamardTBQ4.centroids, np.float32), tables["centroids"])
+    np.testing.assert_array_equal(np.array(HadamardTBQ4.boundaries, np.float32), tables["midpoints"])
+
+
+def test_tbq4_0_attention_in_the_turned_domain(golden):
+    """q turned once, tiles as centroid times scale, the output turned back once: the published fused attention."""
+    data = golden("tbq4_0/rotated_domain_attention")
+    tbq4 = HadamardTBQ4()
+    q, k, v = (torch.from_numpy(data[name]) for name in "qkv")
+    fields = {side: tbq4.quantize(x, 0) for side, x in (("k", k), ("v", v))}
+    for side in "kv":
+        np.testing.assert_array_equal(tbq4.to_bytes(fields[side]).numpy(), data[f"{side}_packed"])
+    turned_q = tbq4.turn(q)
+    same_bits(turned_q.numpy(), data["q_rotated"])
+    same_bits(tbq4.turned(fields["k"]).numpy(), data["k_rotated_domain"])
+    heads = torch.arange(10) // 5
+    for keys, values, queries, back in (
+        (tbq4.turned(fields["k"]), tbq4.turned(fields["v"]), turned_q, tbq4.turn_back),
+        (tbq4.dequantize(fields["k"], 0), tbq4.dequantize(fields["v"], 0), q, lambda out: out),
+    ):
+        scores = torch.einsum("hd,hsd->hs", queries, keys[heads]) / 128**0.5
+        out = back(torch.einsum("hs,hsd->hd", scores.softmax(-1), values[heads]))
+        # FP32 sums over 200 tokens in another order; results are of size 0.1.
+        np.testing.assert_allclose(out.numpy(), data["out_fused_f32"], atol=2e-6)
+        np.testing.assert_allclose(out.numpy(), data["out_dequant_f64"], atol=2e-6)
+
+
+# -- ggml, fp8 -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "block"), [("q4_0", 18), ("q8_0", 34)])
+@pytest.mark.parametrize(("file", "head_dim"), [(32, 32), (64, 64), (128, 128), (128, 256)])
+def test_ggml(golden, name, block, file, head_dim):
+    together = head_dim // file
+    x = in_vectors(rows(golden, file)[0].numpy(), together)
+    data = golden("gguf/q4_0_q8_0")
+    theirs = in_vectors(data[f"{name}_d{file}"], together)
+    overflows = fp16_overflows(theirs, block, 0)
+    assert overflows.sum() > 0
+    refuses(name, torch.from_numpy(x[overflows]))
+    packed, restored = stored(name, torch.from_numpy(x[~overflows]))
+    assert len(packed) >= 355 // together
+    np.testing.assert_array_equal(packed, theirs[~overflows])
+    if file == 128:
+        same_bits(restored, in_vectors(data[f"{name}_d128_dequant"], together)[~overflows])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_fp8_e4m3(golden, head_dim):
+    x, _ = rows(golden, head_dim)
+    packed, _ = stored("fp8_e4m3", x)
+    np.testing.assert_array_equal(packed, golden("ml_dtypes/fp8_e4m3")[f"d{head_dim}"])
+
+
+def test_fp8_e4m3_at_every_number_every_tie_and_beside_it(golden):
+    data = golden("ml_dtypes/fp8_e4m3")
+    packed, restored = stored("fp8_e4m3", torch.from_numpy(data["edge_x"]))
+    np.testing.assert_array_equal(packed, data["edge"])
+    same_bits(restored, data["edge_dequant"])
+    assert len(set(packed.flatten().tolist())) == 254
+
+
+# -- KIVI ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file", ["keys_B1H2D128S64", "keys_B2H4D64S32"])
+def test_kivi_keys(golden, file):
+    data = golden(f"kivi_sycl/{file}")
+    keys = KiviKeys(2, int(data["group_size"]), "kivi2", "")
+    fields = keys.quantize(torch.from_numpy(data["x"]).transpose(-1, -2), 0)
+    np.testing.assert_array_equal(fields["codes"].numpy(), data["packed"])
+    same_bits(fields["scale"].numpy(), data["scales"])
+    same_bits(fields["zero"].numpy(), data["zeros"])
+    same_bits(keys.dequantize(fields, 0).transpose(-1, -2).contiguous().numpy(), data["dequant"])
+
+
+@pytest.mark.parametrize("file", ["values_B1H2S32D128g128", "values_B1H2S32D128g64", "values_B1H2S48D64g32"])
+def test_kivi_values(golden, file):
+    data = golden(f"kivi_sycl/{file}")
+    group = int(data["group_size"])
+    values = formats.get("kivi2" if group == 32 else f"kivi2_g{group}", side="v")
+    fields = values.quantize(torch.from_numpy(data["x"]), 0)
+    np.testing.assert_array_equal(fields["codes"].numpy(), data["packed"])
+    same_bits(fields["scale"].numpy(), data["scales"])
+    same_bits(fields["zero"].numpy(), data["zeros"])
+    same_bits(values.dequantize(fields, 0).numpy(), data["dequant"])
+
+
+def test_kivi_flush_rule_after_every_token(golden):
+    """100 tokens at once, then 60 one by one: what is quantized when, and what the cache then holds."""
+    data = golden("kivi_sycl/flush_trace_G16_R32_D64_pre100_tot160")
+    keys, values = KiviKeys(2, 16, "kivi2", ""), KiviValues(2, 16, "kivi2", "")
+    k, v = (torch.from_numpy(data[name])[0, 0] for name in ("k_in", "v_in"))
+    quantized, kept = 0, 0
+    stored_keys, stored_values = [], []
+    for row in data["trace_total_quant_res_kivibytes_fp32bytes"].tolist():
+        total = row[0]
+        kept = total - quantized
+        for _ in range(groups_to_flush(kept, window=32, group=16)):
+            tokens = slice(quantized, quantized + 16)
+            stored_keys.append(keys.quantize(k[tokens], 0))
+            stored_values.append(values.quantize(v[tokens], 0))
+            quantized += 16
+        kept = total - quantized
+        held = sum(t.nbytes for fields in (*stored_keys, *stored_values) for t in fields.values()) + 2 * kept * 64 * 4
+        assert [total, quantized, kept, held, 2 * total * 64 * 4] == row
+        assert 32 - 16 <= kept <= 32 - 1
+    for name, stored_groups, origin in (("k", stored_keys, keys), ("v", stored_values, values)):
+        for field, theirs in (("codes", "packed"), ("scale", "scales"), ("zero", "zeros")):
+            ours = torch.stack([fields[field] for fields in stored_groups]).numpy()
+            np.testing.assert_array_equal(ours, data[f"{name}_{theirs}"][:, 0, 0])
+        restored = torch.cat([origin.dequantize(fields, 0) for fields in stored_groups])
+        whole = torch.cat([restored, (k if name == "k" else v)[quantized:]]).contiguous()
+        same_bits(whole.numpy(), data[f"{name}_full"][0, 0])
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_the_original_kivi_differs_by_ties_alone(golden, side):
+    """It rounds half to even and adds nothing to the scale; its words hold our bytes, for keys sixteen tokens to a word."""
+    data = golden("kivi_original/kv_2bit_fp32_g32")
+    kivi2 = formats.get("kivi2", side=side)
+    # Our groups are [..., 32 tokens, D] of keys, [..., D] of values; to compare, a group is the last axis of either.
+    x = torch.from_numpy(data[side])
+    fields = kivi2.quantize(x.unflatten(2, (2, 32)) if side == "k" else x, 0)
+    groups = x.unflatten(2, (2, 32)).transpose(-1, -2) if side == "k" else x.unflatten(-1, (4, 32))
+    words = data[f"{side}_code"].view(np.uint8).reshape(1, 2, -1, 128 if side == "k" else 8, 4)
+    if side == "k":  # [.., 4 words of 16 tokens, channels, bytes] -> [.., groups, channels, words and bytes]
+        theirs = words.reshape(1, 2, 2, 2, 128, 4).transpose(0, 1, 2, 4, 3, 5).reshape(1, 2, 2, 128, 8)
+    else:
+        theirs = words.reshape(1, 2, 64, 32)
+    ours, theirs = (
+        unpack_stream(torch.tensor(a), 2).int().reshape(groups.shape).numpy() for a in (fields["codes"].numpy(), theirs)
+    )
+    # Where they differ, the number lies half a step between the two, as it must for the rounding rule to matter.
+    different = ours != theirs
+    assert 0 < different.sum() < 40
+    scale, low = (data[f"{side}_{name}"].reshape(fields["scale"].shape)[..., None] for name in ("scale", "mn"))
+    np.testing.assert_array_equal(((groups.numpy() - low) / scale)[different] % 1, 0.5)
+    np.testing.assert_array_equal(ours[different], theirs[different] + 1)
+    np.testing.assert_allclose(fields["scale"].numpy()[..., None], scale, rtol=1e-6)
+    same_bits(fields["zero"].numpy()[..., None], low)

@@ -1,0 +1,186 @@
+"""Every format's vectorised code against loops over single numbers, to the byte, on rows that no golden file holds."""
+
+import format_oracles as slow
+import numpy as np
+import pytest
+import torch
+
+from haarkv.codebooks import lloyd_max
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root, sum_in_order, sum_pairwise
+from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues
+from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
+from haarkv.tq_ops.formats.turboquant import exact_norm, polar_quantize, rotation_on
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_levels
+
+CPU = torch.device("cpu")
+GROUP_OF_ONE = ["manthan3", "tq3_0", "tbq4_0", "q4_0", "q8_0", "fp8_e4m3"]
+HEAD_DIMS = [32, 64, 80, 96, 128, 256]
+
+
+def fresh_rows(head_dim, seed):
+    """[22, D] fp32: Gaussian, heavy-tailed, with outlier channels, coarse (full of ties), sparse, zero, tiny and large."""
+    generator = torch.Generator().manual_seed(1000 * head_dim + seed)
+    gauss = torch.randn(22, head_dim, generator=generator)
+    x = gauss.clone()
+    x[4:8] = x[4:8] ** 3
+    x[8:10, 1] *= 50
+    x[8:10, head_dim // 2] *= -30
+    x[10:13] = (x[10:13] * 4).round() / 4
+    x[13, ::2] = 0
+    x[14] = 0
+    x[14, head_dim // 3] = -1.5
+    x[15] = 0
+    x[16] = -0.25
+    x[17:22] *= torch.tensor([[1e-30], [1e-9], [1e-6], [1e-3], [1e3]])
+    return x
+
+
+def fits(name, head_dim):
+    try:
+        formats.get(name).fields(head_dim)
+    except ValueError:
+        return False
+    return True
+
+
+CASES = [(name, head_dim) for name in GROUP_OF_ONE for head_dim in HEAD_DIMS if fits(name, head_dim)]
+
+
+def test_every_head_dim_is_covered_that_a_format_can_hold():
+    assert {name: [d for n, d in CASES if n == name] for name in GROUP_OF_ONE} == {
+        "manthan3": HEAD_DIMS,
+        "tq3_0": [32, 64, 96, 128, 256],
+        "tbq4_0": [128, 256],
+        "q4_0": [32, 64, 96, 128, 256],
+        "q8_0": [32, 64, 96, 128, 256],
+        "fp8_e4m3": HEAD_DIMS,
+    }
+
+
+@pytest.mark.parametrize(("name", "head_dim"), CASES)
+def test_bytes_and_restored_vectors_equal_the_slow_path(name, head_dim):
+    x = fresh_rows(head_dim, 0)
+    kv_format = formats.get(name)
+    # Shaped as a cache shapes it: tokens, KV heads.
+    fields = kv_format.quantize(x.view(11, 2, head_dim), 3)
+    packed = kv_format.to_bytes(fields).flatten(0, 1).numpy()
+    restored = kv_format.dequantize(fields, 3).flatten(0, 1).numpy()
+    assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
+    for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+        assert ours.tobytes() == slow.encode(name, row)
+        np.testing.assert_array_equal(back.view(np.uint32), slow.decode(name, ours, head_dim).view(np.uint32))
+
+
+@pytest.mark.parametrize("name", GROUP_OF_ONE)
+def test_bf16_vectors_and_views_are_stored_as_the_same_numbers_in_fp32(name):
+    kv_format = formats.get(name)
+    x = torch.randn(128, 6, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
+    plain = kv_format.to_bytes(kv_format.quantize(x.float()[:, 1::2].contiguous(), 0))
+    assert torch.equal(kv_format.to_bytes(kv_format.quantize(x[:, 1::2], 0)), plain)
+    turned = x.float().transpose(0, 2).contiguous().transpose(0, 2)  # the last axis is not the contiguous one
+    assert not turned.is_contiguous()
+    assert torch.equal(kv_format.to_bytes(kv_format.quantize(turned[:, 1::2], 0)), plain)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("group", "head_dim"), [(32, 64), (32, 128), (64, 64), (64, 256), (128, 128), (128, 256)])
+def test_kivi_values_equal_the_slow_path(bits, group, head_dim):
+    x = fresh_rows(head_dim, bits)[::2]
+    values = KiviValues(bits, group, "v", "")
+    fields = values.quantize(x, 0)
+    packed, restored = values.to_bytes(fields).numpy(), values.dequantize(fields, 0).numpy()
+    assert packed.shape[1] == values.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
+    for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+        assert ours.tobytes() == slow.encode_kivi_values(list(row), bits, group)
+        np.testing.assert_array_equal(back, np.array(slow.decode_kivi(ours.tobytes(), bits, group, head_dim), np.float32))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("group", "head_dim"), [(32, 64), (64, 128), (128, 64)])
+def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(2, group, head_dim, generator=generator) * torch.rand(head_dim, generator=generator) * 9
+    x[0, :, 0], x[0, :, 1], x[0, :, 2] = 0, 7.5, (x[0, :, 2] * 2).round() / 2
+    keys = KiviKeys(bits, group, "k", "")
+    fields = keys.quantize(x, 0)
+    packed, restored = keys.to_bytes(fields).numpy(), keys.dequantize(fields, 0).numpy()
+    assert packed.shape[1] / group == keys.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
+    for group_of_keys, ours, back in zip(x.numpy(), packed, restored, strict=True):
+        assert ours.tobytes() == slow.encode_kivi_keys(group_of_keys, bits)
+        by_channel = slow.decode_kivi(ours.tobytes(), bits, group, group * head_dim)
+        np.testing.assert_array_equal(back, np.array(by_channel, np.float32).reshape(head_dim, group).T)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_rotated_levels_are_chosen_and_packed_as_described(bits, head_dim):
+    """Levels against float64, ties explained; bytes of those levels by a loop; restored in float64 from the bytes."""
+    kv_format, layer = formats.get(f"tq{bits}"), 2
+    x = fresh_rows(head_dim, 7)
+    fields = kv_format.quantize(x, layer)
+    level = kv_format.levels(fields)
+    book = lloyd_max(bits, head_dim, "published" if bits <= 4 else "converged")
+    y = exact_norm(x)[0].bfloat16().double() @ rotation_on(layer, head_dim, CPU).double()
+    expected = (y[..., None] >= book.boundaries.double()).sum(-1)
+    assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0
+    assert torch.equal(level, polar_quantize(exact_norm(x)[0], layer, bits))
+    restored = kv_format.dequantize(fields, layer).double()
+    for row, ours in enumerate(kv_format.to_bytes(fields).numpy()):
+        assert ours[:-2].tobytes() == slow.encode_tq_levels(level[row].tolist(), bits)
+        centroids = book.centroids.double()[level[row].long()]
+        scale = float(ours[-2:].view("<f2")[0])
+        exact = x[row].double().norm() / centroids.norm()
+        # FP16: half a unit in the last place, or half its smallest number.
+        assert abs(scale - exact) <= max(2.0**-11 * exact * 1.001, 2.0**-25)
+        back = scale * centroids @ rotation_on(layer, head_dim, CPU).double().T
+        torch.testing.assert_close(restored[row], back, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12)
+
+
+def test_tq4_is_still_the_layout_of_two_halves():
+    fields = formats.get("tq4").quantize(fresh_rows(128, 1), 0)
+    level = formats.get("tq4").levels(fields)
+    assert torch.equal(fields["codes"], level[:, :64] | (level[:, 64:] << 4))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packing_and_unpacking(bits):
+    level = torch.randint(2**bits, (3, 5, 48), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
+    rows = level.view(15, 48).tolist()
+    planes = pack_planes(level, bits)
+    assert planes.view(15, -1).numpy().tobytes() == b"".join(slow.encode_tq_levels(row, bits) for row in rows)
+    assert torch.equal(unpack_planes(planes, bits), level)
+    if bits < 8:
+        stream = pack_stream(level, bits)
+        assert stream.view(15, -1).numpy().tobytes() == b"".join(slow.bit_string(row, bits) for row in rows)
+        assert torch.equal(unpack_stream(stream, bits), level)
+        assert unpack_stream(pack_stream(level[:0], bits), bits).shape == (0, 5, 48)
+
+
+# -- Arithmetic --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [1, 7, 8, 19, 64, 80, 128, 130, 256, 1000])
+def test_sums_are_taken_in_the_order_that_they_say(count):
+    x = torch.randn(400, count, generator=torch.Generator().manual_seed(count)) ** 2
+    np.testing.assert_array_equal(sum_pairwise(x).numpy(), x.numpy().sum(axis=-1))
+    np.testing.assert_array_equal(sum_in_order(x).numpy(), x.numpy().cumsum(axis=-1)[:, -1])
+    if count >= 64:
+        assert not torch.equal(sum_pairwise(x), sum_in_order(x))
+
+
+def test_square_root_is_correctly_rounded():
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 100
+    np.testing.assert_array_equal(square_root(x).numpy(), np.sqrt(x.numpy()))
+
+
+def test_rounding_is_away_from_zero_at_ties_only():
+    below_half = np.nextafter(np.float32(0.5), np.float32(0))
+    x = torch.tensor([0.0, 0.5, -0.5, 1.5, 2.5, -2.5, float(below_half), -float(below_half), 8388609.0, 126.5])
+    assert round_half_away(x).tolist() == [0, 1, -1, 2, 3, -3, 0, 0, 8388609, 127]
+
+
+def test_walsh_hadamard_transform_is_the_matrix_of_signs():
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)])
+    x = torch.randint(-9, 9, (5, 64), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(fwht(x), x @ hadamard)
+    assert torch.equal(fwht(fwht(x)), 64 * x)

@@ -1,0 +1,339 @@
+"""Fidelity of KV caches, held against plain forwards and numpy; windows, greedy prompts, and going on after a stop."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FINAL_NORM, saying, write_checkpoint
+
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.fidelity import evaluation
+from haarkv.validation.fidelity import scores as fidelity
+from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
+from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import nearest_rank, score_text
+from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
+
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
+# FP32 sums in another order change logits of size 1 by a few 1e-6: relative, of figures that quantization makes.
+REORDERED = 2e-3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("eval") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def setup(checkpoint):
+    return load_setup(str(checkpoint), ["bf16", "tq2", "k=tq2,v=bf16", "k=bf16,v=tq2"])
+
+
+def plan_of(text=TEXT, prompts=0, **kwargs):
+    return make_workload(list(text.encode()), 1024, prompts=prompts, **{"window": 30, **kwargs})
+
+
+# -- An evaluation written down apart: whole prefixes, one after the other, and numpy --------------------------------------
+
+
+def plain_logits(side, tokens):
+    """After each token of a window: a prefill of everything up to it, in a cache of its own, in one piece."""
+    rows = []
+    for end in range(1, len(tokens) + 1):
+        cache, paging = side.new_cache(1, end)
+        batch = paging.batch([paging.add()], [end])
+        rows.append(side.executor.prefill(torch.tensor(tokens[:end]), batch, cache)[0].double().numpy())
+    return np.stack(rows)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def plain_probabilities(side, text, window):
+    """[N, vocab] float64 of every window, and the tokens [N] that really follow."""
+    ids = list(text.encode())
+    pieces = [(ids[i : i + window], ids[i + 1 : i + window + 1]) for i in range(0, len(ids) - 1, window)]
+    logits = [plain_logits(side, fed[: len(targets)]) for fed, targets in pieces]
+    return softmax(np.concatenate(logits)), np.concatenate([targets for _, targets in pieces])
+
+
+def plain_figures(a, b, targets):
+    kl = np.sort((a * np.log(a / b)).sum(-1))
+    at = np.arange(len(targets)), targets
+    return {
+        "kl_mean": kl.mean(),
+        "kl_median": np.median(kl),
+        "kl_p999": kl[-1],
+        "top1": (a.argmax(-1) == b.argmax(-1)).mean(),
+        "rms_dp": np.sqrt(np.mean((b[at] - a[at]) ** 2)),
+        "ppl": 1 / np.prod(b[at] ** (1 / len(targets))),
+        "ppl_delta": 1 / np.prod(b[at] ** (1 / len(targets))) - 1 / np.prod(a[at] ** (1 / len(targets))),
+    }
+
+
+def test_every_figure_equals_plain_forwards_and_numpy(setup, monkeypatch):
+    monkeypatch.setattr(evaluation, "CHUNK", 7)
+    monkeypatch.setattr(fidelity, "_SLICE", 3 * 257)
+    text = TEXT[:52]
+    plan = plan_of(text, window=20)
+    of_base, targets = plain_probabilities(setup.base, text, 20)
+    assert plan.scored == len(targets) == 51
+    for row in evaluate(setup, plan):
+        wanted = plain_figures(of_base, plain_probabilities(setup.caches[row.kv], text, 20)[0], targets)
+        got = asdict(row)
+        if row.kv != "bf16":
+            assert wanted["kl_mean"] > 1e-3
+            assert wanted["top1"] < 1
+        for name, value in wanted.items():
+            assert got[name] == pytest.approx(value, rel=REORDERED, abs=1e-12), (row.kv, name)
+
+
+def test_bf16_against_itself_is_exactly_zero(setup, monkeypatch):
+    """As the baseline itself, and run a second time."""
+    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
+    again = replace(setup, caches={"bf16": setup.base, "again": replace(setup.base)})
+    assert again.caches["again"] is not setup.base
+    for row in evaluate(again, plan_of(prompts=1)):
+        assert (row.kl_mean, row.kl_median, row.kl_p999, row.rms_dp, row.ppl_delta) == (0, 0, 0, 0, 0)
+        assert (row.top1, row.greedy_match, row.bits_per_value) == (1, 5, 16)
+
+
+def test_logits_are_compared_as_numpy_does(monkeypatch):
+    monkeypatch.setattr(fidelity, "_SLICE", 40)
+    a, b = 8 * torch.randn(2, 9, 17, generator=torch.Generator().manual_seed(1))
+    targets = torch.arange(9)
+    a[0, 3] = a[0, 11] = b[0, 3] = 50.0  # a tie, which the lower id wins: the same best token
+    got = score_text(a, b, targets)
+    p, q = softmax(a.double().numpy()), softmax(b.double().numpy())
+    np.testing.assert_allclose(got.kl, (p * np.log(p / q)).sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(got.log_p_a.exp(), p[np.arange(9), targets], rtol=1e-12)
+    np.testing.assert_allclose(got.log_p_b.exp(), q[np.arange(9), targets], rtol=1e-12)
+    assert got.same_top.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert got.same_top[0]
+    assert not got.same_top.all()
+
+
+def test_the_99_9_percent_is_by_nearest_rank():
+    assert nearest_rank(range(1, 2001), 999) == 1998
+    assert nearest_rank(range(1, 1002), 999) == 1000
+    assert nearest_rank(range(1, 1001), 999) == 999
+    assert nearest_rank(range(1, 1000), 999) == 999
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_logits_that_are_not_finite_are_refused(side):
+    logits = {"a": torch.zeros(5, 3), "b": torch.zeros(5, 3)}
+    logits[side][4, 1] = torch.nan
+    with pytest.raises(NonFiniteError, match=f"side {side.upper()}"):
+        score_text(**logits, targets=torch.zeros(5, dtype=torch.int64))
+
+
+# -- What is measured: stored K and V, from an empty cache ------------------------------------------------------------------
+
+
+def scores_of(setup, plan):
+    kept = Partial()
+    evaluate(setup, plan, partial=kept)
+    return {name: [kept.scores(name, n, w.length) for n, w in enumerate(plan.windows)] for name in setup.caches}
+
+
+def test_a_token_reads_its_own_stored_v_and_windows_begin_empty(setup):
+    found = scores_of(setup, plan_of())
+    for window in range(3):
+        # It attends to itself alone: with weight 1 whatever K is, and to V as it is stored.
+        assert found["tq2"][window].kl[0] > 1e-4
+        assert found["k=bf16,v=tq2"][window].kl[0] > 1e-4
+        assert found["k=tq2,v=bf16"][window].kl[0] == 0
+        assert found["k=tq2,v=bf16"][window].kl[1:].min() > 0
+    alone = scores_of(setup, plan_of(TEXT[30:]))
+    for name in setup.caches:
+        assert torch.equal(alone[name][0].kl, found[name][1].kl)
+
+
+def test_more_bits_are_nearer(checkpoint):
+    rows = evaluate(load_setup(str(checkpoint), ["tq2", "tq3", "tq4", "tq6", "q8_0"]), plan_of())
+    for figure in ("kl_mean", "kl_median", "rms_dp"):
+        values = [getattr(row, figure) for row in rows]
+        assert values == sorted(values, reverse=True)
+    assert rows[-1].kl_mean < rows[0].kl_mean / 100
+
+
+@pytest.mark.parametrize("kv", ["tq4", "k=q8_0,v=tq2", "fp32"])
+def test_bytes_are_those_of_the_cache(checkpoint, kv):
+    setup = load_setup(str(checkpoint), [kv])
+    (row,) = evaluate(setup, plan_of(tokens=1))
+    cache, _ = setup.caches[kv].new_cache(1, 128)
+    assert row.kv == kv
+    assert row.bytes_per_token == cache.nbytes / cache.num_slots
+    assert row.bits_per_value == 8 * cache.nbytes / cache.num_slots / (2 * 2 * 2 * 32)
+
+
+# -- Greedy ---------------------------------------------------------------------------------------------------------------
+
+
+def plain_continuation(side, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        cache, paging = side.new_cache(1, len(tokens))
+        batch = paging.batch([paging.add()], [len(tokens)])
+        tokens.append(int(side.executor.prefill(torch.tensor(tokens), batch, cache)[0].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_match_counts_tokens_before_the_first_difference(setup, monkeypatch):
+    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 9)
+    monkeypatch.setattr(evaluation, "GREEDY_PROMPT_TOKENS", 20)
+    plan = plan_of(prompts=3, tokens=1)
+    assert plan.prompts == [list(TEXT.encode())[b : b + 20] for b in (0, len(TEXT) // 3, 2 * (len(TEXT) // 3))]
+    counts = {}
+    for row in evaluate(setup, plan):
+        both = [[plain_continuation(s, p, 9) for p in plan.prompts] for s in (setup.base, setup.caches[row.kv])]
+        lengths = [next((i for i in range(9) if a[i] != b[i]), 9) for a, b in zip(*both, strict=True)]
+        counts[row.kv] = row.greedy_match
+        assert row.greedy_match == sum(lengths) / 3
+    assert counts["bf16"] == 9
+    assert 0 < counts["tq2"] < 9
+
+
+def test_an_end_of_text_ends_nothing(tmp_path):
+    folder = write_checkpoint(tmp_path / "abc", mutate=saying("abc"))
+    (row,) = evaluate(load_setup(str(folder), ["tq2"]), plan_of("ab" * 70, prompts=1))
+    assert row.greedy_match == 64
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"), [("abc", "abd", 2), ("abc", "abc", 3), ("", "a", 0), ("ab", "abc", 2), ("ba", "ab", 0)]
+)
+def test_common_prefix(a, b, count):
+    assert common_prefix(a, b) == count
+
+
+# -- Windows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 30, 31, 32, 95])
+@pytest.mark.parametrize("window", [1, 7, 30, 500])
+def test_each_token_but_the_first_is_scored_once(length, window):
+    plan = make_workload(range(length), 1024, window=window)
+    scored = [t for w in plan.windows for t in range(w.begin + 1, w.begin + w.length + 1)]
+    assert scored == list(range(1, length))
+    assert max(w.length for w in plan.windows) <= window
+
+
+def test_a_limit_is_kept_and_spread():
+    plan = make_workload(range(1001), 1024, window=100, tokens=250)
+    assert plan.windows == [Span(0, 100), Span(300, 100), Span(600, 50)]
+    assert plan.scored == 250
+    assert make_workload(range(1001), 1024, window=100, tokens=5000).scored == 1000
+    assert make_workload(range(95), 1024, window=10, tokens=93).scored == 93
+
+
+def test_defaults_fit_the_model():
+    assert make_workload(range(5000), 4096).windows[0].length == 1024
+    small = make_workload(range(5000), 64)
+    assert small.windows[0].length == 64
+    assert len(small.prompts[0]) + small.new_tokens <= 64
+    assert len(make_workload(range(300), 4096).prompts) == 2  # of 128; a third would overlap
+    assert make_workload(range(300), 4096, prompts=0).prompts == []
+
+
+# -- Going on where another run stopped -------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def kept_by(setup, plan, text=None, stop_after=None):
+    """Rows (None if stopped), what was saved last, and which steps were run or found."""
+    saved, steps = [], []
+
+    def on_step(what, tokens):
+        steps.append(what)
+        if len(steps) == stop_after:
+            raise Stop
+
+    fingerprints = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
+    partial = Partial(text, run_fingerprint(setup, plan), fingerprints, saved.append)
+    try:
+        rows = evaluate(setup, plan, partial=partial, on_step=on_step)
+    except Stop:
+        rows = None
+    return rows, (saved or [text])[-1], steps
+
+
+@pytest.mark.parametrize("stop_after", [1, 6, 13, 15])
+def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, monkeypatch):
+    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
+    plan = plan_of(prompts=1)
+    whole = evaluate(setup, plan)
+    none, saved, _ = kept_by(setup, plan, stop_after=stop_after)
+    assert none is None
+    run = []
+    right = evaluation._score_window
+    monkeypatch.setattr(evaluation, "_score_window", lambda *args: run.append(args[1]) or right(*args))
+    rows, finished, steps = kept_by(setup, plan, saved)
+    assert rows == whole
+    assert len(run) == max(0, 3 * 4 - stop_after)
+    assert len(steps) == 3 * 4 + 4
+    monkeypatch.setattr(evaluation, "_logits", None)  # nothing is left to run
+    monkeypatch.setattr(evaluation, "_continuations", None)
+    assert kept_by(setup, plan, finished)[0] == whole
+
+
+def test_a_finished_file_takes_more_formats(setup, checkpoint, monkeypatch):
+    plan = plan_of()
+    _, saved, _ = kept_by(setup, plan)
+    more = load_setup(str(checkpoint), ["tq2", "tq4"])
+    run = []
+    right = evaluation._score_window
+    monkeypatch.setattr(evaluation, "_score_window", lambda *args: run.append(args[1]) or right(*args))
+    rows, _, _ = kept_by(more, plan, saved)
+    assert run == ["tq4"] * 3
+    assert rows == evaluate(more, plan)
+
+
+def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
+    plan = plan_of(prompts=1)
+    _, saved, _ = kept_by(setup, plan)
+    other_model = load_setup(str(write_checkpoint(tmp_path / "m", mutate=lambda t: t[FINAL_NORM].mul_(2))), ["tq2"])
+    for other, of_plan, word in (
+        (other_model, plan, "model"),
+        (setup, plan_of(TEXT.upper(), prompts=1), "text"),
+        (setup, plan_of(window=20, prompts=1), "windows"),
+        (setup, plan_of(), "prompts"),
+        (load_setup(str(checkpoint), ["tq2"], dtype="bfloat16"), plan, "dtype"),
+    ):
+        with pytest.raises(InputError, match=f"another .*{word}"):
+            kept_by(other, of_plan, saved)
+    changed = replace(
+        setup, caches={"tq2": replace(setup.base, plan=KVSpec("k=tq3,v=tq2").plan(setup.base.config.num_layers))}
+    )
+    with pytest.raises(InputError, match="tq2 had other code or tables"):
+        kept_by(changed, plan, saved)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"haarkv_eval": 1, "run": {}, "caches": {"tq2": {}}}'])
+def test_another_file_is_refused(setup, text):
+    with pytest.raises(InputError, match="no partial result"):
+        kept_by(setup, plan_of(), text)
+
+
+@pytest.mark.parametrize("kept", [16, 32], ids=["half_a_number", "too_few"])
+def test_a_damaged_file_is_refused(setup, kept):
+    content = json.loads(kept_by(setup, plan_of())[1])
+    scores = content["caches"]["tq2"]["windows"]["1"]
+    scores["kl"] = scores["kl"][:kept]
+    with pytest.raises(InputError, match="damaged"):
+        kept_by(setup, plan_of(), json.dumps(content))
+
+
+def test_a_file_of_another_version_is_refused(setup):
+    content = json.loads(kept_by(setup, plan_of())[1])
+    with pytest.raises(InputError, match="version 0"):
+        kept_by(setup, plan_of(), json.dumps({**content, "haarkv_eval": 0}))

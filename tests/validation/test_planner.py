@@ -1,0 +1,221 @@
+"""The planner: an exact choice within a budget, of costs that are what an evaluation measures, judged on another text."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from checkpoints import layer_tensor, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import CONFIGS, SMALL
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
+from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.setup import load_setup
+from haarkv.validation.planning import planner
+from haarkv.validation.planning.knapsack import best_within
+from haarkv.validation.planning.planner import (
+    Verified,
+    bits_per_value,
+    choices_within,
+    choose,
+    compare,
+    measure,
+    places,
+    require_candidates,
+    rivals_of,
+    verify,
+)  # fmt: skip
+
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
+UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
+# FP32 sums in another order change logits of size 1 by a few 1e-6: relative, of figures that quantization makes.
+REORDERED = 2e-3
+
+
+def windows_of(text, window=30, **kwargs):
+    return make_workload(list(text.encode()), 1024, window=window, prompts=0, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    """Layer 0 attends by sharp scores, which errors of K upset; layer 1 to all tokens alike, whatever K is."""
+
+    def mutate(tensors):
+        tensors[layer_tensor(0, "self_attn.q_norm")] *= 3
+        tensors[layer_tensor(1, "self_attn.q_norm")] *= 0.05
+
+    folder = write_checkpoint(tmp_path_factory.mktemp("plan") / "checkpoint", mutate=mutate)
+    return load_setup(str(folder), ["bf16"])
+
+
+@pytest.fixture(scope="module")
+def costs(setup):
+    return measure(setup, windows_of(TEXT), ["tq2", "tq4", "tq6", "bf16"])
+
+
+# -- The knapsack -----------------------------------------------------------------------------------------------------------
+options = st.lists(st.tuples(st.integers(0, 12).map(lambda n: 3 * n + 2), st.integers(-9, 30)), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(items=st.lists(options, min_size=1, max_size=4), budget=st.integers(0, 150))
+def test_the_choice_is_the_best_of_all(items, budget):
+    def total(choice):
+        taken = [item[option] for item, option in zip(items, choice, strict=True)]
+        return sum(loss for _, loss in taken), sum(size for size, _ in taken)
+
+    fitting = [c for c in itertools.product(*(range(len(item)) for item in items)) if total(c)[1] <= budget]
+    found = best_within([[s for s, _ in item] for item in items], [[float(x) for _, x in item] for item in items], budget)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert total(found) == min(map(total, fitting))
+
+
+# -- Bytes ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("tail", [None, 5])
+def test_bits_are_those_of_the_allocated_cache(config, tail):
+    config, context = CONFIGS[config], 300
+    plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
+    cache = PagedKVCache(
+        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks_for(context), num_rows=1
+    )
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache.num_slots
+    assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
+
+
+@pytest.mark.parametrize("tail", [0, 7])
+def test_a_budget_may_be_spent_to_the_last_byte(tail):
+    costs = {place: {"tq3": 1.0, "bf16": 0.0} for place in places(SMALL)}
+    only = KVSpec("tq3", tail=tail or None).plan(SMALL.num_layers)
+    bits = bits_per_value(only, SMALL, 512)
+    assert choose(costs, SMALL, budget=bits, tail=tail, context=512).plan == only
+    assert choose(costs, SMALL, budget=bits - 1e-6, tail=tail, context=512) is None
+    # bf16 keeps nothing twice: a place in it takes no tail either.
+    one = replace(only, layers=(KVSpec("k=bf16,v=tq3").plan(1).layers[0], *only.layers[1:]))
+    assert bits_per_value(
+        choose(costs, SMALL, budget=bits_per_value(one, SMALL, 512), tail=tail, context=512).plan, SMALL, 512
+    ) == (bits_per_value(one, SMALL, 512))
+
+
+# -- Costs ------------------------------------------------------------------------------------------------------------------
+def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
+    run = windows_of(TEXT)
+    specs = {"k=tq2,v=bf16": "k", "k=bf16,v=tq2": "v"}
+    for layer in range(2):
+        plans = {kv: KVSpec("bf16", layers={layer: kv}).plan(2) for kv in specs}
+        caches = {kv: replace(setup.base, plan=plan) for kv, plan in plans.items()}
+        for row in evaluate(replace(setup, caches=caches), run):
+            assert row.kl_mean > 1e-6
+            assert costs[layer, specs[row.kv]]["tq2"] == pytest.approx(row.kl_mean, rel=REORDERED)
+    assert all(of_place["bf16"] == 0 < of_place["tq6"] < of_place["tq4"] < of_place["tq2"] for of_place in costs.values())
+
+
+def test_a_measurement_goes_on_from_what_was_kept(setup, monkeypatch):
+    run, kept, steps = windows_of(TEXT, tokens=40), Partial(), []
+    whole = measure(setup, run, ["tq2"], partial=kept, on_step=lambda *step: steps.append(step))
+    assert len(steps) == 4 * len(run.windows)
+    monkeypatch.setattr(planner, "score_window", None)  # nothing is left to run
+    monkeypatch.setattr(planner, "run_span", None)
+    assert measure(setup, run, ["tq2"], partial=kept) == whole
+
+
+# -- Choices ----------------------------------------------------------------------------------------------------------------
+def test_bits_go_where_errors_cost_most(setup, costs):
+    assert costs[0, "k"]["tq4"] > 20 * costs[1, "k"]["tq4"]
+    plan = choose(costs, setup.base.config, budget=4.5, tail=0, context=128).plan
+    bits = {place: plan.layers[place[0]][place[1] == "v"].bytes_per_vector(32) for place in costs}
+    assert bits[0, "k"] > bits[1, "k"] == min(bits.values())
+
+
+def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
+    budgets = [2.6, 3.5, 4.1, 5.0, 7.7, 12.0, 15.9]
+    found = [choose(costs, setup.base.config, budget=b, tail=0, context=128) for b in budgets]
+    assert [c.predicted_kl for c in found] == sorted((c.predicted_kl for c in found), reverse=True)
+    assert found[0].predicted_kl > 10 * found[-2].predicted_kl
+    for budget, choice in zip(budgets, found, strict=True):
+        assert bits_per_value(choice.plan, setup.base.config, 128) <= budget
+        names = [f.name for pair in choice.plan.layers for f in pair]
+        assert choice.predicted_kl == pytest.approx(sum(costs[place][n] for place, n in zip(costs, names, strict=True)))
+
+
+def test_tails_take_their_bytes_from_the_formats(setup, costs):
+    config = setup.base.config
+    found = choices_within(costs, config, budget=4.6, tails=(0, 16, 9000), context=1024)
+    assert [choice.plan.recent for choice in found] == [None, 16]
+    assert all(bits_per_value(choice.plan, config, 1024) <= 4.6 for choice in found)
+    assert found[1].predicted_kl > found[0].predicted_kl
+    rows = compare(setup, windows_of(TEXT * 2, window=128), found)
+    assert [row.kv for row in rows] == [choice.plan.describe() for choice in found]
+    assert rows[0].kl_mean == pytest.approx(found[0].predicted_kl, rel=0.5)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 16, float("nan"), float("inf")])
+def test_no_budget(costs, setup, budget):
+    with pytest.raises(InputError, match="budget"):
+        choices_within(costs, setup.base.config, budget=budget, tails=(0,), context=128)
+
+
+def test_a_budget_that_nothing_meets_names_the_least(costs, setup):
+    with pytest.raises(InputError, match=r"takes 2\.5; raise --budget"):
+        choices_within(costs, setup.base.config, budget=2.4, tails=(0, 8), context=128)
+
+
+@pytest.mark.parametrize(("name", "word"), [("kivi2", "groups"), ("tq9", "unknown"), ("tbq4_0", "tbq4_0")])
+def test_candidates_that_cannot_be(setup, name, word):
+    with pytest.raises(InputError, match=word):
+        require_candidates(["tq4", name], setup.base.config)
+
+
+def test_an_executor_that_cannot_run_a_candidate_says_so(setup, monkeypatch):
+    monkeypatch.setattr(type(setup.base.executor), "supports", lambda *_: "it is too new")
+    with pytest.raises(InputError, match=r"reference cannot run .*too new"):
+        measure(setup, windows_of(TEXT), ["tq2"])
+
+
+# -- Verification -----------------------------------------------------------------------------------------------------------
+def test_rivals_stand_next_to_the_plan_in_bytes():
+    names = ["tq2", "tq3", "tq4", "tbq4_0", "tq5"]
+    plan = KVSpec("tq4", layers={0: "k=tq3,v=tq4"}).plan(3)
+    assert list(rivals_of(plan, SMALL, 512, names)) == ["tq3", "tq4", "tbq4_0"]
+    assert list(rivals_of(KVSpec("tq3").plan(3), SMALL, 512, names)) == ["tq3"]
+    tailed = KVSpec("tq3", tail=16, layers={0: "tq4"}).plan(3)
+    assert list(rivals_of(tailed, SMALL, 4096, names)) == ["tq3", "tq3; tail 16", "tq4", "tbq4_0"]
+
+
+def row(kv, size, kl):
+    return FidelityRow(kv, size, size / 10, kl, kl, kl, 1.0, 0.0, 9.0, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "winner"),
+    [
+        ([("a", 90, 0.11), ("b", 106, 0.01)], None),  # b takes 6 % more
+        ([("a", 90, 0.11), ("b", 105, 0.09)], "b"),
+        ([("a", 90, 0.09), ("b", 105, 0.08)], "b"),
+        ([("a", 100, 0.1)], "a"),  # no better than a uniform format
+        ([], None),
+    ],
+)
+def test_a_uniform_format_of_the_same_bytes_must_be_beaten(rivals, winner):
+    found = Verified(row("plan", 100, 0.1), tuple(row(*r) for r in rivals), (0,) * len(rivals), 10, 1).beaten_by
+    assert (found.kv if found else None) == winner
+
+
+def test_a_verification_is_an_evaluation_beside_uniform_formats(setup, costs):
+    config, unseen = setup.base.config, windows_of(UNSEEN)
+    plan = choose(costs, config, budget=4.5, tail=0, context=30).plan
+    rivals = rivals_of(plan, config, 30, ["tq2", "tq4"])
+    verified = verify(setup, unseen, plan, rivals)
+    caches = {"plan": replace(setup.base, plan=plan), "tq4": replace(setup.base, plan=rivals["tq4"])}
+    expected = {r.kv: r for r in evaluate(replace(setup, caches=caches), unseen)}
+    assert verified.plan == expected["plan"]
+    assert verified.rivals[-1] == expected["tq4"]
+    assert (verified.tokens, verified.windows) == (len(UNSEEN) - 1, 4)
+    assert verified.plan.kl_mean < verified.rivals[-1].kl_mean
+    assert verified.beaten_by is None
+    assert verified.nearer[-1] > 2

@@ -1,0 +1,691 @@
+"""The validator: it passes what is right, finds what is wrong where it is, and is not taken in."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, random_tokens, small_model
+
+import haarkv.validation.layers.runner as runner
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.qwen3_14b.model import head
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import OP_NAMES
+from haarkv.validation import bounds, validate
+from haarkv.validation.layers.ascend import ascend_metrics
+from haarkv.validation.layers.compare import compare_numbers, compare_stored, compare_vectors
+from haarkv.validation.layers.faults import planted, reordered, table_with
+from haarkv.validation.layers.page import page
+from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json, csv_rows
+from haarkv.validation.layers.self_test import WholeLayers, self_test
+from haarkv.validation.layers.trial import poison
+
+MODEL = small_model(SMALL)
+MODELS = {torch.float32: MODEL, torch.bfloat16: small_model(SMALL, dtype=torch.bfloat16)}
+PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
+
+
+def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **kwargs):
+    return validate(
+        trusted or ReferenceExecutor(model),
+        candidate,
+        model,
+        prompts,
+        steps,
+        KVSpec(kv).plan(model.config.num_layers),
+        **kwargs,
+    )
+
+
+def candidate_with(model=MODEL, **ops):
+    return ReferenceExecutor(model, table_with(ops))
+
+
+class Whole(WholeLayers):
+    """A fused executor whose layers, prefill or decode can be spoilt."""
+
+    def __init__(self, model=MODEL, **changed):
+        super().__init__(ReferenceExecutor(model))
+        self.inner = ReferenceExecutor(model)
+        for name, function in changed.items():
+            setattr(self, name, lambda *args, f=function: f(self.inner, *args))
+
+
+def where(report):
+    first = report.first_divergence
+    assert not report.passed
+    assert first.reason == "fault"
+    return first.layer, first.stage
+
+
+# -- What is right passes --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("wrap", [lambda e: e, WholeLayers], ids=["ops", "layers"])
+def test_the_reference_equals_itself_in_every_format(kv, wrap):
+    seen = []
+    report = run(wrap(ReferenceExecutor(MODEL)), kv=kv, on_row=seen.append)
+    assert report.passed
+    assert report.first_divergence is None
+    assert list(report.rows) == seen
+    # prefill and one step, every layer, both modes
+    assert len(report.rows) == 2 * SMALL.num_layers * 2
+    for row in report.rows:
+        assert (row.k_match, row.v_match, row.unexplained, row.scale_err, row.max_abs) == (1, 1, 0, 0, 0)
+        assert row.hidden_cos == pytest.approx(1, abs=1e-12)
+    assert all(row.same_token == row.sequences == 2 for row in report.logits)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c != "gqa5_d128"])
+def test_other_shapes_can_be_validated(config):
+    model = small_model(CONFIGS[config])
+    prompts = [random_tokens(model.config, 5)]
+    assert run(ReferenceExecutor(model), model, prompts, 0).passed
+    broken = candidate_with(model, paged_attention=lambda q, *_: torch.ones_like(q))
+    assert where(run(broken, model, prompts, 0)) == (0, "paged_attention")
+
+
+@pytest.mark.parametrize("kv", ["tq4", "k=bf16,v=tq4_seed"])
+@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+@pytest.mark.parametrize("wrap", [lambda e: e, WholeLayers], ids=["ops", "layers"])
+def test_another_order_of_sums_is_rounding_and_ties(kv, dtype, wrap):
+    model = MODELS[dtype]
+    report = run(wrap(ReferenceExecutor(model, reordered())), model, steps=2, kv=kv)
+    assert report.passed
+    assert report.first_divergence.reason in ("rounding", "tie")
+
+
+def test_a_tie_is_taken_over_into_what_follows():
+    """In fp32 one level that falls the other way moves attention a hundred times as far as rounding may; it is a tie."""
+    flipped = []
+
+    def store_kv(k, v, cache, layer, batch):
+        # The level of layer 1's K that lies nearest to its boundary, on the other side of it.
+        x = k.clone()
+        if layer == 1 and len(k) > 2:
+            choice = formats.get("tq4").choice(k, layer, 0.0)
+            away = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1)
+            token, head, coordinate = (int(i) for i in (away == away.min()).nonzero()[0])
+            level = int((choice.value[token, head, coordinate] >= choice.boundaries).sum())
+            fields = cache.k_format(layer).quantize(x, layer)
+            reference.store_kv(x, v, cache, layer, batch)
+            levels = formats.get("tq4").levels(fields)
+            distance = choice.value[token, head, coordinate] - choice.boundaries
+            levels[token, head, coordinate] = level + (1 if distance[distance.abs().argmin()] < 0 else -1)
+            low, high = levels.chunk(2, dim=-1)
+            block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
+            cache.k_fields(layer)["codes"][block, :, offset] = low | (high << 4)
+            flipped.append(float(away.min()))
+            return
+        reference.store_kv(x, v, cache, layer, batch)
+
+    limits = replace(bounds.LAYER_FP32, kv_noise=1e-3, same_kv_noise=1e-3, length=1e-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "bounds_of", lambda _: limits)
+        report = run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)
+    assert flipped
+    assert report.passed
+    assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "store_kv.k")
+    assert report.first_divergence.reason == "tie"
+    forced, free = ([r for r in report.rows if r.mode == mode and r.layer == 1] for mode in ("teacher-forced", "free-running"))
+    assert forced[0].rel_l2 == 0
+    assert free[0].rel_l2 > 10 * bounds.LAYER_FP32.rel_l2
+    # Left at the real bounds, so wide a tie is none.
+    if flipped[0] > 2e-5:
+        assert where(run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)) == (1, "store_kv.k")
+
+
+# -- What is wrong is found ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+@pytest.mark.parametrize("number", range(len(planted(MODEL, 1))))
+@pytest.mark.parametrize("driven", ["ops", "layers"])
+def test_every_planted_fault_is_found_where_it_is(dtype, number, driven):
+    model = MODELS[dtype]
+    fault = planted(model, 1)[number]
+    candidate = ReferenceExecutor(model, fault.table())
+    report = run(candidate if driven == "ops" else WholeLayers(candidate), model, steps=0)
+    assert where(report) == (fault.layer, fault.stage if driven == "ops" else fault.seen_as)
+    row = next(r for r in report.rows if r.mode == "teacher-forced" and not r.passed)
+    assert row.layer == fault.layer
+
+
+def test_the_faults_are_those_that_the_docs_promise():
+    names = " ".join(fault.name for fault in planted(MODEL, 1))
+    for word in (
+        "transposed rotation", "swapped nibbles", "K stored as V", "slot off by one", "zero output", "random K codes",
+        "another layer's rotation", "in sequence", "first two of five Q heads",
+    ):  # fmt: skip
+        assert word in names
+
+
+def test_a_fault_in_decode_alone_is_found_there():
+    def paged_attention(q, cache, layer, batch, scale):
+        out = reference.paged_attention(q, cache, layer, batch, scale)
+        return -out if len(q) == len(batch.seq_lens) and layer == 2 else out
+
+    report = run(candidate_with(paged_attention=paged_attention), steps=2)
+    assert where(report) == (2, "paged_attention")
+    assert (report.first_divergence.phase, report.first_divergence.step) == ("decode", 0)
+
+
+STAGE_OF_OP = {
+    "rms_norm": "input_norm", "linear": "q_proj", "rope": "q_rope", "silu_mul": "silu_mul",
+    "paged_attention": "paged_attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", STAGE_OF_OP)
+@pytest.mark.parametrize("spoil", ["one percent", "nan", "zero", "shape", "dtype", "input"])
+def test_every_op_is_judged_by_itself(op, spoil):
+    right = getattr(reference, op)
+
+    def wrong(*args):
+        out = right(*args)
+        if spoil == "input":
+            args[0].mul_(1.5)
+            return out
+        return {
+            "one percent": lambda: out * 1.01, "nan": lambda: out.index_fill(0, torch.tensor(0), torch.nan),
+            "zero": lambda: out * 0, "shape": lambda: out[..., :-1], "dtype": lambda: out.to(torch.float16),
+        }[spoil]()  # fmt: skip
+
+    # Its layers are right, its op table is not: what is wrong is seen in the replay alone.
+    executor = ReferenceExecutor(MODEL)
+    lying = SimpleNamespace(**{n: getattr(executor, n) for n in ("name", "config", "device", "supports", "layers")})
+    lying.prefill, lying.decode, lying.ops = executor.prefill, executor.decode, table_with({op: wrong})
+    assert where(run(lying, steps=0)) == (0, STAGE_OF_OP[op])
+
+
+def test_a_small_error_of_one_head_is_not_hidden_by_the_others():
+    def paged_attention(q, cache, layer, batch, scale):
+        out = reference.paged_attention(q, cache, layer, batch, scale).clone()
+        out[:, 3] *= 1.001
+        return out
+
+    assert where(run(candidate_with(paged_attention=paged_attention), steps=0)) == (0, "paged_attention")
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_rotated_value_rounded_to_bf16_is_no_tie(side):
+    """The published CPU path: its levels differ by one and half a percent only, and are unexplained all the same."""
+
+    def store_kv(k, v, cache, layer, batch):
+        reference.store_kv(k, v, cache, layer, batch)
+        x, fields = (k, cache.k_fields(layer)) if side == "k" else (v, cache.v_fields(layer))
+        choice = formats.get("tq4").choice(x, layer, 0.0)
+        level = torch.bucketize(choice.value.bfloat16().float(), choice.boundaries).to(torch.uint8)
+        low, high = level.chunk(2, dim=-1)
+        block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
+        fields["codes"][block, :, offset] = low | (high << 4)
+
+    prompts = [random_tokens(SMALL, 40)]
+    for wrap in (lambda e: e, WholeLayers):
+        report = run(wrap(candidate_with(store_kv=store_kv)), prompts=prompts, steps=0)
+        assert where(report) == (0, f"store_kv.{side}")
+        assert getattr(report.rows[0], f"{side}_match") > 0.98
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_a_wrong_scale_is_found_in_every_format(kv, factor):
+    def store_kv(k, v, cache, layer, batch):
+        reference.store_kv(k, v * factor, cache, layer, batch)
+
+    assert where(run(candidate_with(store_kv=store_kv), steps=0, kv=kv)) == (0, "store_kv.v")
+
+
+# -- Fused executors -------------------------------------------------------------------------------------------------------
+def test_a_fused_executor_with_a_wrong_head_is_found():
+    report = run(Whole(prefill=lambda e, *args: e.prefill(*args).roll(1, -1)))
+    assert where(report) == (None, "head")
+    report = run(Whole(decode=lambda e, *args: e.decode(*args) * torch.linspace(0.9, 1.1, SMALL.vocab_size)))
+    assert where(report) == (None, "head")
+    assert report.first_divergence.phase == "decode"
+
+
+def test_a_whole_forward_that_is_not_that_of_the_op_table_is_found():
+    lying = ReferenceExecutor(MODEL)
+    lying.decode = lambda token_ids, batch, cache: ReferenceExecutor(MODEL).decode(token_ids.flip(0), batch, cache)
+    assert where(run(lying)) == (None, "forward")
+
+
+def test_a_whole_forward_that_stores_something_else_or_elsewhere_is_found():
+    def consistently_wrong(e, token_ids, batch, cache):
+        logits = e.prefill(token_ids, batch, cache)
+        for layer in range(SMALL.num_layers):
+            cache.v_fields(layer)["scale"].mul_(2)
+        return logits
+
+    assert where(run(Whole(prefill=consistently_wrong), steps=0)) == (None, "head")
+
+    def stray(e, token_ids, batch, cache):
+        logits = e.prefill(token_ids, batch, cache)
+        cache.k_fields(2)["codes"][0, 0, 5] ^= 1
+        return logits
+
+    assert where(run(Whole(prefill=stray), steps=0)) == (None, "untouched_slots")
+
+
+def test_writing_into_another_layers_cache_is_found():
+    def layers(e, hidden, span, batch, cache):
+        out = e.layers(hidden, span, batch, cache)
+        if span[0] == 2:
+            cache.v_fields(0)["codes"][:, 0, -1] ^= 1
+        return out
+
+    assert where(run(Whole(layers=layers), steps=0)) == (2, "untouched_slots")
+
+
+# -- Not taken in ----------------------------------------------------------------------------------------------------------
+def test_a_stale_cache_does_not_match():
+    """Right K and V from an earlier run are in the slots; an executor that writes nothing must not find them there."""
+    stale = {}
+
+    def layers(e, hidden, span, batch, cache):
+        scratch = new_cache(SMALL, num_blocks=cache.num_blocks, block_size=cache.block_size)
+        out = e.layers(hidden, span, batch, scratch)
+        stale.setdefault(span[0], out)
+        return out
+
+    assert where(run(Whole(layers=layers), steps=0)) == (0, "store_kv.k")
+    assert stale
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
+    cache = new_cache(SMALL, kv)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 5, SMALL.num_kv_heads, SMALL.head_dim, generator=generator)
+    v[2, 0, :5] = 0
+    v[3, 1] = 0
+    bad = poison(cache, 1, k, v)
+    for kv_format, side, x in ((cache.k_format(1), "k", k), (cache.v_format(1), "v", v)):
+        right = kv_format.quantize(x, 1)
+        levels = kv_format.levels(right)
+        if levels is None:
+            assert (right["data"] != bad[side]["data"]).all()
+        else:
+            differs = levels != kv_format.levels(bad[side])
+            assert differs[x.abs().sum(-1) > 0].float().mean() > 0.95
+            assert differs.any(-1).all()
+
+
+def test_a_context_of_one_token_proves_nothing():
+    with pytest.raises(InputError, match="one token"):
+        run(ReferenceExecutor(MODEL), prompts=[[1], [2]], steps=0)
+    assert run(ReferenceExecutor(MODEL), prompts=[[1], [2]], steps=1).passed
+
+
+@pytest.mark.parametrize("which", ["embedding", "o_proj"])
+def test_zeros_in_the_reference_prove_nothing(which):
+    weights = MODEL.weights
+    if which == "embedding":
+        embedding = weights.embedding.clone()
+        embedding[PROMPTS[1][1]] = 0
+        model = replace(MODEL, weights=replace(weights, embedding=embedding))
+    else:  # the last layer takes back what came in, so that nothing is left
+        model = replace(MODEL, weights=replace(weights, embedding=torch.zeros_like(weights.embedding)))
+    with pytest.raises(InputError, match="zero at token"):
+        run(ReferenceExecutor(model), model)
+
+
+def test_a_reference_whose_values_are_zero_or_nan_is_refused():
+    def zeros(q, *_):
+        return torch.zeros_like(q)
+
+    silent = table_with({"silu_mul": lambda g, u, d: (g * 0).to(d)})
+    # Attention and MLP switched off leave the embedding: not zero, and so it can be compared with.
+    still = ReferenceExecutor(MODEL, silent)
+    assert run(still, trusted=still).passed
+    v_zero = table_with({"store_kv": lambda k, v, c, i, s: reference.store_kv(k, v * 0, c, i, s), "paged_attention": zeros})
+    assert where(run(ReferenceExecutor(MODEL, v_zero))) == (0, "store_kv.v")
+    gone = table_with({"linear": lambda x, w: reference.linear(x, w) * 0})
+    with pytest.raises(InputError, match="K of layer 0 is zero"):
+        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, gone))
+    nan = table_with({"silu_mul": lambda g, u, d: (g * torch.nan).to(d)})
+    with pytest.raises(InputError, match="not finite"):
+        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, nan))
+
+
+def test_an_executor_that_answers_zeros_fails():
+    zeros = Whole(layers=lambda e, hidden, *_: torch.zeros_like(hidden))
+    assert where(run(zeros, steps=0)) == (0, "store_kv.k")
+    written = Whole(layers=lambda e, hidden, *rest: e.layers(hidden, *rest) * 0)
+    assert where(run(written, steps=0)) == (0, "attention_mlp")
+
+
+@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+def test_an_executor_that_hands_its_input_back_fails(dtype):
+    def same(e, hidden, span, batch, cache):
+        e.layers(hidden, span, batch, cache)
+        return hidden
+
+    assert where(run(Whole(MODELS[dtype], layers=same), MODELS[dtype], steps=0)) == (0, "attention_mlp")
+
+
+def test_an_executor_that_overwrites_its_input_fails_and_does_not_reach_the_references():
+    def in_place(e, hidden, span, batch, cache):
+        hidden.copy_(e.layers(hidden, span, batch, cache))
+        return hidden
+
+    report = run(Whole(layers=in_place), steps=0)
+    assert where(report) == (0, "call")
+    # Its numbers are right: what it was given were copies.
+    assert all(row.max_abs == 0 for row in report.rows)
+
+    def spoils_batch(e, hidden, span, batch, cache):
+        out = e.layers(hidden, span, batch, cache)
+        batch.seq_lens.add_(1)
+        return out
+
+    assert where(run(Whole(layers=spoils_batch), steps=0)) == (0, "call")
+
+
+def test_an_executor_that_reuses_one_buffer_is_compared_by_what_was_in_it():
+    buffer = {}
+
+    def layers(e, hidden, span, batch, cache):
+        out = e.layers(hidden, span, batch, cache)
+        kept = buffer.setdefault(out.shape, torch.empty_like(out))
+        return kept.copy_(out)
+
+    assert run(Whole(layers=layers)).passed
+
+
+def test_an_executor_that_writes_to_the_weights_fails():
+    model = small_model(SMALL)
+    unused = next(token for token in range(SMALL.vocab_size) if token not in {*PROMPTS[0], *PROMPTS[1]})
+
+    def spoils(e, hidden, span, batch, cache):
+        model.weights.embedding[unused] += 1
+        return e.layers(hidden, span, batch, cache)
+
+    assert run(Whole(model), model, steps=0).passed
+    assert where(run(Whole(model, layers=spoils), model, steps=0)) == (None, "weights")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_anywhere_fails(bad):
+    def layers(e, hidden, span, batch, cache):
+        out = e.layers(hidden, span, batch, cache).clone()
+        if span[0] == 1:
+            out[2, 5] = bad
+        return out
+
+    report = run(Whole(layers=layers), steps=0)
+    assert where(report) == (1, "attention_mlp")
+    json.dumps(as_json(report), allow_nan=False)
+    page(report)
+
+    def scale(k, v, cache, layer, batch):
+        slots = batch.slot_mapping
+        reference.store_kv(k, v, cache, layer, batch)
+        cache.v_fields(layer)["scale"][slots[0] // cache.block_size, 0, slots[0] % cache.block_size] = bad
+
+    assert where(run(WholeLayers(candidate_with(store_kv=scale)), steps=0)) == (0, "store_kv.v")
+
+
+def test_nan_logits_fail():
+    def nan(e, *args):
+        logits = e.prefill(*args).clone()
+        logits[0, 3] = math.nan
+        return logits
+
+    assert where(run(Whole(prefill=nan), steps=0)) == (None, "head")
+
+
+def test_an_executor_that_refuses_its_own_values_fails_and_is_no_user_error():
+    broken = candidate_with(store_kv=lambda k, v, c, i, s: reference.store_kv(k * math.nan, v, c, i, s))
+    assert where(run(broken, steps=0)) == (0, "store_kv")
+    report = run(WholeLayers(broken), steps=0)
+    assert where(report) == (0, "call")
+    assert "layer 0: K of token 0" in report.first_divergence.detail
+
+
+def test_a_long_token_does_not_hide_a_short_one():
+    """Massive activations: an error of 2 % in an ordinary token is nothing beside a token a thousand times as long."""
+    embedding = MODEL.weights.embedding.clone()
+    embedding[PROMPTS[0][0]] *= 3000
+    model = replace(MODEL, weights=replace(MODEL.weights, embedding=embedding))
+
+    def layers(e, hidden, span, batch, cache):
+        out = e.layers(hidden, span, batch, cache).clone()
+        out[2] *= 1 + 2e-2 * (span[0] == 1)
+        return out
+
+    assert run(Whole(model), model, steps=0).passed
+    report = run(Whole(model, layers=layers), model, steps=0)
+    assert where(report) == (1, "attention_mlp")
+    row = next(r for r in report.rows if r.layer == 1 and r.mode == "teacher-forced")
+    assert row.ascend["RelativeEuclideanDistance"] < 1e-3 < 1e-2 < row.rel_l2
+
+
+@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+def test_a_long_residual_does_not_hide_a_layer_that_does_nothing(dtype):
+    """Each layer adds a fraction of a percent to the stream here; without its attention it is still found."""
+    model = MODELS[dtype]
+    big = replace(model, weights=replace(model.weights, embedding=model.weights.embedding * 60))
+
+    def no_mlp(e, hidden, span, batch, cache):
+        ops = table_with({"silu_mul": lambda g, u, d: (g * 0).to(d)})
+        return ReferenceExecutor(big, ops).layers(hidden, span, batch, cache)
+
+    report = run(Whole(big, layers=no_mlp), big, steps=0)
+    assert where(report) == (0, "attention_mlp")
+    row = report.rows[0]
+    assert row.update_err > 0.1
+    if dtype == torch.bfloat16:
+        assert row.rel_l2 < row.update_err / 3
+
+
+def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found_by_its_update_alone():
+    big = replace(MODEL, weights=replace(MODEL.weights, embedding=MODEL.weights.embedding * 3e6))
+    report = run(Whole(big, layers=lambda e, *args: e.layers(*args).mul(0) + args[0]), big, steps=0)
+    assert where(report)[1] == "attention_mlp"
+    row = report.rows[0]
+    assert row.rel_l2 < bounds.LAYER_FP32.rel_l2
+    assert row.hidden_cos > bounds.LAYER_FP32.cosine
+    assert row.update_err > 0.5
+
+
+def test_who_ignores_the_block_table_is_found():
+    def paged_attention(q, cache, layer, batch, scale):
+        in_order = torch.arange(batch.block_table.numel(), dtype=torch.int32).view(batch.block_table.shape)
+        return reference.paged_attention(q, cache, layer, replace(batch, block_table=in_order), scale)
+
+    assert where(run(candidate_with(paged_attention=paged_attention), steps=0)) == (0, "paged_attention")
+
+
+def test_what_runs_away_without_a_culprit_is_named():
+    """Right whenever it is fed the reference's input, wrong when left to itself, and of one mind with its whole forward."""
+    calls, last = [], {}
+
+    def layers(e, hidden, span, batch, cache):
+        calls.append(span[0])
+        out = e.layers(hidden, span, batch, cache)
+        if span[0] == SMALL.num_layers - 1 and calls.count(span[0]) == 2:
+            last["hidden"] = out = out.roll(1, -1)
+        return out
+
+    def prefill(e, token_ids, batch, cache):
+        e.prefill(token_ids, batch, cache)
+        return head(MODEL, last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
+
+    report = run(Whole(layers=layers, prefill=prefill), steps=0)
+    assert where(report) == (SMALL.num_layers - 1, "free_running")
+    assert all(row.passed for row in report.rows if row.mode == "teacher-forced")
+
+
+def test_nothing_compared_is_not_passed(monkeypatch):
+    monkeypatch.setattr(runner._Validation, "_row", lambda *_: None)
+    assert not run(ReferenceExecutor(MODEL)).passed
+
+
+def test_what_cannot_be_run_is_refused():
+    class Picky(ReferenceExecutor):
+        def supports(self, config, plan):
+            return "it knows no 4 bits" if plan.k(0).name == "tq4" else None
+
+    with pytest.raises(InputError, match="4 bits"):
+        run(Picky(MODEL))
+    with pytest.raises(InputError, match="4 bits"):
+        run(ReferenceExecutor(MODEL), trusted=Picky(MODEL))
+    assert run(Picky(MODEL), kv="bf16").passed
+    with pytest.raises(InputError, match="another model"):
+        run(ReferenceExecutor(small_model(CONFIGS["mha_d64"])))
+    for prompts, steps, word in ([[], 1, "token"], [[[1], []], 1, "token"], [[[1]], -1, "steps"], [[[1] * 512], 1, "context"]):
+        with pytest.raises(InputError, match=word):
+            run(ReferenceExecutor(MODEL), prompts=prompts, steps=steps)
+
+
+# -- Modes -----------------------------------------------------------------------------------------------------------------
+def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_alone():
+    fault = next(f for f in planted(MODEL, 1) if "Q heads" in f.name)
+    report = run(WholeLayers(ReferenceExecutor(MODEL, fault.table())), steps=0)
+    by = {(row.mode, row.layer): row for row in report.rows}
+    assert [by["teacher-forced", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, False]
+    assert [by["free-running", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, True]
+    assert report.worst("free-running")[2].rel_l2 == by["free-running", 2].rel_l2
+
+
+def test_a_long_prompt_is_prefilled_in_chunks():
+    config = replace(SMALL, max_position_embeddings=1024, num_layers=1)
+    model = small_model(config)
+    report = run(ReferenceExecutor(model), model, [random_tokens(config, 515), [1, 2]], 1)
+    assert report.passed
+    assert [(row.phase, row.step) for row in report.logits] == [("prefill", 0), ("prefill", 1), ("decode", 0)]
+    assert [row.sequences for row in report.logits] == [2, 1, 2]
+
+
+def test_a_fused_reference_can_be_held_against_too():
+    trusted = WholeLayers(ReferenceExecutor(MODEL))
+    report = run(ReferenceExecutor(MODEL), trusted=trusted)
+    assert report.passed
+    assert report.first_divergence is None
+    fault = planted(MODEL, 1)[4]
+    assert where(run(ReferenceExecutor(MODEL, fault.table()), trusted=trusted)) == (1, "attention_mlp")
+
+
+# -- Figures ---------------------------------------------------------------------------------------------------------------
+def test_vectors_are_compared_each_by_itself():
+    a = torch.tensor([[3.0, 4.0], [3000.0, 4000.0]])
+    b = torch.tensor([[3.0, 4.5], [3000.0, 4000.0]])
+    compared = compare_vectors(a, b)
+    assert compared.rel_l2 == pytest.approx(0.1)
+    assert compared.max_abs == 0.5
+    assert compared.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 20.25)))
+    assert not compared.identical
+    zero = torch.zeros(1, 2)
+    assert compare_vectors(zero, zero).rel_l2 == 0
+    assert compare_vectors(zero, a[:1]).rel_l2 == math.inf
+
+
+def test_a_number_is_explained_by_rounding_alone():
+    x = torch.tensor([[1.0, 1.0 + 2.0**-8 + 1e-7, 0.5]])
+    ours = x.bfloat16()
+    down = torch.tensor([[1.0, 1.0, 0.5]]).bfloat16()
+    assert ours[0, 1] != down[0, 1]
+    assert (compare_numbers(ours, down, x, 1e-6).different, compare_numbers(ours, down, x, 1e-6).unexplained) == (1, 0)
+    off = torch.tensor([[1.0, 1.0 + 2.0**-7, 0.5 + 2.0**-8]]).bfloat16()
+    assert compare_numbers(ours, off, x, 1e-6).unexplained == 1
+
+
+@pytest.mark.parametrize("name", ["tq4", "tq4_seed"])
+def test_reach_covers_what_noise_does_and_little_more(name):
+    """K off by noise: every level that moves is explained; with no noise allowed, some are not."""
+    kv_format, noise = formats.get(name), 1e-4
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 1, 128, generator=generator) * torch.linspace(0.1, 4, 128)
+    shift = (torch.rand(x.shape, generator=generator) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
+    ours, theirs = kv_format.quantize(x, 3), kv_format.quantize(x + shift, 3)
+    assert compare_stored(kv_format, 3, ours, theirs, x, 5 * noise)[0].unexplained == 0
+    unexplained = compare_stored(kv_format, 3, ours, theirs, x, 1e-7)[0]
+    assert unexplained.different > 100
+    assert unexplained.unexplained > 100
+    levels = kv_format.levels(ours)
+    choice = kv_format.choice(x, 3, noise)
+    assert torch.equal((choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1).to(torch.uint8), levels)
+    assert choice.reach.median() < 7e-4
+
+
+def test_a_bf16_rounding_point_that_falls_the_other_way_is_explained():
+    """So little noise moves no rotated coordinate across a boundary by itself, but one rounding to BF16 that it tips does."""
+    kv_format, noise = formats.get("tq4"), 1e-7
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20_000, 1, 128, generator=generator)
+    x_moved = x + (torch.rand(x.shape, generator=generator) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
+    compared = compare_stored(kv_format, 3, kv_format.quantize(x, 3), kv_format.quantize(x_moved, 3), x, 5 * noise)[0]
+    assert compared.different > 20
+    assert compared.unexplained == 0
+
+
+def test_ascends_columns_are_its_published_formulas():
+    x, y = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 4.0])
+    figures = ascend_metrics(x, y)
+    assert tuple(figures) == ASCEND_COLUMNS
+    assert figures["CosineSimilarity"] == pytest.approx(11 / (3 * math.sqrt(18)))
+    assert figures["MaxAbsoluteError"] == 2
+    assert figures["AccumulatedRelativeError"] == pytest.approx(1.5)
+    assert figures["RelativeEuclideanDistance"] == pytest.approx(math.sqrt(5 / 18))
+    assert figures["StandardDeviation"] == "(1.667;0.471),(2.000;1.414)"
+    assert figures["MeanAbsoluteError"] == 1
+    assert figures["RootMeanSquareError"] == pytest.approx(math.sqrt(5 / 3))
+    assert (figures["MaxRelativeError"], figures["MeanRelativeError"]) == (1, pytest.approx(0.5))
+    eps = torch.finfo(torch.float32).eps
+    p, q = [eps, 1, 1], [eps, eps, 1]
+    p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
+    assert figures["KullbackLeiblerDivergence"] == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    assert ascend_metrics(y, y)["KullbackLeiblerDivergence"] == 0
+
+
+def test_rows_as_json_and_csv():
+    report = run(ReferenceExecutor(MODEL, reordered()))
+    plain = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert plain["passed"] is True
+    assert plain["first_divergence"].keys() >= {"layer", "stage", "reason"}
+    assert plain["rows"][0].keys() >= {
+        "phase", "step", "layer", "mode", "k_match", "v_match", "unexplained", "scale_err", "hidden_cos", "rel_l2", "max_abs",
+    }  # fmt: skip
+    text = io.StringIO()
+    csv.writer(text).writerows(csv_rows(report))
+    rows = list(csv.DictReader(io.StringIO(text.getvalue())))
+    assert len(rows) == len(report.rows)
+    assert tuple(rows[0])[-len(ASCEND_COLUMNS) :] == ASCEND_COLUMNS
+    assert float(rows[3]["hidden_cos"]) == report.rows[3].hidden_cos
+
+
+def test_the_page_stands_alone_and_escapes_what_it_shows():
+    report = run(ReferenceExecutor(MODEL, reordered()))
+    text = page(dataclasses.replace(report, candidate="<script>alert(1)</script>"))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not [word for word in ("http", "src=", "@import", "url(") if word in text]
+    assert text.count("<polyline") == 6
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_self_test_finds_every_fault():
+    seen = []
+    rows = self_test([MODEL], PROMPTS[:1], seen.append)
+    assert rows == seen
+    assert len(rows) == 2 * (2 + len(planted(MODEL, 1)))
+    assert all(row.caught for row in rows)
+
+
+def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
+    # A validator that takes no notice of K and V is caught out.
+    monkeypatch.setattr(runner, "judge_stored", lambda *_: [])
+    missed = {row.fault for row in self_test([MODEL], PROMPTS[:1]) if not row.caught}
+    assert {"rotations seeded in sequence", "swapped nibbles", "a slot off by one"} <= missed
+    assert "none (control)" not in missed
+
+
+def test_op_names_are_those_of_the_protocol():
+    assert set(vars(reordered())) == set(OP_NAMES)

@@ -1,0 +1,134 @@
+"""The tokens of one forward: where they stand in their sequences and where their K and V are stored.
+
+`PagedSequences` hands out blocks and builds a `Batch` for the next tokens of some sequences, prefill and decode alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.errors import InputError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T new tokens of B sequences, ragged.
+
+    Attributes:
+        positions: [T] int64, each token's index in its sequence, which is also its RoPE position.
+        slot_mapping: [T] int64, slot = block * block_size + offset, where the token's K and V are stored.
+        block_table: [B, max_blocks] int32, each sequence's blocks in order; -1 pads.
+        seq_lens: [B] int32, tokens of each sequence after this forward.
+        query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
+        rows: [B] int64, each sequence's row among those that a cache keeps tokens in BF16 for.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    rows: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+class CacheFullError(InputError):
+    """No free block is left for the tokens that should be stored."""
+
+
+class PagedSequences:
+    """Which blocks each sequence owns: the bookkeeping of a paged cache, on the host.
+
+    Args:
+        num_blocks: blocks in the cache.
+        block_size: tokens a block.
+        order: the order in which free blocks are handed out; ascending unless given.
+        num_rows: sequences at a time; as many as there are blocks unless given.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, order: Sequence[int] | None = None, num_rows: int | None = None
+    ) -> None:
+        self.block_size = block_size
+        self._free = list(reversed(order if order is not None else range(num_blocks)))
+        self._blocks: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        self._free_rows = list(reversed(range(num_blocks if num_rows is None else num_rows)))
+        self._rows: dict[int, int] = {}
+        self._next_id = 0
+
+    def add(self) -> int:
+        """Begin an empty sequence and return its id.
+
+        Raises:
+            CacheFullError: there are as many sequences as the cache has rows for.
+        """
+        if not self._free_rows:
+            raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
+        sequence = self._next_id
+        self._rows[sequence] = self._free_rows.pop()
+        self._next_id += 1
+        self._blocks[sequence], self._lengths[sequence] = [], 0
+        return sequence
+
+    def length(self, sequence: int) -> int:
+        """Tokens stored so far."""
+        return self._lengths[sequence]
+
+    def free(self, sequence: int) -> None:
+        """End a sequence; its blocks may be handed out again."""
+        self._free.extend(reversed(self._blocks.pop(sequence)))
+        self._free_rows.append(self._rows.pop(sequence))
+        del self._lengths[sequence]
+
+    def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """Give sequences the blocks that so many tokens need, all of them or none."""
+        needed = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
+        if sum(needed) > len(self._free):
+            raise CacheFullError(
+                f"the KV cache is full: {sum(needed)} more blocks of {self.block_size} tokens are needed, "
+                f"{len(self._free)} are free; raise --max-context or send fewer prompts"
+            )
+        for sequence, count in zip(sequences, needed, strict=True):
+            self._blocks[sequence].extend(self._free.pop() for _ in range(count))
+
+    def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
+        """Reserve room for the next tokens of some sequences and describe them.
+
+        Args:
+            sequences: ids from `add`, each at most once.
+            new_tokens: how many tokens each of them gets, at least 1.
+        Returns:
+            the batch on the CPU; the sequences' lengths are already advanced.
+        Raises:
+            CacheFullError: not enough free blocks for all; nothing was reserved or advanced.
+            ValueError: a sequence would get no token.
+        """
+        if min(new_tokens, default=0) < 1:
+            raise ValueError("a batch has at least one new token of each of its sequences")
+        self._reserve(sequences, [self._lengths[s] + n for s, n in zip(sequences, new_tokens, strict=True)])
+        positions, slots, starts = [], [], [0]
+        for sequence, count in zip(sequences, new_tokens, strict=True):
+            begin = self._lengths[sequence]
+            self._lengths[sequence] = begin + count
+            position = torch.arange(begin, begin + count)
+            blocks = torch.tensor(self._blocks[sequence])
+            positions.append(position)
+            slots.append(blocks[position // self.block_size] * self.block_size + position % self.block_size)
+            starts.append(starts[-1] + count)
+        tables = [torch.tensor(self._blocks[sequence], dtype=torch.int32) for sequence in sequences]
+        return Batch(
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            block_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1),
+            seq_lens=torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            rows=torch.tensor([self._rows[sequence] for sequence in sequences]),
+        )

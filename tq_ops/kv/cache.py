@@ -1,0 +1,215 @@
+"""Paged storage of K and V in any format: fields by block, codes and scales apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
+from haarkv.tq_ops.formats.base import require_finite
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.pages import fields_in
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_CHUNK, KVPlan
+from haarkv.tq_ops.kv.window import Window
+
+
+class PagedKVCache:
+    """The K and V of every layer, stored in blocks of tokens, and the tokens that stay in BF16 beside them.
+
+    Each field of a format is one tensor a layer, [num_blocks, Hkv, block_size / G, *field.shape], where G tokens are
+    stored together: one head's codes of one block lie together, which is the tile that a fused kernel loads. Slot s is row
+    s % block_size of block s // block_size. It is zeroed memory of the cache's own, one tensor a field, or views of `pages`.
+
+    Args:
+        plan: how each layer's K and V are stored.
+        num_kv_heads, head_dim: the model's.
+        num_blocks: blocks of each layer.
+        num_rows: sequences at a time, where tokens stay in BF16; as many as there are blocks unless given.
+        chunk: new tokens of a sequence at a time, where a tail stays in BF16.
+        block_size: tokens a block.
+        device: where the tensors live.
+        pages: layer -> memory of another owner as `kv.pages` lays it out, [num_blocks, page_bytes] uint8, of those layers
+            that this cache holds; it is left as it is.
+    Attributes:
+        most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
+    Raises:
+        InputError: a format has no layout for this head_dim or block size.
+    """
+
+    def __init__(
+        self,
+        plan: KVPlan,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        num_rows: int | None = None,
+        chunk: int = WINDOW_CHUNK,
+        block_size: int = BLOCK_SIZE,
+        device: torch.device | str = "cpu",
+        pages: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        plan.require_layout(head_dim, block_size)
+        self.plan = plan
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_rows = num_blocks if num_rows is None else num_rows
+        self.chunk = chunk
+        self.device = torch.device(device)
+        self._k: dict[int, _SideStorage] = {}
+        self._v: dict[int, _SideStorage] = {}
+        for layer in range(len(plan.layers)) if pages is None else pages:
+            pair = plan.layers[layer]
+            fields = (
+                tuple(map(self._allocate, pair))
+                if pages is None
+                else fields_in(pages[layer], pair, num_kv_heads, head_dim, block_size)
+            )
+            self._k[layer], self._v[layer] = map(self._side, pair, fields)
+        has_ring = any(side.window and side.window.ring for side in (*self._k.values(), *self._v.values()))
+        self.most_new_tokens = chunk if has_ring else None
+
+    def _allocate(self, kv_format: KVFormat) -> dict[str, Tensor]:
+        groups = self.block_size // kv_format.group_tokens
+        return {
+            name: torch.zeros(self.num_blocks, self.num_kv_heads, groups, *field.shape, dtype=field.dtype, device=self.device)
+            for name, field in kv_format.fields(self.head_dim).items()
+        }
+
+    def _side(self, kv_format: KVFormat, fields: dict[str, Tensor]) -> _SideStorage:
+        if not self.plan.has_window(kv_format):
+            return _SideStorage(kv_format, fields, None)
+        window = Window(
+            tail=self.plan.tail(kv_format), sink=self.plan.sink, group=kv_format.group_tokens,
+            ring=self.plan.ring_tokens(kv_format, self.chunk), num_rows=self.num_rows, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, device=self.device,
+        )  # fmt: skip
+        return _SideStorage(kv_format, fields, window)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.plan.layers)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The layers that are stored here: all, unless pages of some were given."""
+        return tuple(self._k)
+
+    def k_format(self, layer: int) -> KVFormat:
+        """How a layer's K is stored."""
+        return self.plan.k(layer)
+
+    def v_format(self, layer: int) -> KVFormat:
+        """How a layer's V is stored."""
+        return self.plan.v(layer)
+
+    def k_fields(self, layer: int) -> dict[str, Tensor]:
+        """The very tensors that hold a layer's K, by field name."""
+        return self._k[layer].fields
+
+    def v_fields(self, layer: int) -> dict[str, Tensor]:
+        """The very tensors that hold a layer's V, by field name."""
+        return self._v[layer].fields
+
+    def windows(self, layer: int) -> tuple[Window | None, Window | None]:
+        """A layer's K and V in BF16, where tokens stay in it."""
+        return self._k[layer].window, self._v[layer].window
+
+    def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """Quantize and store K and V.
+
+        Args:
+            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE, V as projected.
+            batch: where they go; no slot twice.
+        Raises:
+            IndexError: a slot outside the cache.
+            ValueError: more new tokens of a sequence than `most_new_tokens`.
+            NonFiniteError: naming layer, side, token, slot and KV head; nothing of this layer was written.
+        """
+        slots = batch.slot_mapping
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
+            raise IndexError(f"slots must lie in 0 … {self.num_slots - 1}")
+        if (most := self.most_new_tokens) is not None and int(batch.query_start_loc.diff().max()) > most:
+            raise ValueError(f"a cache with a tail takes at most {most} new tokens of a sequence at a time")
+        given = (("K", self._k[layer], k), ("V", self._v[layer], v))
+        packed = [side.pack(name, x, layer, batch) for name, side, x in given]
+        for (_, side, x), (fields, stored) in zip(given, packed, strict=True):
+            block, offset = stored // self.block_size, stored % self.block_size // side.kv_format.group_tokens
+            for name, values in fields.items():
+                side.fields[name][block, :, offset] = values
+            if side.window:
+                side.window.write(x, batch)
+
+    def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """De-quantized K and V of whole blocks, for the reference and for tests.
+
+        Args:
+            block_table: [B, n] int32; -1 pads and reads as block 0, to be masked by the caller.
+        Returns:
+            K and V as they are packed, each [B, Hkv, n * block_size, D] fp32.
+        """
+        return self._k[layer].unpack(layer, block_table), self._v[layer].unpack(layer, block_table)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the cache can hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated, or in use of pages: every field of every layer, and the tokens in BF16."""
+        return sum(side.nbytes for side in (*self._k.values(), *self._v.values()))
+
+
+@dataclass(frozen=True)
+class _SideStorage:
+    """K or V of one layer."""
+
+    kv_format: KVFormat
+    fields: dict[str, Tensor]
+    window: Window | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.fields.values()) + (self.window.vectors.nbytes if self.window else 0)
+
+    def pack(self, name: str, x: Tensor, layer: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        """Quantize new vectors [T, Hkv, D], or the groups that they fill.
+
+        Returns:
+            fields [n, Hkv, *field.shape], and the slot [n] of the last token of each.
+        """
+        last = torch.arange(len(x), device=x.device)
+        try:
+            if self.kv_format.group_tokens == 1:
+                return self.kv_format.quantize(x, layer), batch.slot_mapping
+            require_finite(x)
+            assert self.window is not None, "a format of groups has a window, which holds a group until it is full"
+            groups = self.window.filled(x, batch)
+            last = groups.last
+            return self.kv_format.quantize(groups.vectors, layer), batch.slot_mapping[last]
+        except NonFiniteVectorError as error:
+            token, head = int(last[error.index[0]]), error.index[1]
+            where = (
+                f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+            )
+            raise NonFiniteError(f"{where} is not finite or too large for {self.kv_format.name}") from None
+
+    def unpack(self, layer: int, block_table: Tensor) -> Tensor:
+        """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n]."""
+        blocks = block_table.clamp(min=0).long()
+        # [B, n, Hkv, groups, *] -> [B, Hkv, n * groups, *]: a head's blocks one after the other.
+        fields = {name: tensor[blocks].transpose(1, 2).flatten(2, 3) for name, tensor in self.fields.items()}
+        vectors = self.kv_format.dequantize(fields, layer)
+        return vectors if self.kv_format.group_tokens == 1 else vectors.flatten(2, 3)
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Blocks that hold so many tokens of one sequence."""
+    return math.ceil(tokens / block_size)

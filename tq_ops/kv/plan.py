@@ -1,0 +1,191 @@
+"""Which format every layer's K and V are stored in, and which tokens also stay in BF16: what a cache is built from.
+
+plan = KVSpec("k=q8_0,v=tq4", tail=64, sink=4, skip_layers=(0, -1)).plan(num_layers=40)
+plan.k(0).name, plan.k(1).name, plan.tail(plan.k(1))         # "bf16", "q8_0", 64
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.base import stored_bytes
+
+BLOCK_SIZE = 128
+"""Tokens of a block of a paged cache."""
+WINDOW_BYTES = 2
+"""Of one number of a token that stays in BF16."""
+WINDOW_CHUNK = 64
+"""New tokens of a sequence that a cache with a tail takes at once, for which each layer keeps room beside the tail."""
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """How a cache stores K and V.
+
+    Attributes:
+        layers: K's and V's format of each layer.
+        recent: tokens that a query sees in BF16, itself among them; None for the fewest that each format needs.
+        sink: the first tokens of a sequence, which every query sees in BF16.
+    """
+
+    layers: tuple[tuple[KVFormat, KVFormat], ...]
+    recent: int | None = None
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        for kv_format in self.formats:
+            self.tail(kv_format)
+
+    @classmethod
+    def uniform(cls, k_format: KVFormat, v_format: KVFormat, num_layers: int) -> KVPlan:
+        """One pair of formats for all layers, no token in BF16 beside them unless a format needs it."""
+        return cls(((k_format, v_format),) * num_layers)
+
+    def k(self, layer: int) -> KVFormat:
+        """K's format in a layer."""
+        return self.layers[layer][0]
+
+    def v(self, layer: int) -> KVFormat:
+        """V's format in a layer."""
+        return self.layers[layer][1]
+
+    @property
+    def formats(self) -> tuple[KVFormat, ...]:
+        """Every format that is used, K's and V's of a name apart, in the order of the layers."""
+        return tuple({(f.name, f.group_tokens): f for pair in self.layers for f in pair}.values())
+
+    def tail(self, kv_format: KVFormat) -> int:
+        """R: a query sees at most so many tokens in BF16, the newest, itself among them.
+
+        Raises:
+            InputError: fewer than a group needs before it is full.
+        """
+        least = kv_format.group_tokens - 1
+        if self.recent is None:
+            return least
+        if self.recent < least:
+            raise InputError(
+                f"{kv_format.name} quantizes {kv_format.group_tokens} tokens together and needs tail={least} or more, "
+                f"not {self.recent}"
+            )
+        return self.recent
+
+    def has_window(self, kv_format: KVFormat) -> bool:
+        """Whether tokens in this format are also kept in BF16 for a while, or for good."""
+        return kv_format.lossy and self.tail(kv_format) + self.sink > 0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether any layer keeps tokens in BF16 beside a format."""
+        return any(self.has_window(kv_format) for kv_format in self.formats)
+
+    def ring_tokens(self, kv_format: KVFormat, chunk: int = WINDOW_CHUNK) -> int:
+        """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
+
+        Args:
+            chunk: new tokens at once; the first of them still sees the tail behind it.
+        """
+        tail = self.tail(kv_format)
+        return tail + chunk if tail and kv_format.lossy else 0
+
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> float:
+        """KV bytes of one more token in all layers and heads, K and V, scales included; tokens in BF16 not."""
+        return num_kv_heads * sum(f.bytes_per_vector(head_dim) for pair in self.layers for f in pair)
+
+    def window_bytes(self, num_kv_heads: int, head_dim: int, chunk: int = WINDOW_CHUNK) -> int:
+        """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
+        windows = [f for pair in self.layers for f in pair if self.has_window(f)]
+        vectors = sum(self.sink + self.ring_tokens(f, chunk) for f in windows)
+        return WINDOW_BYTES * num_kv_heads * head_dim * vectors
+
+    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE) -> None:
+        """Refuse a head_dim or a block size that a format cannot hold.
+
+        Raises:
+            InputError: naming the format.
+        """
+        for kv_format in self.formats:
+            stored_bytes(kv_format.fields(head_dim))
+            if block_size % kv_format.group_tokens:
+                group = kv_format.group_tokens
+                raise InputError(f"{kv_format.name} quantizes {group} tokens together, which blocks of {block_size} cut apart")
+
+    def describe(self) -> str:
+        """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
+        names = [formats.describe(*pair) for pair in self.layers]
+        counted = Counter(names).most_common()
+        parts = [counted[0][0]]
+        for name, _ in counted[1:]:
+            at = ", ".join(str(layer) for layer, other in enumerate(names) if other == name)
+            parts.append(f"layer{'s' * (', ' in at)} {at}: {name}")
+        if self.recent is not None:
+            parts.append(f"tail {self.recent}")
+        if self.sink:
+            parts.append(f"sink {self.sink}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What tells whether a plan was made for a model; weights of the same shape may share one."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers of {self.num_kv_heads} KV heads of {self.head_dim}, hidden {self.hidden_size}, "
+            f"vocabulary {self.vocab_size}"
+        )
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """A KV plan as it is asked for, before the model's number of layers is known.
+
+    Attributes:
+        kv: format of every layer that is not named otherwise: `NAME` or `k=NAME,v=NAME`.
+        tail: recent tokens that stay in BF16; None for the fewest that a format needs.
+        sink: first tokens that stay in BF16.
+        skip_layers: layers that are left in `bf16`; negative ones count from the end.
+        layers: layer -> format, for others that differ from `kv`.
+        made_for: the only models that it fits, of a plan that was measured; None for any.
+    """
+
+    kv: str = "tq4"
+    tail: int | None = None
+    sink: int = 0
+    skip_layers: Sequence[int] = ()
+    layers: Mapping[int, str] = field(default_factory=dict)
+    made_for: ModelShape | None = None
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or (self.tail is not None and self.tail < 0):
+            raise InputError(f"tail and sink count tokens and cannot be negative; they are {self.tail} and {self.sink}")
+
+    def plan(self, num_layers: int, shape: ModelShape | None = None) -> KVPlan:
+        """For a model of so many layers.
+
+        Raises:
+            InputError: an unknown format, a layer that is not there or named twice, a tail shorter than a format needs, or
+                a model of another shape than the plan was made for.
+        """
+        if self.made_for and shape and self.made_for != shape:
+            raise InputError(f"the plan was made for another model: {self.made_for}; this one has {shape}")
+        named: dict[int, str] = {}
+        for layer, spec in (*((layer, "bf16") for layer in self.skip_layers), *self.layers.items()):
+            if not -num_layers <= layer < num_layers:
+                raise InputError(f"there is no layer {layer}; the model has {num_layers}, counted from 0")
+            if layer % num_layers in named:
+                raise InputError(f"layer {layer % num_layers} is named twice in skip_layers and plan")
+            named[layer % num_layers] = spec
+        pairs = tuple(formats.parse(named.get(layer, self.kv)) for layer in range(num_layers))
+        return KVPlan(pairs, self.tail, self.sink)

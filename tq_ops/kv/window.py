@@ -1,0 +1,107 @@
+"""Tokens that stay in BF16 beside what is packed: the newest of each sequence in a ring, and its first ones for good.
+
+Every token is packed as soon as its group is full, and which queries see it packed follows from positions alone: results
+do not depend on how a prompt is cut into chunks. The ring is what the newest queries look into meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of tokens that a batch has filled.
+
+    Attributes:
+        vectors: [n, Hkv, G, D] bf16.
+        last: [n] int64, the token of the batch that filled each.
+    """
+
+    vectors: Tensor
+    last: Tensor
+
+
+class Window:
+    """Tokens of K or of V of one layer in BF16.
+
+    Token j of a sequence lies at `sink + j % ring`, and at j as well if it is one of the sinks.
+
+    Args:
+        tail: R, tokens that a query sees in BF16, at most, itself among them.
+        sink: first tokens that every query sees in BF16.
+        group: G, tokens that are packed together.
+        ring: newest tokens there is room for: R and a chunk's; 0 without a tail.
+        num_rows: sequences at a time.
+    """
+
+    def __init__(
+        self, *, tail: int, sink: int, group: int, ring: int, num_rows: int, num_kv_heads: int, head_dim: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.tail, self.sink, self.group, self.ring = tail, sink, group, ring
+        shape = (num_rows, num_kv_heads, sink + ring, head_dim)
+        self.vectors = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Where tokens lie in the ring."""
+        return self.sink + positions % max(self.ring, 1)
+
+    def write(self, x: Tensor, batch: Batch) -> None:
+        """Keep the new tokens' vectors x [T, Hkv, D]."""
+        rows, x = _token_rows(batch), x.to(torch.bfloat16)
+        if self.ring:
+            self.vectors[rows, :, self._places(batch.positions)] = x
+        first = batch.positions < self.sink
+        if first.any():
+            self.vectors[rows[first], :, batch.positions[first]] = x[first]
+
+    def filled(self, x: Tensor, batch: Batch) -> Groups:
+        """The groups that new tokens x [T, Hkv, D] fill, of those and of the ring, to which they are not written yet."""
+        last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
+        back = torch.arange(1 - self.group, 1, device=x.device)
+        token, position = last.unsqueeze(1) + back, batch.positions[last].unsqueeze(1) + back  # [n, G]
+        sequence = _token_sequences(batch)
+        inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
+        older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self._places(position)]
+        vectors = torch.where(inside[..., None, None], x.to(torch.bfloat16)[token.clamp(min=0)], older)
+        return Groups(vectors.transpose(1, 2), last)
+
+    def read(self, batch: Batch, tokens: int) -> Tensor:
+        """What is held of each sequence's first so many tokens, 0 for all others: [B, Hkv, tokens, D] fp32."""
+        stored = torch.arange(tokens, device=self.vectors.device)
+        place = torch.where(stored < self.sink, stored, self._places(stored) if self.ring else 0)
+        length = batch.seq_lens.unsqueeze(1)
+        held = ((stored < self.sink) | (stored >= length - self.ring)) & (stored < length)
+        vectors = self.vectors[batch.rows][:, :, place].float()
+        return vectors.masked_fill(~held[:, None, :, None], 0.0)
+
+    def seen(self, positions: Tensor, tokens: int) -> Tensor:
+        """Which of the first so many tokens queries see in BF16.
+
+            while recent > R: the oldest G are seen as they are packed, recent -= G
+
+        Args:
+            positions: [...] int64, of the queries.
+        Returns:
+            [..., tokens] bool; tokens after a query are not told from its own.
+        """
+        stored = torch.arange(tokens, device=positions.device)
+        packed = self.group * ((positions - self.tail).div(self.group, rounding_mode="floor") + 1).clamp(min=0)
+        return (stored < self.sink) | (stored >= packed.unsqueeze(-1))
+
+
+def _token_sequences(batch: Batch) -> Tensor:
+    """[T] int64: which of the B sequences each token belongs to."""
+    counts = batch.query_start_loc.diff().long()
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def _token_rows(batch: Batch) -> Tensor:
+    """[T] int64: each token's row of the windows."""
+    return batch.rows[_token_sequences(batch)]

@@ -1,0 +1,1 @@
+"""PyPTO helpers and kernels; each module imports `pypto`."""

@@ -1,0 +1,168 @@
+"""Attention over packed codes in the rotated domain, as PyPTO helpers (scope 2b).
+
+A unit is a few consecutive query tokens of one sequence: one in decode, more in prefill. Its rows for a KV head are those
+tokens times the query heads of the head's group; the cube pads them to 16. Keys come `step` tokens at a time through the
+block table, and several KV heads at a time, for one copy then brings the scales of all of them.
+"""
+
+from dataclasses import dataclass
+
+import pypto
+
+from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HALF, HEAD_DIM, centroids
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step's keys lie.
+
+    Attributes:
+        block_table: [B, n] INT32, -1 pads.
+        sequence: its row.
+        block: of the step's first key, in that row.
+        head: the first KV head of the iteration.
+    """
+
+    block_table: object
+    sequence: object
+    block: object
+    head: object
+
+    def tile(self, index, shape):
+        """Row of the first head's tile among the cache's (block, head) tiles; a padded entry reads block 0, to be masked."""
+        return self.block_table[self.sequence, self.block + index].max(0) * shape.num_kv_heads + self.head
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One side of a `tq4` cache, K or V.
+
+    Attributes:
+        codes: [blocks * Hkv * 128, 64] INT8.
+        scale: [blocks * Hkv, 128] FP16.
+    """
+
+    codes: object
+    scale: object
+
+    def tiles(self, place, shape):
+        """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
+        out = []
+        for head in range(shape.heads_at_once):
+            packed = pypto.tensor([shape.step_tokens, HALF], pypto.DT_INT8, f"packed{head}")
+            for index in range(shape.step_tokens // BLOCK):
+                row = (place.tile(index, shape) + head) * BLOCK
+                pypto.assemble(pypto.view(self.codes, [BLOCK, HALF], [row, 0]), [index * BLOCK, 0], packed)
+            out.append(centroids(packed, BLOCK))
+        return out
+
+    def scales(self, place, shape):
+        """[heads_at_once, step] FP16."""
+        out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
+        pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
+        for index in range(shape.step_tokens // BLOCK):
+            block = pypto.view(self.scale, [shape.heads_at_once, BLOCK], [place.tile(index, shape), 0])
+            pypto.assemble(block, [0, index * BLOCK], out)
+        return out
+
+    @staticmethod
+    def probabilities(p):
+        """As the cube takes them, FP32 -> FP16."""
+        return pypto.cast(p, pypto.DT_FP16)
+
+
+class OnlineSoftmax:
+    """Softmax of one KV head over steps of keys: running maximum, sum and weighted values, FP32."""
+
+    def __init__(self, rows, name):
+        self.total = pypto.tensor([rows, 1], pypto.DT_FP32, f"total{name}")
+        self.best = pypto.tensor([rows, 1], pypto.DT_FP32, f"best{name}")
+        self.value = pypto.tensor([rows, HEAD_DIM], pypto.DT_FP32, f"value{name}")
+
+    def begin(self, score, weigh):
+        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, 128]."""
+        highest = pypto.amax(score, dim=-1, keepdim=True)
+        p = pypto.exp(score - highest)
+        self.total[:] = pypto.sum(p, dim=-1, keepdim=True)
+        self.best[:] = highest
+        self.value[:] = weigh(p)
+
+    def go_on(self, score, weigh):
+        """A later step: what came before shrinks if the maximum grows."""
+        higher = pypto.maximum(self.best, pypto.amax(score, dim=-1, keepdim=True))
+        p = pypto.exp(score - higher)
+        shrink = pypto.exp(self.best - higher)
+        self.total[:] = self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
+        self.best[:] = higher
+        self.value[:] = self.value * shrink + weigh(p)
+
+    def result(self):
+        """Values [rows, 128] FP32."""
+        return self.value / self.total
+
+
+def softmaxes(shape):
+    """One `OnlineSoftmax` a head of the iteration; made anew for each unit."""
+    return [OnlineSoftmax(shape.queries, head) for head in range(shape.heads_at_once)]
+
+
+def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
+    """One step of keys, for every head of the iteration.
+
+    Args:
+        softmax: of `softmaxes`.
+        queries: one [M, 128] a head, as the cube takes them.
+        keys, values: sides of the cache.
+        mask: [M, step] FP32, added to the logits.
+        first: whether this is the unit's first step.
+    Rounding points: probability times scale to FP16.
+    """
+    step = shape.step_tokens
+    key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
+    value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
+    for head in range(shape.heads_at_once):
+        pypto.set_cube_tile_shapes(*shape.score_cube)
+        raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=True)
+        pypto.set_vec_tile_shapes(16, step)
+        score = _scaled(raw, key_scales, head, shape, HEAD_DIM**-0.5) + mask
+
+        def weigh(p, head=head):
+            scaled = values.probabilities(_scaled(p, value_scales, head, shape, 1.0))
+            pypto.set_cube_tile_shapes(*shape.weigh_cube)
+            out = pypto.matmul(scaled, value_tiles[head], pypto.DT_FP32)
+            pypto.set_vec_tile_shapes(16, HEAD_DIM)
+            return out
+
+        if first:
+            softmax[head].begin(score, weigh)
+        else:
+            softmax[head].go_on(score, weigh)
+
+
+def _scaled(x, scales, head, shape, factor):
+    """x [M, step] FP32 times a head's scales and a factor."""
+    if scales is None:
+        return x if factor == 1.0 else x * factor
+    row = pypto.cast(pypto.view(scales, [1, shape.step_tokens], [head, 0]), pypto.DT_FP32)
+    return x * (row if factor == 1.0 else row * factor)
+
+
+def rotate_queries(query, rotation, rows):
+    """query [rows, 128] FP16 -> rotated, FP16. Once a query, whatever the context.
+
+    The product comes last and rounds on its way out of the cube: a vector task behind it would queue behind every unpack task.
+    """
+    cube = 64 if rows % 64 == 0 else 16
+    pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+    return pypto.matmul(query, rotation, pypto.DT_FP16)
+
+
+def unrotate(output, rotation):
+    """output [rows, 128] FP16, rotated -> BF16 in the model's own domain. Once a query."""
+    pypto.set_cube_tile_shapes([16, 48], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+    return pypto.matmul(output, rotation, pypto.DT_BF16, b_trans=True)
+
+
+def bf16_as_fp16(x):
+    """BF16 -> FP16: exact for 2**-14 <= |x| <= 65504. There is no direct cast."""
+    return pypto.cast(pypto.cast(x, pypto.DT_FP32), pypto.DT_FP16)

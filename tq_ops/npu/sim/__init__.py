@@ -1,0 +1,1 @@
+"""PyPTO's interpreter, cost model and compiler in a process of their own."""

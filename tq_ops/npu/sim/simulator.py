@@ -1,0 +1,299 @@
+"""Runs PyPTO programs without an NPU, in a worker process: numbers, verification of the passes, cost, emitted C++.
+
+PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
+left out: numbers come from the tensor graph alone, before any pass, and tensors cross between the processes as files of a
+memory file system, constants only once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.program import Program
+
+
+class Mode(Enum):
+    """What a call is for.
+
+    NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
+    before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
+    numbers are not computed. COMPILE: every pass, then the AICore C++.
+    """
+
+    NUMBERS = "numbers"
+    VERIFY = "verify"
+    COST = "cost"
+    COMPILE = "compile"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file that both processes map."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    constant: bool
+
+    def map(self) -> Tensor:
+        """The tensor itself, shared: what one process writes the other one sees."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return torch.from_file(self.path, shared=True, size=count, dtype=self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """One comparison that PyPTO made: of one output, after one pass."""
+
+    pass_name: str
+    kind: str
+    argument: int
+    verdict: str
+    zero_ratio: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, as the worker gets it."""
+
+    program: Program
+    mode: Mode
+    arguments: tuple[StoredTensor, ...]
+    goldens: dict[int, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a simulated run: on which kind of core, from which cycle to which, of which subgraph."""
+
+    core: str
+    begin: int
+    end: int
+    subgraph: int
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What a call gave.
+
+    Attributes:
+        seconds: wall time of the call in the worker.
+        rows: PyPTO's comparisons, in VERIFY.
+        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
+            own complaints in VERIFY.
+        sources: file name -> AICore C++, in COMPILE.
+    """
+
+    seconds: float
+    rows: list[VerifyRow] = field(default_factory=list)
+    cycles: int | None = None
+    report: str = ""
+    tasks: list[Task] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+class SimulatorError(InputError):
+    """A program did not compile or run; the message is the compiler's."""
+
+
+def unavailable() -> str | None:
+    """None, or in one sentence why nothing can be simulated here."""
+    if find_spec("pypto") is None:
+        return "pypto is not installed; run pip install 'haarkv[npu]'"
+    missing = [tool for tool in ("cmake", "make", "g++") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found; PyPTO's interpreter is compiled on its first use"
+    return None
+
+
+class Simulator:
+    """A worker process and the files through which it sees tensors.
+
+    The process starts with the first call and again after one that killed it. Use it as a context manager or call
+    `close`; one that is forgotten ends with its process.
+
+    Raises:
+        InputError: PyPTO or a compiler is missing.
+    """
+
+    def __init__(self) -> None:
+        if reason := unavailable():
+            raise InputError(reason)
+        memory = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="haarkv-sim-", dir=memory if os.access(memory, os.W_OK) else None))
+        self._files = 0
+        self._constants: dict[int, tuple[Tensor, StoredTensor]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and delete its files."""
+        self._stop()
+        self._finalizer()
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """Promise that a tensor will not change, so that it is handed over once. Returns it."""
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = (tensor, self._store(tensor, constant=True))
+        return tensor
+
+    def run(
+        self, program: Program, tensors: Sequence[Tensor], mode: Mode, goldens: dict[int, Tensor] | None = None
+    ) -> Execution:
+        """Call a program once.
+
+        Args:
+            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS and VERIFY.
+            goldens: argument index -> what PyPTO should compare that output with, in VERIFY.
+        Raises:
+            SimulatorError: it did not compile or run, or an output was not filled.
+        """
+        stored = [self._constants[id(t)][1] if id(t) in self._constants else self._store(t) for t in tensors]
+        golden_files = {index: self._store(t) for index, t in (goldens or {}).items()}
+        try:
+            answer = self._call(Request(program, mode, tuple(stored), golden_files))
+            if "error" in answer:
+                raise SimulatorError(f"{program.name}: {answer['error']}")
+            self._take_outputs(program, tensors, stored, mode, answer)
+        finally:
+            for file in (*stored, *golden_files.values()):
+                if not file.constant:
+                    Path(file.path).unlink(missing_ok=True)
+        return Execution(
+            answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
+            [Task(*task) for task in answer["tasks"]], answer["sources"],
+        )  # fmt: skip
+
+    def _take_outputs(
+        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], mode: Mode, answer: dict[str, Any]
+    ) -> None:
+        if mode in (Mode.COST, Mode.COMPILE):
+            return
+        outputs = [index for index, argument in enumerate(program.arguments) if argument.output]
+        if mode is Mode.NUMBERS and set(outputs) != set(answer["filled"]):
+            raise SimulatorError(f"{program.name}: the interpreter left outputs unwritten: {answer['report'][-500:]}")
+        for index in outputs:
+            tensors[index].copy_(stored[index].map())
+
+    def _store(self, tensor: Tensor, *, constant: bool = False) -> StoredTensor:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError("the simulator takes contiguous tensors on the CPU")
+        self._files += 1
+        file = StoredTensor(str(self._folder / f"{self._files}.bin"), tensor.dtype, tuple(tensor.shape), constant)
+        Path(file.path).touch()
+        file.map().copy_(tensor)
+        return file
+
+    def _call(self, request: Request) -> dict[str, Any]:
+        connection = self._connected()
+        try:
+            connection.send(request)
+            answer: dict[str, Any] = connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            tail = self._log_tail()
+            self._stop()
+            raise SimulatorError(f"{request.program.name}: the compiler's process died: {tail}") from None
+        except BaseException:
+            # Interrupted between a question and its answer, the worker would answer the next question with the old one.
+            self._stop()
+            raise
+        return answer
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            ours, theirs = Pipe()
+            work = self._folder / "work"
+            work.mkdir(exist_ok=True)
+            with (self._folder / "log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, str(theirs.fileno())],
+                    cwd=work, env=_environment(self._tools()), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    pass_fds=[theirs.fileno()], start_new_session=True,
+                )  # fmt: skip
+            theirs.close()
+            self._connection = ours
+        return self._connection
+
+    def _tools(self) -> Path:
+        """A folder with the `python3` that PyPTO calls to draw a swimlane, which takes longer than the run: it draws none."""
+        folder = self._folder / "bin"
+        folder.mkdir(exist_ok=True)
+        shim = folder / "python3"
+        shim.write_text(_PYTHON3.format(shlex.quote(sys.executable)), encoding="utf-8")
+        shim.chmod(0o755)
+        return folder
+
+    def _log_tail(self) -> str:
+        text = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
+        return " ".join(text[-600:].split()) or "it said nothing"
+
+    def _stop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+_BOOT = "import sys; from haarkv.tq_ops.npu.sim import worker; worker.serve(worker.Connection(int(sys.argv[1])))"
+
+
+_PYTHON3 = """#!/bin/sh
+case "$1" in */print_swim_lane.py | */draw_*.py) exit 0 ;; esac
+exec {} "$@"
+"""
+
+
+def _environment(tools: Path) -> dict[str, str]:
+    """The worker's whole environment: PyPTO takes a set ASCEND_HOME_PATH for an installed toolkit, so nothing is inherited."""
+    return {
+        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), "/usr/local/bin", os.defpath]),
+        "HOME": str(Path.home()),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TILE_FWK_DEVICE_ID": "0",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # The compiler's complaints come to our log instead of to files in the user's home.
+        "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
+        "ASCEND_GLOBAL_LOG_LEVEL": "3",
+    }
+
+
+_PIPES = {"cube": "Cube", "vector": "Vector", "load": "MTE_IN", "load L0": "MTE1", "store": "MTE_OUT"}
+
+
+def pipe_shares(report: str) -> dict[str, float]:
+    """Percent of all cycles in which the average pipe of a kind is busy, from the cost model's report."""
+    found = {name: re.search(rf"Average {pipe} Usage\.*:\s*[\d.]+\s+([\d.]+)%", report) for name, pipe in _PIPES.items()}
+    return {name: float(match[1]) for name, match in found.items() if match}

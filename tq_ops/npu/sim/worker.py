@@ -1,0 +1,188 @@
+"""The process in which PyPTO interprets, costs and compiles programs without an NPU.
+
+A process of its own because PyPTO keeps global state, writes into its working directory, prints as it pleases, and a bad
+kernel can take the process down. Started by `tq_ops.npu.sim.simulator`, whose docstrings describe the requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from csv import DictReader
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pypto
+import torch
+from pypto import pypto_impl
+from pypto._utils import BuildOnlineManager
+from pypto.frontend.parser import entry
+
+from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
+
+_DTYPES = {
+    "DT_FP32": torch.float32, "DT_FP16": torch.float16, "DT_BF16": torch.bfloat16, "DT_INT8": torch.int8,
+    "DT_INT16": torch.int16, "DT_INT32": torch.int32, "DT_INT64": torch.int64, "DT_UINT8": torch.uint8,
+}  # fmt: skip
+_SIM = {"run_mode": 1}
+# Of the interpreter's own comparison. It is not the verdict: the caller compares the data.
+_LOOSE = [2e-2, 2e-2]
+
+
+def _build_and_load_calculator(self: Any) -> None:
+    """PyPTO's own method, which builds its torch calculator anew in every process (23 s); this one keeps it."""
+    if self.calculator_loaded:
+        return
+    source = Path(pypto.__file__).parent / "lib/calculator"
+    text = (source / "src/calc_torch.cpp").read_bytes()
+    key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + text).hexdigest()[:16]
+    library = Path.home() / ".cache/haarkv/pypto_calculator" / key / "libtile_fwk_calculator.so"
+    if not library.exists():
+        torch_context, cmake = self._TorchContext(), self._CMakeContext()
+        with tempfile.TemporaryDirectory() as folder:
+            context = self._CMakeContext.CompileContext(src_dir=source, tmp_dir=Path(folder))
+            context.cfg_cmd_ext = (
+                f"-DPY3_MOD_TORCH_VERSION={torch_context.torch_version} "
+                f"-DPY3_MOD_TORCH_ROOT_PATH={torch_context.torch_root_dir} "
+                f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={torch_context.torch_c_use_cxx11_abi}"
+            )
+            built = cmake.compile(ctx=context) / "lib" / library.name
+            library.parent.mkdir(parents=True, exist_ok=True)
+            half = library.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(built, half)
+            half.replace(library)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    self.calculator_loaded = True
+
+
+def _setup_verify_data(tensors: list[Any]) -> None:
+    """PyPTO's own method copies inputs through a runtime that is a stub here and copies nothing: it would run on zeros."""
+    if pypto.get_verify_options().get("enable_pass_verify"):
+        BuildOnlineManager().build_and_load_calculator()
+        goldens = entry._pto_verify_datas.get_data()
+        pypto_impl.SetVerifyData(entry._pto_to_tensor_data(tensors), [], goldens)
+
+
+def _patch() -> None:
+    BuildOnlineManager.build_and_load_calculator = _build_and_load_calculator
+    entry.JitCallableWrapper._setup_verify_data = staticmethod(_setup_verify_data)
+
+
+def _options(mode: Mode) -> dict[str, dict[str, Any]]:
+    stage = pypto.CompStage
+    if mode is Mode.COST:
+        return {"runtime_options": _SIM}
+    if mode is Mode.COMPILE:
+        return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
+    verify = {"enable_pass_verify": True, "pass_verify_save_tensor": True, "pass_verify_error_tol": _LOOSE}
+    if mode is Mode.NUMBERS:
+        verify["pass_verify_pass_filter"] = []
+        return {"runtime_options": _SIM, "verify_options": verify, "host_options": {"compile_stage": stage.TENSOR_GRAPH}}
+    verify["pass_verify_save_tensor"] = False
+    return {"runtime_options": _SIM, "verify_options": verify}
+
+
+@cache
+def _kernel(program: Program, mode: Mode) -> Kernel:
+    return program.build(**_options(mode))
+
+
+@cache
+def _constant(stored: StoredTensor) -> torch.Tensor:
+    return stored.map()
+
+
+def _run(request: Request) -> dict[str, Any]:
+    program, mode = request.program, request.mode
+    tensors = [_constant(a) if a.constant else a.map() for a in request.arguments]
+    goldens: list[torch.Tensor | None] = [None] * len(tensors)
+    if mode is Mode.NUMBERS:
+        # A tensor is dumped only if there is something to compare it with; that verdict is ignored.
+        goldens = [t if a.output else None for t, a in zip(tensors, program.arguments, strict=True)]
+    for index, stored in request.goldens.items():
+        goldens[index] = stored.map()
+    if mode not in (Mode.COST, Mode.COMPILE):
+        pypto.set_verify_golden_data(goldens=goldens)
+    began = time.perf_counter()
+    if mode is Mode.COMPILE:
+        _with_fake_toolchain(lambda: _kernel(program, mode)(*tensors))
+    else:
+        _kernel(program, mode)(*tensors)
+    seconds = time.perf_counter() - began
+    # The verifier's files are C streams, which are otherwise flushed at exit only.
+    ctypes.CDLL(None).fflush(None)
+    folders = sorted(Path("output").glob("output_*"), key=lambda p: p.stat().st_mtime_ns)
+    result = {"seconds": seconds, "rows": [], "filled": [], "cycles": None, "report": "", "tasks": [], "sources": {}}
+    for folder in folders[-1:]:
+        _collect(folder, request, tensors, result)
+    shutil.rmtree("output", ignore_errors=True)
+    return result
+
+
+def _with_fake_toolchain(compile_program: Any) -> None:
+    """Code generation asks where the toolkit is and, given a folder with its include path, writes the C++ and stops."""
+    root = Path("toolkit").absolute()
+    (root / "include/pto").mkdir(parents=True, exist_ok=True)
+    os.environ["ASCEND_HOME_PATH"] = str(root)
+    try:
+        compile_program()
+    finally:
+        del os.environ["ASCEND_HOME_PATH"]
+
+
+def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result: dict[str, Any]) -> None:
+    for brief in folder.glob("verify_*/verify_result_brief.csv"):
+        with brief.open(encoding="utf-8") as file:
+            for row in DictReader(file):
+                index = int(row["ioflag"].removeprefix("output"))
+                result["rows"].append(
+                    VerifyRow(row["passName"], row["verifyType"], index, row["verifyResult"], float(row["zeroRatio"]))
+                )
+                dumped = brief.parent / "tensor_graph" / row["outputTensor"]
+                if row["passName"] == "tensor_graph" and request.mode is Mode.NUMBERS and dumped.is_file():
+                    count = tensors[index].numel()
+                    values = torch.from_file(str(dumped), size=count, dtype=_DTYPES[row["outputDtype"]])
+                    tensors[index].copy_(values.view(tensors[index].shape))
+                    result["filled"].append(index)
+        exceptions = brief.parent / "verify_exception.log"
+        if exceptions.exists():
+            result["report"] = exceptions.read_text(encoding="utf-8", errors="replace")
+    simulated = folder / "CostModelSimulationOutput"
+    if (simulated / "_simulate.stat.report.txt").exists():
+        result["report"] = (simulated / "_simulate.stat.report.txt").read_text(encoding="utf-8")
+        found = re.search(r"Total Cycles\.*:\s*(\d+)", result["report"])
+        result["cycles"] = int(found[1]) if found else None
+        cores = json.loads((simulated / "_simulate.swim.json").read_text(encoding="utf-8"))
+        result["tasks"] = [
+            (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
+        ]
+    for source in sorted(folder.glob("kernel_aicore/*.cpp")):
+        result["sources"][source.name] = source.read_text(encoding="utf-8")
+
+
+def serve(connection: Connection) -> None:
+    """Answer requests until the other side hangs up."""
+    torch.set_num_threads(1)
+    _patch()
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: dict[str, Any] = _run(request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            shutil.rmtree("output", ignore_errors=True)
+        connection.send(answer)

@@ -1,0 +1,1 @@
+"""What ONNX graphs are built from."""

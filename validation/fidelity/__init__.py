@@ -1,0 +1,1 @@
+"""What a quantized cache costs a model's own predictions."""

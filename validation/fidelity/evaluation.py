@@ -1,0 +1,310 @@
+"""Fidelity of KV caches on a text: every cache against the same model with its cache in bf16, position by position.
+
+    setup = load_setup("tiny", ["tq4", "k=q8_0,v=tq4"])
+    plan = make_workload(setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings)
+    rows = evaluate(setup, plan)
+
+A row is of a *named cache*, which is a `Session`: whatever a session's cache comes to hold, it is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.generation import generate
+from haarkv.engine.session import Session
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.model import embed, head
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_text
+
+# The fastest for the reference: a larger chunk computes more scores that the causal mask hides, a smaller one de-quantizes the
+# stored prefix more often.
+CHUNK = 256
+WINDOW = 1024
+GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
+
+OnStep = Callable[[str, int], None]
+"""Told what has been done, and how many tokens it took (those found in a partial result too)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compared.
+
+    Attributes:
+        model: whose embedding and head serve all caches alike.
+        base: the baseline, with K and V in bf16.
+        caches: by name; the baseline itself may be among them.
+        weights: fingerprint of the whole model.
+    """
+
+    model: DecoderModel
+    base: Session
+    caches: Mapping[str, Session]
+    weights: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens begin … begin + length - 1 of the text, fed to an empty cache; each predicts the one after it."""
+
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run.
+
+    Attributes:
+        tokens: [n] int64, the whole text.
+        windows: which parts of it are scored.
+        prompts: parts of it that are continued greedily, all of one length.
+        new_tokens: how many tokens follow each prompt.
+    """
+
+    tokens: Tensor
+    windows: list[Span]
+    prompts: list[list[int]]
+    new_tokens: int
+
+    def fed(self, window: Span) -> Tensor:
+        """The tokens [length] that go into a window."""
+        return self.tokens[window.begin : window.begin + window.length]
+
+    @property
+    def scored(self) -> int:
+        """Positions that are scored for each cache."""
+        return sum(window.length for window in self.windows)
+
+    @property
+    def steps(self) -> int:
+        """Tokens that `OnStep` will have been told of each cache."""
+        return self.scored + len(self.prompts) * self.new_tokens
+
+
+@dataclass(frozen=True)
+class FidelityRow:
+    """One cache against the baseline; docs/evaluation.md has the formulas.
+
+    Attributes:
+        kv: the cache's name.
+        bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
+        bits_per_value: the same, for one number of K or V.
+        kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
+        top1: share of the positions at which both like the same token best.
+        rms_dp: root mean square of p_cache - p_bf16 of the token that really follows; 0.01 is one percentage point.
+        ppl, ppl_delta: perplexity, and how far it lies above the baseline's.
+        greedy_match: mean number of greedy tokens before the first that is not the baseline's; None without prompts.
+    """
+
+    kv: str
+    bytes_per_token: float
+    bits_per_value: float
+    kl_mean: float
+    kl_median: float
+    kl_p999: float
+    top1: float
+    rms_dp: float
+    ppl: float
+    ppl_delta: float
+    greedy_match: float | None
+
+
+# -- What to run ----------------------------------------------------------------------------------------------------------
+
+
+def make_workload(
+    ids: Sequence[int], context: int, *, window: int | None = None, tokens: int | None = None, prompts: int = GREEDY_PROMPTS
+) -> Workload:
+    """Cut a text into windows and prompts.
+
+    The windows do not overlap: window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W, so that each token
+    but the first is scored exactly once. With a limit, ceil(tokens / W) of them are taken, evenly spread over the text.
+
+    Args:
+        ids: the text, at least two tokens.
+        context: the model's limit.
+        window: W; 1,024 or the model's context if that is less, unless given.
+        tokens: score so many at most; all unless given.
+        prompts: greedy prompts at most; fewer if they would overlap.
+    Raises:
+        InputError: a text that is too short, or a window that the model's context does not hold.
+    """
+    if window is not None and not 1 <= window <= context:
+        raise InputError(f"this model has a context of {context} tokens; --window must lie in 1 … {context}")
+    total = len(ids) - 1
+    if total < 1:
+        raise InputError(f"the text is too short: it has {len(ids)} token, and the first one is not scored; give at least 2")
+    size, limit = window or min(WINDOW, context), min(tokens or total, total)
+    every = [Span(begin, min(size, total - begin)) for begin in range(0, total, size)]
+    count = -(-limit // size)
+    windows = [every[index * len(every) // count] for index in range(count)]
+    surplus = sum(w.length for w in windows) - limit
+    windows[-1] = Span(windows[-1].begin, windows[-1].length - surplus)
+    length, new_tokens = min(GREEDY_PROMPT_TOKENS, max(1, context // 2), len(ids)), min(GREEDY_NEW_TOKENS, context // 2)
+    prompts = min(prompts, len(ids) // length)
+    begins = [index * (len(ids) // prompts) for index in range(prompts)]
+    return Workload(torch.tensor(ids), windows, [list(ids[b : b + length]) for b in begins], new_tokens)
+
+
+# -- Running it -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    setup: Setup, plan: Workload, *, partial: Partial | None = None, on_step: OnStep = lambda *_: None
+) -> list[FidelityRow]:
+    """Measure every cache on a text.
+
+    Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue
+    the prompts greedily.
+
+    Args:
+        partial: keeps what is done, and hands out what an earlier run has done.
+    Returns:
+        one row a cache, in their order.
+    Raises:
+        NonFiniteError: a cache gave a logit that is not finite.
+    """
+    partial = partial or Partial()
+    try:
+        scores: dict[str, list[Scores]] = {name: [] for name in setup.caches}
+        for number, window in enumerate(plan.windows):
+            base: Tensor | None = None
+            for name, side in setup.caches.items():
+                found = partial.scores(name, number, window.length)
+                if found is None:
+                    base = torch.cat(list(_logits(setup.model, setup.base, plan, window))) if base is None else base
+                    found = _score_window(setup, name, side, plan, window, base)
+                    partial.keep_scores(name, number, found)
+                scores[name].append(found)
+                on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
+        matches = dict(_greedy(setup, plan, partial, on_step))
+    finally:
+        partial.flush()
+    size = plan.windows[0].length
+    return [_row(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
+
+
+def _logits(model: DecoderModel, side: Session, plan: Workload, window: Span) -> Iterator[Tensor]:
+    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
+    return logits_after(model, side, embed(model, plan.fed(window)))
+
+
+@torch.inference_mode()
+def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
+    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, from an empty cache.
+
+    Attention reads K and V as they are stored, also those of the chunk itself: a prefill measures the format.
+
+    Args:
+        hidden: [T, hidden], what enters a layer; that and all later ones are run.
+        first_layer: that layer.
+    """
+    span = range(first_layer, model.config.num_layers)
+    for after in run_span(side, hidden, span):
+        yield head(model, after.to(model.weights.lm_head.device), reference)
+
+
+def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
+    """Hidden states [n, hidden] after some layers, chunk by chunk, of what enters the first of them [T, hidden]."""
+    device = side.executor.device
+    cache, paging = side.new_cache(1, len(hidden))
+    sequence = paging.add()
+    for chunk in torch.split(hidden, cache.most_new_tokens or CHUNK):
+        batch = paging.batch([sequence], [len(chunk)]).to(device)
+        yield side.executor.layers(chunk.to(device), span, batch, cache)
+
+
+def _score_window(setup: Setup, name: str, side: Session, plan: Workload, window: Span, base: Tensor) -> Scores:
+    # The baseline as one of the caches is what it has just been.
+    logits = iter(torch.split(base, CHUNK)) if side is setup.base else _logits(setup.model, side, plan, window)
+    return score_window(name, plan, window, base, logits)
+
+
+def score_window(name: str, plan: Workload, window: Span, base: Tensor, logits: Iterator[Tensor]) -> Scores:
+    """Compare a cache's predictions with the baseline's.
+
+    Args:
+        name: of the cache, for messages.
+        base: [length, vocab] fp32, the baseline's logits after each token of the window.
+        logits: the cache's, in pieces of any size.
+    Raises:
+        NonFiniteError: one of them is not finite.
+    """
+    begin = window.begin + 1
+    of_base, targets = (torch.split(x, CHUNK) for x in (base, plan.tokens[begin : begin + window.length]))
+    try:
+        return join([score_text(a, b, t) for a, b, t in zip(of_base, _in_chunks(logits), targets, strict=True)])
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
+
+
+def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same rows, `CHUNK` at a time."""
+    held: list[Tensor] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(map(len, held)) >= CHUNK:
+            yield torch.cat(held)
+            held = []
+    if held:
+        yield torch.cat(held)
+
+
+def _greedy(setup: Setup, plan: Workload, partial: Partial, on_step: OnStep) -> Iterator[tuple[str, list[int]]]:
+    """(cache, how many tokens are the baseline's after each prompt)."""
+    base: list[list[int]] | None = None
+    for name, side in setup.caches.items():
+        matches = partial.matches(name)
+        if matches is None:
+            base = _continuations(setup.base, plan) if base is None else base
+            own = base if side is setup.base else _continuations(side, plan)
+            matches = [common_prefix(a, b) for a, b in zip(base, own, strict=True)]
+            partial.keep_matches(name, matches)
+        on_step(f"{name}, greedy", len(plan.prompts) * plan.new_tokens)
+        yield name, matches
+
+
+def _continuations(side: Session, plan: Workload) -> list[list[int]]:
+    if not plan.prompts:
+        return []
+    context = len(plan.prompts[0]) + plan.new_tokens
+    cache, paging = side.new_cache(len(plan.prompts), context)
+    # No token ends the text: every continuation is as long as any other, and none counts as equal for having ended.
+    done, _ = generate(side.executor, cache, paging, plan.prompts, max_new_tokens=plan.new_tokens, max_context=context)
+    return [completion.token_ids for completion in done]
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens are equal before the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int]) -> FidelityRow:
+    config = side.config
+    cache, _ = side.new_cache(1, tokens)
+    size = cache.nbytes / cache.num_slots
+    kl = scores.kl.sort().values.tolist()
+    ppl = math.exp(-scores.log_p_b.mean().item())
+    return FidelityRow(
+        kv=name,
+        bytes_per_token=size,
+        bits_per_value=8 * size / (2 * config.num_layers * config.num_kv_heads * config.head_dim),
+        kl_mean=math.fsum(kl) / len(kl),
+        kl_median=(kl[(len(kl) - 1) // 2] + kl[len(kl) // 2]) / 2,
+        kl_p999=nearest_rank(kl, 999),
+        top1=scores.same_top.double().mean().item(),
+        rms_dp=math.sqrt((scores.log_p_b.exp() - scores.log_p_a.exp()).square().mean().item()),
+        ppl=ppl,
+        ppl_delta=ppl - math.exp(-scores.log_p_a.mean().item()),
+        greedy_match=sum(matches) / len(matches) if matches else None,
+    )

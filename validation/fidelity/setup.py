@@ -1,0 +1,158 @@
+"""Which caches an evaluation compares, and who runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch
+
+from haarkv.engine.session import Session, plan_for
+from haarkv.executors import catalog
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.validation.fidelity.evaluation import Setup, Workload
+
+BASELINE = "bf16"
+_SAMPLED = 1024
+
+
+def parse_list(specs: Sequence[str]) -> list[str]:
+    """Names of caches from lists of formats.
+
+        list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
+
+    A part with `=` in it takes the next part with it: `bf16,k=q8_0,v=tq4,tq2` is three formats.
+
+    Returns:
+        as `formats.describe` writes them, each once, in the order given.
+    Raises:
+        InputError: half a pair, an empty part, or what `formats.parse` refuses.
+    """
+    found: dict[str, None] = {}
+    for spec in specs:
+        parts = iter(part.strip() for part in spec.split(","))
+        for part in parts:
+            whole = f"{part},{next(parts, '')}" if "=" in part else part
+            if not part or whole.endswith(","):
+                raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
+            found[formats.describe(*formats.parse(whole))] = None
+    return list(found)
+
+
+def load_setup(
+    model: str,
+    kvs: Sequence[str] = (),
+    *,
+    spec: KVSpec | None = None,
+    plans: Mapping[str, KVSpec] | None = None,
+    executor: str = "reference",
+    device: str | None = None,
+    dtype: str | None = None,
+    layers: int | None = None,
+    progress: Progress | None = None,
+) -> Setup:
+    """Load a model once for all caches.
+
+    The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
+
+    Args:
+        kvs: formats as `formats.parse` takes them; every format that the model and the executor take unless these or `plans`
+            are given.
+        spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
+        plans: other caches, by the name that their rows get.
+        model, executor, device, dtype, layers, progress: as in `engine.session.load`.
+    Raises:
+        InputError: whatever of this does not exist or does not fit together.
+    """
+    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
+    tokenizer, config, spec = load_tokenizer(model, loaded.config), loaded.config, spec or KVSpec()
+    wanted = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
+        n: plan_for(s, config) for n, s in (plans or {}).items()
+    }
+    # One executor serves every cache; the default format stands for the others until they are known.
+    runner = catalog.create(
+        executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(formats.names()[0]), config)), device
+    )
+    wanted = wanted or _all(runner, config, spec)
+    for plan in wanted.values():
+        if reason := runner.supports(config, plan):
+            raise InputError(f"executor {executor} cannot run this: {reason}")
+
+    def session(who: Executor, plan: KVPlan) -> Session:
+        return Session(model, config, who, tokenizer, plan)
+
+    bf16 = plan_for(KVSpec(BASELINE), config)
+    without = runner.supports(config, bf16)
+    base = session(catalog.create("reference", loaded, bf16) if without else runner, bf16)
+    caches = {name: session(runner, plan) for name, plan in wanted.items()}
+    if BASELINE in caches:
+        caches[BASELINE] = base
+    # Layers run where they are; embedding and head where the baseline is.
+    ends = DecoderModel(config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
+    return Setup(ends, base, caches, weights_fingerprint(loaded))
+
+
+def _all(runner: Executor, config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:
+    """Every format that has a layout for this model, and that this executor runs."""
+    plans = {}
+    for name in formats.names():
+        with suppress(InputError):  # of a format that cannot hold this head_dim or needs a longer tail
+            plan = plan_for(replace(spec, kv=name), config)
+            if runner.supports(config, plan) is None:
+                plans[name] = plan
+    return plans
+
+
+# -- Fingerprints: what a partial result belongs to -------------------------------------------------------------------------
+
+
+def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
+    """What must be the same for two runs' results to belong together, by a word for the user."""
+    settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
+    who = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
+    return {
+        "model": setup.weights,
+        "text": _digest(plan.tokens.numpy().tobytes()),
+        "windows or prompts": _digest(json.dumps(settings).encode()),
+        "executor": ", ".join(sorted(who)),
+        "dtype": str(setup.model.dtype).removeprefix("torch."),
+    }
+
+
+def weights_fingerprint(model: DecoderModel) -> str:
+    """Digest of a model: its shapes and up to 1,024 evenly spaced numbers of every tensor."""
+    digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True, default=str).encode())
+    for name, tensor in model.weights.named():
+        sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLED)].float()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_fingerprint(side: Session) -> str:
+    """Digest of what a cache makes of fixed vectors: another code or table of a format, another digest."""
+    x = torch.randn(4, side.config.head_dim, generator=torch.Generator().manual_seed(0))
+    digest = hashlib.sha256()
+    digest.update(side.plan.describe().encode())
+    for kv_format in side.plan.formats:
+        vectors = x if kv_format.group_tokens == 1 else x.repeat(kv_format.group_tokens // len(x), 1)
+        stored = kv_format.quantize(vectors, 0)
+        for name, tensor in sorted(stored.items()):
+            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        # Restored numbers may differ in their last bits from machine to machine; four digits of their sum do not.
+        restored = kv_format.dequantize(stored, 0).double()
+        digest.update(f"{(restored * vectors.double()).sum().item():.4g}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Layers against the reference: which stage of which layer drifts."""

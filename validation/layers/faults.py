@@ -1,0 +1,196 @@
+"""Faults to plant in an op table: published bugs and slips of the pen, each of which a validation must find where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache as memoised
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks import haar_rotation
+from haarkv.codebooks.haar import SEED
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.validation.layers.trial import Stored, put
+
+Table = Mapping[str, Callable[..., Any]]
+Alter = Callable[[Tensor, Tensor, PagedKVCache, int], Stored]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way of being wrong.
+
+    Attributes:
+        name: what is wrong, in words.
+        layer: the first layer in which it shows.
+        stage: the op that is wrong, as a recorded op table shows it.
+        seen_as: the same where only whole layers can be run.
+        ops: what replaces the reference's ops.
+    """
+
+    name: str
+    layer: int
+    stage: str
+    seen_as: str
+    ops: Table
+
+    def table(self) -> OpTable:
+        """The reference's op table with this fault in it."""
+        return table_with(self.ops)
+
+
+def table_with(ops: Table) -> OpTable:
+    """The reference's op table with some of its ops replaced."""
+    return cast(OpTable, SimpleNamespace(**{name: ops.get(name, getattr(reference, name)) for name in OP_NAMES}))
+
+
+def planted(model: DecoderModel, layer: int) -> list[Fault]:
+    """Every fault there is, in one layer each, for a cache in `tq4`.
+
+    Args:
+        model: which a faulty op recognises the layer by.
+        layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
+    """
+    dim, group = model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
+    down = model.weights.layers[layer].down_proj
+
+    def turned(x: Tensor, index: int) -> Tensor:
+        # Rotated as usual, this is x turned by the transposed rotation.
+        back = haar_rotation(index, dim).float().T
+        return x @ back @ back
+
+    return [
+        _storing("a transposed rotation", layer, lambda k, v, c, i: _quantized(turned(k, i), turned(v, i), c, i)),
+        _storing("swapped nibbles", layer, _swapped_nibbles),
+        _storing("K stored as V", layer, lambda k, _, c, i: _quantized(k, k, c, i), "store_kv.v"),
+        Fault("a slot off by one", layer, "untouched_slots", "untouched_slots", {"store_kv": _off_by_one(layer)}),
+        _attending("zero output", layer, torch.zeros_like),
+        _storing("random K codes", layer, _random_codes),
+        _storing("another layer's rotation", layer, lambda k, v, c, i: _quantized(k, v, c, i + 1)),
+        Fault("rotations seeded in sequence", 1, "store_kv.k", "store_kv.k", _sequential(dim)),
+        _attending("the first two of five Q heads corrupted", layer, lambda out: _first_two_heads(out, group)),
+        _storing("K and V not written", layer, None),
+        _attending("one NaN", layer, _one_nan),
+        Fault("an MLP left out", layer, "down_proj", "attention_mlp", {"linear": _without(down)}),
+    ]
+
+
+def reordered() -> OpTable:
+    """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.double()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        back = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
+        return reference.linear(*back[0]) + reference.linear(*back[1])
+
+    return table_with({"rms_norm": rms_norm, "linear": linear})
+
+
+# -- Storing -------------------------------------------------------------------------------------------------------------
+def _storing(name: str, at: int, alter: Alter | None, stage: str = "store_kv.k") -> Fault:
+    """A layer that stores what `alter` makes of its K and V, or nothing at all."""
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        if layer != at:
+            reference.store_kv(k, v, cache, layer, batch)
+        elif alter is not None:
+            put(cache, layer, batch.slot_mapping, alter(k, v, cache, layer))
+
+    return Fault(name, at, stage, stage, {"store_kv": store_kv})
+
+
+def _quantized(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
+    # Every layer's formats are the same; `layer` may be one that the model has not.
+    return {"k": cache.k_format(0).quantize(k, layer), "v": cache.v_format(0).quantize(v, layer)}
+
+
+def _swapped_nibbles(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
+    stored = _quantized(k, v, cache, layer)
+    return {side: of | {"codes": of["codes"] >> 4 | of["codes"] << 4} for side, of in stored.items()}
+
+
+def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
+    stored = _quantized(k, v, cache, layer)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, stored["k"]["codes"].shape, dtype=torch.uint8, generator=generator)
+    return stored | {"k": stored["k"] | {"codes": codes}}
+
+
+def _off_by_one(at: int) -> Callable[..., None]:
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=batch.slot_mapping + (layer == at)))
+
+    return store_kv
+
+
+# -- Attention and the rest ------------------------------------------------------------------------------------------------
+def _attending(name: str, at: int, spoil: Callable[[Tensor], Tensor]) -> Fault:
+    """A layer whose attention [T, Hq, D] is spoilt."""
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        out = reference.paged_attention(q, cache, layer, batch, softmax_scale)
+        return spoil(out) if layer == at else out
+
+    return Fault(name, at, "paged_attention", "attention_mlp", {"paged_attention": paged_attention})
+
+
+def _first_two_heads(out: Tensor, group: int) -> Tensor:
+    grouped = out.view(out.shape[0], -1, group, out.shape[2]).clone()
+    grouped[:, :, :2] = grouped[:, :, :2].flip(-1)
+    return grouped.view(out.shape)
+
+
+def _one_nan(out: Tensor) -> Tensor:
+    out = out.clone()
+    out[-1, 0, 0] = torch.nan
+    return out
+
+
+def _without(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def linear(x: Tensor, given: Tensor) -> Tensor:
+        return torch.zeros(len(x), len(given)) if given is weight else reference.linear(x, given)
+
+    return linear
+
+
+@memoised
+def _sequential_rotation(layer: int, dim: int) -> Tensor:
+    """Rotation [D, D] fp32 of a layer if one generator draws all layers' in turn; the first is the right one."""
+    if layer == 0:
+        return haar_rotation(0, dim).float()
+    generator = torch.Generator().manual_seed(SEED)
+    gaussian = [torch.randn(dim, dim, generator=generator) for _ in range(layer + 1)][-1]
+    q, r = torch.linalg.qr(gaussian.double())
+    rotation: Tensor = (q * torch.diag(r).sign()).to(torch.bfloat16).float()
+    return rotation
+
+
+def _sequential(dim: int) -> Table:
+    """Every layer but the first rotates by another matrix, on the way in and on the way out: the output stays right."""
+
+    def there(x: Tensor, layer: int) -> Tensor:
+        return x if layer == 0 else x.float() @ _sequential_rotation(layer, dim) @ haar_rotation(layer, dim).float().T
+
+    def back(x: Tensor, layer: int) -> Tensor:
+        return x if layer == 0 else x.float() @ haar_rotation(layer, dim).float() @ _sequential_rotation(layer, dim).T
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        reference.store_kv(there(k, layer), there(v, layer), cache, layer, batch)
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        turned = there(q, layer).to(q.dtype)
+        return back(reference.paged_attention(turned, cache, layer, batch, softmax_scale), layer).to(q.dtype)
+
+    return {"store_kv": store_kv, "paged_attention": paged_attention}

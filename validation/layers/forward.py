@@ -1,0 +1,166 @@
+"""The reference's side of a validation: its forwards run layer by layer, every op recorded; refused if they prove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.generation import PREFILL_CHUNK
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.model import run_layers
+from haarkv.tq_ops import reference as spec
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.validation.layers.record import Call, Recorder, table_of
+from haarkv.validation.layers.trial import Stored, Trial, load, new_cache_like, put, snapshot, take
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a validation: token ids [T] and their places."""
+
+    phase: str
+    step: int
+    token_ids: Tensor
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class MadeLayer:
+    """What the reference made of one layer.
+
+    Attributes:
+        calls: its ops; empty if the reference cannot be watched op by op.
+        before: the layer's cache before it ran.
+        hidden_in, hidden_out: [T, hidden].
+        k, v: [T, Hkv, D] fp32, what was quantized.
+        stored: K and V at the forward's slots.
+    """
+
+    calls: list[Call]
+    before: Stored
+    hidden_in: Tensor
+    hidden_out: Tensor
+    k: Tensor
+    v: Tensor
+    stored: Stored
+
+
+class Schedule:
+    """Which tokens run when: all prompts in chunks, then one token each.
+
+    Args:
+        prompts: token ids.
+        steps: decode steps.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
+        self.prompts, self.steps = prompts, steps
+        self._blocks = [blocks_for(len(prompt) + steps) for prompt in prompts]
+
+    def __len__(self) -> int:
+        return -(-max(map(len, self.prompts)) // PREFILL_CHUNK) + self.steps
+
+    def new_cache(self, plan: KVPlan, model: DecoderModel) -> PagedKVCache:
+        """An empty cache with room for all of it and one block that nobody owns."""
+        config = model.config
+        return PagedKVCache(
+            plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=sum(self._blocks) + 1
+        )  # fmt: skip
+
+    def paging(self, cache: PagedKVCache) -> PagedSequences:
+        """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
+        paging = PagedSequences(cache.num_blocks, cache.block_size, range(cache.num_blocks - 1, -1, -1))
+        for _ in self.prompts:
+            paging.add()
+        return paging
+
+    def prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
+        """The prompts' chunks, with the prompts that each of them takes up."""
+        forwards = []
+        for step, begin in enumerate(range(0, max(map(len, self.prompts)), PREFILL_CHUNK)):
+            rows = [row for row, prompt in enumerate(self.prompts) if begin < len(prompt)]
+            pieces = [self.prompts[row][begin : begin + PREFILL_CHUNK] for row in rows]
+            batch = paging.batch(rows, [len(piece) for piece in pieces])
+            forwards.append((rows, Forward("prefill", step, torch.tensor([t for p in pieces for t in p]), batch)))
+        return forwards
+
+    def decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
+        """One more token [B] of every prompt."""
+        rows = list(range(len(self.prompts)))
+        return Forward("decode", step, tokens, paging.batch(rows, [1] * len(rows)))
+
+
+class Reference:
+    """Runs the reference and keeps what the candidate is held against.
+
+    An executor with an op table on the host is recorded op by op. Any other is run layer by layer; what it quantized is
+    then computed by the spec from the same hidden state.
+    """
+
+    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache) -> None:
+        self.model, self.cache = model, cache
+        self.ops: OpTable = table_of(executor) or spec
+        self.recorder = Recorder(self.ops, model.weights)
+        self._whole = Trial(executor, cache) if table_of(executor) is None else None
+        self._scratch = new_cache_like(cache, cache.device)
+
+    @property
+    def records(self) -> bool:
+        """Whether its ops are seen one by one."""
+        return self._whole is None
+
+    def layer(self, index: int, hidden: Tensor, forward: Forward) -> MadeLayer:
+        """Run one layer.
+
+        Raises:
+            InputError: what it makes is not finite or zero: nothing can be held against that.
+        """
+        before, batch = snapshot(self.cache, index), forward.batch
+        cache = self.cache if self._whole is None else self._scratch
+        load(cache, index, before)
+        out = run_layers(self.model, hidden, range(index, index + 1), batch, cache, self.recorder.ops)
+        calls = self.recorder.taken()
+        if self._whole is not None:
+            outcome = self._whole.layer(hidden, index, batch)
+            if outcome.problem:
+                raise InputError(f"the reference cannot be compared with: layer {index}: {outcome.problem}")
+            out = outcome.result
+            load(self.cache, index, snapshot(self._whole.cache, index))
+        k, v = next(call.args[:2] for call in calls if call.op == "store_kv")
+        for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
+            self._require_something(f"{what} of layer {index}", tensor, forward)
+        stored = take(self.cache, index, batch.slot_mapping)
+        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
+
+    def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
+        """Refuse rows [T, n] of which one is zero or not finite."""
+        for problem, bad in (("not finite", ~torch.isfinite(rows).all(-1)), ("zero", (rows == 0).all(-1))):
+            if bad.any():
+                where = f"token {int(bad.nonzero()[0])} of {forward.phase} {forward.step}"
+                raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
+
+    def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
+        """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
+        self._require_something("embedding", hidden, forward)
+
+    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> Tensor:
+        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to."""
+        load(self._scratch, index, made.before)
+        put(self._scratch, index, batch.slot_mapping, stored)
+        table = {name: getattr(self.ops, name) for name in OP_NAMES} | {"store_kv": _keep}
+        ops = cast(OpTable, SimpleNamespace(**table))
+        return run_layers(self.model, made.hidden_in, range(index, index + 1), batch, self._scratch, ops)
+
+
+def _keep(*_: object) -> None:
+    """In place of `store_kv`: what is there stays."""

@@ -1,0 +1,130 @@
+"""Recording an op table: every op of a layer with what it was given and what it made, by the name of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from haarkv.executors.base import Executor
+from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OP_NAMES, OpTable
+
+STAGES = (
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots", "store_kv.k",
+    "store_kv.v", "paged_attention", "o_proj", "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp",
+    "final_norm", "head", "forward",
+)  # fmt: skip
+"""Every stage in the order of a forward: those of a layer, then the head's and the whole forward."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op as it was run.
+
+    Attributes:
+        op: its name in the table.
+        stage: the word for this use of it.
+        args: what it was given; a cache is the live one, which has gone on since.
+        result: what it returned.
+    """
+
+    op: str
+    stage: str
+    args: tuple[Any, ...]
+    result: Any
+
+
+class Recorder:
+    """An op table that remembers its calls.
+
+    Args:
+        ops: the table that runs.
+        weights: a weight that an op is given names its stage, whatever the order of the calls.
+    """
+
+    def __init__(self, ops: OpTable, weights: Weights) -> None:
+        self.calls: list[Call] = []
+        self._names = {id(weights.final_norm): "final_norm", id(weights.lm_head): "head"}
+        for layer in weights.layers:
+            self._names |= {id(getattr(layer, field.name)): field.name for field in fields(layer)}
+        self.ops = cast(OpTable, SimpleNamespace(**{name: self._recorded(name, getattr(ops, name)) for name in OP_NAMES}))
+
+    def _recorded(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = op(*args)
+            self.calls.append(Call(name, self._stage(name, args), args, result))
+            return result
+
+        return run
+
+    def _stage(self, name: str, args: tuple[Any, ...]) -> str:
+        if name in ("linear", "rms_norm"):
+            return self._names.get(id(args[1]), name)
+        if name == "rope":
+            norm = next((call.stage for call in reversed(self.calls) if call.result is args[0]), "")
+            return norm.replace("norm", "rope") or name
+        return name
+
+    def taken(self) -> list[Call]:
+        """The calls since the last time this was asked."""
+        calls = self.calls[:]
+        self.calls.clear()
+        return calls
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the model's own."""
+        return id(tensor) in self._names
+
+
+def table_of(executor: Executor) -> OpTable | None:
+    """The op table by which an executor's ops can be recorded on the host; None if its layers can only be run whole."""
+    return executor.ops if executor.device.type == "cpu" else None
+
+
+def copied(value: Any, device: torch.device) -> Any:
+    """A tensor or a batch, copied, so that whoever gets it can neither change ours nor hand ours back."""
+    if isinstance(value, Batch):
+        return Batch(**{name: tensor.to(device, copy=True) for name, tensor in vars(value).items()})
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, recorder: Recorder) -> tuple[Any, bool]:
+    """Run a recorded call with another table, on copies of what the recorded op was given.
+
+    Args:
+        ops: the table on trial.
+        device: where its tensors live.
+        cache: what it gets in place of the recorded call's cache.
+    Returns:
+        its result, on the host, and whether it left its inputs as they were; the message if it refused them as not finite.
+    """
+    given: list[Any] = []
+    for arg in call.args:
+        if isinstance(arg, PagedKVCache):
+            given.append(cache)
+        elif isinstance(arg, Tensor) and recorder.is_weight(arg):
+            given.append(arg.to(device))
+        else:
+            given.append(copied(arg, device))
+    try:
+        result = getattr(ops, call.op)(*given)
+    except NonFiniteError as error:
+        result = str(error)
+    if isinstance(result, Tensor):
+        result = result.to("cpu", copy=True)
+    return result, all(unchanged(ours, theirs) for ours, theirs in zip(call.args, given, strict=True))
+
+
+def unchanged(ours: Any, theirs: Any) -> bool:
+    """Whether a copy that was handed out still says what it did."""
+    if isinstance(ours, Batch):
+        return all(unchanged(tensor, getattr(theirs, name)) for name, tensor in vars(ours).items())
+    return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

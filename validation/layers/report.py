@@ -1,0 +1,162 @@
+"""What a validation found, as rows: for a table, a JSON object, a CSV file or a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Mode = Literal["teacher-forced", "free-running"]
+Reason = Literal["tie", "rounding", "fault"]
+
+ASCEND_COLUMNS = (
+    "CosineSimilarity", "MaxAbsoluteError", "AccumulatedRelativeError", "RelativeEuclideanDistance",
+    "KullbackLeiblerDivergence", "StandardDeviation", "MeanAbsoluteError", "RootMeanSquareError", "MaxRelativeError",
+    "MeanRelativeError",
+)  # fmt: skip
+"""Columns of the result file of Ascend's own comparison tool, in its order."""
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer of one forward, in one mode.
+
+    Attributes:
+        phase: "prefill" or "decode".
+        step: of the phase, from 0; a long prompt is prefilled in several.
+        k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal.
+        unexplained: levels of K and V that differ and are no tie.
+        scale_err: largest relative difference of a stored vector's length.
+        hidden_cos: lowest cosine of a token's hidden state with the reference's.
+        rel_l2: largest distance of a token's hidden state, relative to that token's own length.
+        max_abs: largest difference of a number.
+        update_err: largest distance that rounding does not explain, relative to what the layer added to the token.
+        passed: whether all of this lies within the bounds of the mode.
+        ascend: the figures of `ASCEND_COLUMNS` for the hidden state.
+    """
+
+    phase: str
+    step: int
+    layer: int
+    mode: Mode
+    k_match: float
+    v_match: float
+    unexplained: int
+    scale_err: float
+    hidden_cos: float
+    rel_l2: float
+    max_abs: float
+    update_err: float
+    passed: bool
+    ascend: dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class LogitRow:
+    """The logits of one forward, free-running, against the reference's.
+
+    Attributes:
+        cos, rel_l2, max_abs: as in `LayerRow`, the worst sequence.
+        same_token: sequences whose most likely token is the same, of `sequences`.
+    """
+
+    phase: str
+    step: int
+    cos: float
+    rel_l2: float
+    max_abs: float
+    same_token: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where two executors part.
+
+    Attributes:
+        layer: None of what belongs to no layer: the head, the whole forward.
+        stage: the op, or what can be seen of a fused layer.
+        reason: "tie": levels beside a boundary; "rounding": other bits within the bounds; "fault": beyond them.
+        detail: in words, with figures.
+    """
+
+    phase: str
+    step: int
+    layer: int | None
+    stage: str
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """The largest error of a stage over all layers and forwards, beside its bound."""
+
+    stage: str
+    error: float
+    bound: float
+    phase: str
+    step: int
+    layer: int | None
+
+    @property
+    def share(self) -> float:
+        """The error in units of its bound; infinite if it is NaN."""
+        return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a validation found.
+
+    Attributes:
+        passed: everything that was to be compared was, and lies within `validation.bounds`.
+        first_divergence: the first fault; without one, the first place where bits differ; None if none do.
+        stages: of the teacher-forced run, in the order of a forward.
+    """
+
+    reference: str
+    candidate: str
+    kv: str
+    dtype: str
+    prompt_tokens: tuple[int, ...]
+    steps: int
+    passed: bool
+    first_divergence: Finding | None
+    rows: tuple[LayerRow, ...]
+    logits: tuple[LogitRow, ...]
+    stages: tuple[StageSummary, ...]
+
+    def worst(self, mode: Mode) -> dict[int, LayerRow]:
+        """The row with the lowest cosine of each layer."""
+        worst: dict[int, LayerRow] = {}
+        for row in self.rows:
+            if row.mode == mode and (row.layer not in worst or not row.hidden_cos >= worst[row.layer].hidden_cos):
+                worst[row.layer] = row
+        return worst
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as a JSON object; a figure that is not finite is null, since JSON has no word for it."""
+    plain = asdict(report)
+    for row in plain["rows"]:
+        del row["ascend"]
+    finite: dict[str, Any] = _finite(plain)
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_rows(report: Report) -> Iterable[list[str]]:
+    """Header and rows of a CSV file: our columns, then Ascend's."""
+    ours = [field.name for field in fields(LayerRow) if field.name != "ascend"]
+    yield [*ours, *ASCEND_COLUMNS]
+    for row in report.rows:
+        yield [*(str(getattr(row, name)) for name in ours), *(str(row.ascend[name]) for name in ASCEND_COLUMNS)]

@@ -1,0 +1,287 @@
+"""Holding an executor against a reference over prefill and decode, layer by layer: `validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.model import embed, head
+from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.validation import bounds
+from haarkv.validation.layers.ascend import ascend_metrics
+from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
+from haarkv.validation.layers.judge import (
+    StoredComparison,
+    Verdict,
+    bounds_of,
+    compare_both,
+    first,
+    judge_hidden,
+    judge_logits,
+    judge_op,
+    judge_stored,
+)  # fmt: skip
+from haarkv.validation.layers.record import STAGES, Call, replay
+from haarkv.validation.layers.report import Finding, LayerRow, LogitRow, Mode, Report, StageSummary
+from haarkv.validation.layers.trial import Stored, Trial, poison, sides, take
+
+OnRow = Callable[[LayerRow], None]
+
+
+@torch.inference_mode()
+def validate(
+    reference: Executor,
+    candidate: Executor,
+    model: DecoderModel,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    plan: KVPlan,
+    on_row: OnRow | None = None,
+) -> Report:
+    """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
+
+    Both are fed the reference's tokens. Teacher-forced, each layer and each op is fed the reference's own input and cache;
+    free-running, a layer is fed what the executor made of the layer before.
+
+    Args:
+        prompts: token ids, prefilled as one ragged batch.
+        steps: decode steps, 0 or more.
+        on_row: called with each row as it comes.
+    Raises:
+        InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
+            values are zero or not finite.
+    """
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None)).run()
+
+
+def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int) -> int:
+    """Rows that `validate` gives: each forward, layer and mode."""
+    return 2 * num_layers * len(Schedule(prompts, steps))
+
+
+class _Validation:
+    def __init__(
+        self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
+        plan: KVPlan, on_row: OnRow,
+    ) -> None:  # fmt: skip
+        _check((reference, candidate), model, prompts, steps, plan)
+        self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
+        self.schedule, self.model = Schedule(prompts, steps), model
+        self.limits = bounds_of(model.dtype)
+        cache = self.schedule.new_cache(plan, model)
+        self.reference = Reference(reference, model, cache)
+        self.ops = candidate.ops if self.reference.records else None
+        self.forced, self.free, self.whole = (Trial(candidate, cache) for _ in range(3))
+        self.rows: list[LayerRow] = []
+        self.logits: list[LogitRow] = []
+        self.found: list[Finding] = []
+        self.late: list[Finding] = []
+        self.stages: dict[str, StageSummary] = {}
+
+    def run(self) -> Report:
+        """Every forward, in order."""
+        weights = _fingerprint(self.model.weights)
+        paging = self.schedule.paging(self.reference.cache)
+        tokens = torch.zeros(len(self.schedule.prompts), dtype=torch.int64)
+        for rows, forward in self.schedule.prefill(paging):
+            tokens[rows] = self._forward(forward).argmax(-1)
+        for step in range(self.schedule.steps):
+            tokens = self._forward(self.schedule.decode(step, tokens, paging)).argmax(-1)
+        if _fingerprint(self.model.weights) != weights:
+            last = self.rows[-1]
+            detail = "the model's weights were changed while it ran"
+            self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
+        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers)
+        # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
+        faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
+        order = {stage: place for place, stage in enumerate(STAGES)}
+        return Report(
+            *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
+            tuple(map(len, self.schedule.prompts)), self.schedule.steps,
+            passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
+            first_divergence=next(iter(faults or self.found), None),
+            rows=tuple(self.rows),
+            logits=tuple(self.logits),
+            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, len(order)))),
+        )  # fmt: skip
+
+    def _forward(self, forward: Forward) -> Tensor:
+        """One forward by everybody; the reference's logits [B, vocab]."""
+        hidden = embed(self.model, forward.token_ids)
+        self.reference.require_embedding(hidden, forward)
+        free, drift = hidden, torch.zeros(len(hidden))
+        for index in range(self.model.config.num_layers):
+            made = self.reference.layer(index, hidden, forward)
+            bad = poison(self.reference.cache, index, made.k, made.v)
+            self._teacher_forced(index, made, bad, forward)
+            free, drift = self._free_running(index, made, bad, free, drift, forward)
+            self.whole.put(index, forward.batch.slot_mapping, bad)
+            hidden = made.hidden_out
+        return self._logits(forward, hidden, free)
+
+    # -- Teacher-forced ------------------------------------------------------------------------------------------------
+    def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
+        verdicts = [verdict for call in made.calls for verdict in self._replayed(call, index, made, bad, forward)]
+        slots = forward.batch.slot_mapping
+        self.forced.load(index, made.before)
+        self.forced.put(index, slots, bad)
+        outcome = self.forced.layer(made.hidden_in, index, forward.batch)
+        strays = self.forced.strays(range(index, index + 1), slots)
+        stored = take(self.forced.cache, index, slots)
+        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, self.limits.kv_noise)
+        of_layer = judge_stored(compared, strays, index, self.limits)
+        expected = made.hidden_out
+        if self.reference.records and any(v.reason for v in of_layer) and all(v.reason != "fault" for v in of_layer):
+            # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
+            expected = self.reference.given(made, index, stored, forward.batch)
+        if outcome.problem:
+            of_layer.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
+        of_layer.append(judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits))
+        passed = self._settle([*verdicts, *of_layer], index, forward)
+        self._row(forward, index, "teacher-forced", compared, expected, outcome.result, made.hidden_in, passed)
+
+    def _replayed(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
+        """One recorded op, run by the candidate's table on the reference's own inputs."""
+        if self.ops is None:
+            return []
+        trial, slots = self.forced, forward.batch.slot_mapping
+        if call.op == "store_kv":
+            trial.load(index, made.before)
+            trial.put(index, slots, bad)
+        elif call.op == "paged_attention":
+            trial.load(index, sides(self.reference.cache, index))
+        result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
+        if call.op != "store_kv":
+            touched = call.op == "paged_attention" and trial.strays(range(0), slots)
+            return [judge_op(call, result, intact and not touched, self.limits)]
+        strays, stored = trial.strays(range(index, index + 1), slots), take(trial.cache, index, slots)
+        noise = self.limits.same_kv_noise
+        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
+        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
+        return [*refused, *judge_stored(compared, strays, index, self.limits)]
+
+    # -- Free-running --------------------------------------------------------------------------------------------------
+    def _free_running(
+        self, index: int, made: MadeLayer, bad: Stored, hidden: Tensor, drift: Tensor, forward: Forward
+    ) -> tuple[Tensor, Tensor]:
+        """One layer fed what the candidate made of the last; its hidden states, and how far each token is off by now."""
+        slots = forward.batch.slot_mapping
+        self.free.put(index, slots, bad)
+        outcome = self.free.layer(hidden, index, forward.batch)
+        self.free.strays(range(index, index + 1), slots)
+        stored = take(self.free.cache, index, slots)
+        noise = self.limits.kv_noise + drift[:, None, None]
+        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
+        passed = compare_vectors(made.hidden_out, outcome.result).rel_l2 <= self.limits.free_rel_l2
+        self._row(forward, index, "free-running", compared, made.hidden_out, outcome.result, made.hidden_in, passed)
+        if not passed:
+            detail = f"relative L2 of the hidden state is not within {self.limits.free_rel_l2}; {outcome.problem}"
+            self.late.append(Finding(forward.phase, forward.step, index, "free_running", "fault", detail))
+        off = (outcome.result.float() - made.hidden_out.float()).norm(dim=-1) / made.hidden_out.float().norm(dim=-1)
+        return outcome.result, off
+
+    # -- The whole forward ---------------------------------------------------------------------------------------------
+    def _logits(self, forward: Forward, hidden: Tensor, free: Tensor) -> Tensor:
+        """The head, and the candidate's own prefill or decode against its own layers one by one."""
+        last = forward.batch.query_start_loc[1:].long() - 1
+        recorder, trial, slots = self.reference.recorder, self.whole, forward.batch.slot_mapping
+        ours = head(self.model, hidden[last], recorder.ops)
+        if not (ours.amax(-1) > ours.amin(-1)).all():
+            raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
+        calls = recorder.taken() if self.ops is not None else []
+        replayed = [(call, replay(call, self.ops, trial.executor.device, trial.cache, recorder)) for call in calls if self.ops]
+        verdicts = [judge_op(call, result, intact, self.limits) for call, (result, intact) in replayed]
+        outcome = trial.forward(forward.token_ids, forward.batch, forward.phase, self.model.config.vocab_size)
+        stage = "head" if self.ops is None else "forward"
+        verdicts += self._whole_stored(stage, slots)
+        expected = head(self.model, free[last], self.reference.ops)
+        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
+        self._settle(verdicts, None, forward)
+        compared = compare_vectors(ours, outcome.result)
+        same = int((ours.argmax(-1) == outcome.result.argmax(-1)).sum())
+        self.logits.append(
+            LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(ours))
+        )
+        return ours
+
+    def _whole_stored(self, stage: str, slots: Tensor) -> list[Verdict]:
+        """What a whole forward stored, against what the same executor's layers stored one by one."""
+        layers = range(self.model.config.num_layers)
+        strays = self.whole.strays(layers, slots)
+        for index, where in strays.items():
+            return [
+                Verdict("untouched_slots", "fault", torch.inf, 0.0, f"the whole forward wrote to {where} of layer {index}")
+            ]
+        for index in layers:
+            ours, theirs = (take(trial.cache, index, slots) for trial in (self.free, self.whole))
+            for side, kv_format in (("k", self.plan.k(index)), ("v", self.plan.v(index))):
+                compared = compare_vectors(*(kv_format.dequantize(stored[side], index) for stored in (ours, theirs)))
+                if not compared.rel_l2 <= bounds.SAME_KV:
+                    detail = f"the whole forward stores another {side.upper()} in layer {index} than the layer run alone"
+                    return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]
+        return []
+
+    # -- Notes ---------------------------------------------------------------------------------------------------------
+    def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
+        """Keep what was found at some stages; whether none of it is a fault."""
+        for verdict in verdicts:
+            summary = StageSummary(verdict.stage, verdict.error, verdict.bound, forward.phase, forward.step, index)
+            kept = self.stages.setdefault(verdict.stage, summary)
+            if summary.share > kept.share:
+                self.stages[verdict.stage] = summary
+        found = first(verdicts)
+        if found and found.reason:
+            self.found.append(Finding(forward.phase, forward.step, index, found.stage, found.reason, found.detail))
+        return found is None or found.reason != "fault"
+
+    def _row(
+        self, forward: Forward, index: int, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor,
+        before: Tensor, passed: bool,
+    ) -> None:  # fmt: skip
+        hidden = compare_vectors(ours, theirs, before)
+        row = LayerRow(
+            forward.phase, forward.step, index, mode,
+            k_match=stored.k.match, v_match=stored.v.match, unexplained=stored.unexplained, scale_err=stored.length_error,
+            hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
+            passed=passed, ascend=ascend_metrics(theirs, ours),
+        )  # fmt: skip
+        self.rows.append(row)
+        self.on_row(row)
+
+
+def _check(
+    executors: Sequence[Executor], model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan
+) -> None:
+    """Refuse what cannot be run, and what would prove nothing."""
+    for executor in executors:
+        if executor.config != model.config:
+            raise InputError(f"executor {executor.name} was made for another model")
+        if reason := executor.supports(model.config, plan):
+            raise InputError(f"executor {executor.name} cannot run this: {reason}")
+    for kv_format in plan.formats:
+        if kv_format.group_tokens != 1:
+            raise InputError(f"{kv_format.name} quantizes tokens together, which cannot be validated token by token")
+    if plan.windowed:
+        raise InputError("a tail or sinks in BF16 hide what is packed, which is what a validation compares; leave them out")
+    if steps < 0:
+        raise InputError(f"steps must be 0 or more, not {steps}")
+    if not prompts or not all(prompts):
+        raise InputError("every prompt must have at least one token, and there must be one")
+    longest, limit = max(map(len, prompts)) + steps, model.config.max_position_embeddings
+    if longest > limit:
+        raise InputError(f"prompt and steps take {longest} tokens, this model's context has {limit}")
+    if longest < 2:
+        raise InputError("with a context of one token K cannot matter; give a longer prompt or at least one step")
+
+
+def _fingerprint(weights: Weights) -> list[int]:
+    """A sum over the bits of each weight: an executor that writes to them would change the reference too."""
+    words = {2: torch.int16, 4: torch.int32}
+    return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for _, tensor in weights.named()]

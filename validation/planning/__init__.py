@@ -1,0 +1,1 @@
+"""Formats by layer, chosen by their measured cost."""
