@@ -126,6 +126,6 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
 def test_structures_are_filled_by_name_and_completely():
     with pytest.raises(AssertionError, match="scales_per_vector"):
-        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, levels=None)
+        library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, levels=None)
     # As the compiler lays them out: nothing is padded.
-    assert ctypes.sizeof(library.Side) == 56
+    assert ctypes.sizeof(library.SideArgs) == 56
