@@ -21,13 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks.report import emit, print_rows
 from haarkv.benchmarks.timing import measure_machine
-from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 
-HEADS, KV_HEADS, DIM = QWEN3_14B.num_heads, QWEN3_14B.num_kv_heads, QWEN3_14B.head_dim
+_SHAPE = read_config("random:14b")
+HEADS, KV_HEADS, DIM = _SHAPE.num_heads, _SHAPE.num_kv_heads, _SHAPE.head_dim
 GROUP, SCALE = HEADS // KV_HEADS, DIM**-0.5
 # Layers' worth of K and V that take turns: together far more than a processor's cache, where a short context allows it.
 COLD_BYTES = 128 * 2**20

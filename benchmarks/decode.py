@@ -22,7 +22,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for

@@ -19,7 +19,6 @@ from haarkv.benchmarks.report import emit, print_rows
 from haarkv.engine.session import Session, load
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import formats, reference
 
@@ -29,9 +28,9 @@ def window_losses(model: DecoderModel, session: Session, window: torch.Tensor) -
     """Cross entropy in nats of each token of a window [N + 1] given those before it: [N] fp32."""
     cache, paging = session.new_cache(1, len(window) - 1)
     batch = paging.batch([paging.add()], [len(window) - 1])
-    hidden = embed(model, window[:-1])
+    hidden = model.embed(window[:-1])
     hidden = session.executor.layers(hidden, range(model.config.num_layers), batch, cache)
-    return cross_entropy(head(model, hidden, reference), window[1:], reduction="none")
+    return cross_entropy(model.head(hidden, reference), window[1:], reduction="none")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from haarkv.executors.base import Executor
 from haarkv.executors.catalog import create, default_dtype
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError

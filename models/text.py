@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of
-from haarkv.models.qwen3_14b.config import eos_token_ids
+from haarkv.models.hf_config import eos_token_ids
 from haarkv.tq_ops.errors import InputError
 
 
@@ -123,7 +123,7 @@ class ByteTokenizer:
         return f"<{token_id}>"
 
 
-def load_tokenizer(name: str, config: DecoderConfig) -> Tokenizer:
+def load_tokenizer(name: str | Path, config: DecoderConfig) -> Tokenizer:
     """Tokenizer of a model by name.
 
     Raises:

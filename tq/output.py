@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from haarkv.models.qwen3_14b.weights import Progress
+    from haarkv.models.checkpoint import Progress
     from haarkv.validation.fidelity.evaluation import OnStep
 
 

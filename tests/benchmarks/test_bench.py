@@ -13,7 +13,8 @@ from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.weights import LayerWeights, Weights
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 

@@ -28,6 +28,7 @@ from checkpoints import (
 )
 
 from haarkv.models.catalog import TINY
+from haarkv.models.hf_config import read_hf_config
 from haarkv.models.qwen3_14b import config as qwen3_config
 from haarkv.models.text import HFTokenizer
 from haarkv.tq_ops import formats
@@ -564,7 +565,7 @@ def test_random_models_of_a_named_size_run(tq, monkeypatch):
         qwen3_config.QWEN3_14B, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=32, vocab_size=300, max_position_embeddings=256,
     )  # fmt: skip
-    monkeypatch.setitem(qwen3_config.FAMILY, "nano", small)
+    monkeypatch.setitem(qwen3_config.SIZES, "nano", small)
     common = ("generate", "--model", "random:nano", "--prompt", "é", "--max-new-tokens", 3, "--json")
     result = tq(*common, "--layers", 2).json
     assert result["prompt_tokens"] == 2
@@ -585,13 +586,13 @@ def test_the_model_that_ships_continues_a_prompt(tq):
 
 
 def test_a_stream_gives_characters_only_when_they_are_whole(checkpoint):
-    stream = HFTokenizer(checkpoint, qwen3_config.read_hf_config(checkpoint / "config.json")).stream()
+    stream = HFTokenizer(checkpoint, read_hf_config(checkpoint / "config.json")).stream()
     pieces = [stream.push(byte) for byte in f"a{MULTI_BYTE}z".encode()]
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
 
 
 def test_a_stream_of_any_bytes_is_a_prefix_of_the_decoded_text():
-    tokenizer = HFTokenizer(TINY, qwen3_config.read_hf_config(TINY / "config.json"))
+    tokenizer = HFTokenizer(TINY, read_hf_config(TINY / "config.json"))
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         ids = torch.randint(0, 4096, (10,), generator=generator)
@@ -661,7 +662,7 @@ def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{% if pad_token is defined %}!{% endif %}"
     settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
-    tokenizer = HFTokenizer(folder, qwen3_config.read_hf_config(folder / "config.json"))
+    tokenizer = HFTokenizer(folder, read_hf_config(folder / "config.json"))
     assert tokenizer.encode_chat("hi") == [*b"hi", END_OF_TEXT_ID]
 
 

@@ -16,7 +16,6 @@ from small_models import SMALL, small_model
 from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.qwen3_14b.model import embed, head, run_layers
 from haarkv.models.text import ByteTokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -384,8 +383,8 @@ def whole(ops, ids):
     fresh = session()
     cache, paging = fresh.new_cache(1, len(ids))
     batch = paging.batch([paging.add()], [len(ids)])
-    hidden = run_layers(MODEL, embed(MODEL, torch.tensor(ids)), range(CONFIG.num_layers), batch, cache, ops)
-    return head(MODEL, hidden, ops).double().numpy()
+    hidden = MODEL.layers(MODEL.embed(torch.tensor(ids)), range(CONFIG.num_layers), batch, cache, ops)
+    return MODEL.head(hidden, ops).double().numpy()
 
 
 def numpy_kl(a, b):

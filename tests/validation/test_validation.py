@@ -14,7 +14,6 @@ from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, random_tokens, s
 
 import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.qwen3_14b.model import head
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -516,7 +515,7 @@ def test_what_runs_away_without_a_culprit_is_named():
 
     def prefill(e, token_ids, batch, cache):
         e.prefill(token_ids, batch, cache)
-        return head(MODEL, last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
+        return MODEL.head(last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
 
     report = run(Whole(layers=layers, prefill=prefill), steps=0)
     assert where(report) == (SMALL.num_layers - 1, "free_running")

@@ -19,7 +19,6 @@ from torch import Tensor
 from haarkv.engine.generation import generate
 from haarkv.engine.session import Session
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.validation.fidelity.partial import Partial
@@ -196,7 +195,7 @@ def evaluate(
 
 def _logits(model: DecoderModel, side: Session, plan: Workload, window: Span) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
-    return logits_after(model, side, embed(model, plan.fed(window)))
+    return logits_after(model, side, model.embed(plan.fed(window)))
 
 
 @torch.inference_mode()
@@ -211,7 +210,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield head(model, after.to(model.weights.lm_head.device), reference)
+        yield model.head(after.to(model.weights.lm_head.device), reference)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
