@@ -6,7 +6,7 @@ Here the same holds: so many copies of the layer take turns that together they e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 
-Sides = Mapping[str, tuple[Executor, KVPlan]]
+Sides = dict[str, tuple[Executor, KVPlan]]
 Call = Callable[[int], object]
 
 _COLD_BYTES = 128 * 2**20
@@ -92,11 +92,11 @@ def _ours(
         ops.store_kv(new_k, new_v, cache, layer, batch)
 
     @torch.inference_mode()
-    def attend(number: int) -> object:
+    def attend(number: int) -> Tensor:
         return ops.paged_attention(q, cache, number % layers, batch, config.softmax_scale)
 
     @torch.inference_mode()
-    def store(number: int) -> object:
-        return ops.store_kv(new_k, new_v, cache, number % layers, batch)
+    def store(number: int) -> None:
+        ops.store_kv(new_k, new_v, cache, number % layers, batch)
 
     return attend, store
