@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.decode import filled, random_kv
+from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost
 from haarkv.benchmarks.report import machine as host
 from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
@@ -122,9 +122,8 @@ class Bench:
                 runs[f"cuda {kv}"] = partial(ops.paged_attention, q, cache, 0, batch, scale)
                 runs[f"store {kv}"] = partial(ops.store_kv, *last, cache, 0, batch)
                 sizes[f"cuda {kv}"] = plan.bytes_per_token(self.config.num_kv_heads, self.config.head_dim)
-            for who, run in decode_peers.sdpa(q, k, v).items():
-                runs[who] = run
-                sizes[who] = 4 * self.config.num_kv_heads * self.config.head_dim
+            for peer in decode_peers.attention(q, k, v):
+                runs[peer.name], sizes[peer.name] = partial(peer.run, 0), peer.token_bytes
             graphs = {}
             for who, run in runs.items():
                 try:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from places import ROOT
+from sources import ORDER, module_name, sources
 
 from haarkv.executors import catalog
 from haarkv.models.base import DecoderLayer, Family
@@ -20,7 +21,6 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
-ORDER = ["codebooks", "tq_ops", "models", "executors", "engine", "validation", "benchmarks", "serving", "tq"]
 # A room may use those before it; these three stand beside each other and use none of each other.
 BESIDE = {"validation", "benchmarks", "serving"}
 ONLY_IN = {
@@ -36,11 +36,6 @@ if find_spec("triton"):
     from haarkv.tq_ops.cuda import ops as cuda_ops
 
     TABLES.append(cuda_ops)
-
-
-def sources():
-    for room in ORDER:
-        yield from sorted((ROOT / room).rglob("*.py"))
 
 
 def imported(path):
@@ -59,11 +54,6 @@ def room_of(module):
     """`haarkv.models.base` -> `models`; of another package its name."""
     first, _, rest = module.partition(".")
     return rest.split(".")[0] if first == "haarkv" and rest else first
-
-
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "tq" else ("haarkv", *parts)).removesuffix(".__init__")
 
 
 def may_import(room, other):

@@ -1,9 +1,10 @@
 """haarkv: Qwen3 with a rotated low-bit KV cache.
 
-    import tq
-
-    session = tq.load("tiny", kv="tq4")
-    print(session.generate(["def main("], max_new_tokens=64).texts[0])
+>>> import tq
+>>> session = tq.load("tiny", kv="tq4")
+>>> result = session.generate(["def main("], max_new_tokens=8)
+>>> len(result.texts)
+1
 
 Names are imported when they are first used, so that `import tq` and `tq --help` need no torch.
 """

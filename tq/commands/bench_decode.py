@@ -130,7 +130,12 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
-    for kind, title in (("attention", "decode attention of one layer, caches cold"), ("step", "whole decode step")):
+    titles = {
+        "attention": "decode attention of one layer, K and V from memory",
+        "store": "storing one new token in one layer",
+        "step": "whole decode step",
+    }
+    for kind, title in titles.items():
         chosen = [r for r in rows if r.kind == kind]
         if not chosen:
             continue

@@ -31,7 +31,10 @@ def parse_list(specs: Sequence[str]) -> list[str]:
 
         list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
 
-    A part with `=` in it takes the next part with it: `bf16,k=q8_0,v=tq4,tq2` is three formats.
+    A part with `=` in it takes the next part with it:
+
+    >>> parse_list(["bf16,k=q8_0,v=tq4", "tq2"])
+    ['bf16', 'k=q8_0,v=tq4', 'tq2']
 
     Returns:
         as `formats.describe` writes them, each once, in the order given.
