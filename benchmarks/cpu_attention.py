@@ -132,12 +132,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--kv", default="tq4", choices=("tq4", "tbq4_0"))
-    parser.add_argument("--level", help="of the CPU's instructions; the best unless given")
+    parser.add_argument("--isa", help="instruction set; the CPU's best unless given")
     parser.add_argument("--seconds", type=float, default=3.0, help="that every context is measured at least")
     parser.add_argument("--save", action="store_true", help="append the JSON lines to benchmarks/results")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    ops, limits, table, lines = CpuOps(args.level), machine_limits(), [], []
+    ops, limits, table, lines = CpuOps(args.isa), machine_limits(), [], []
     for context in args.contexts:
         attend, append = packed(context, ops, args.kv)
         forms = sdpa_forms(context)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arithmetic = 1e-6 * multiply_adds(context) / limits["fma_g_s"]
         floor = max(memory, arithmetic)
         lines.append({
-            "context": context, "kv": args.kv, "level": ops.level, **limits, "ms": medians,
+            "context": context, "kv": args.kv, "isa": ops.isa, **limits, "ms": medians,
             "ms_min": {name: min(ms) for name, ms in times.items()}, "turns": len(times["append"]), "best_peer": best,
             "speedup": medians[best] / medians["attention"], "append_share": medians["append"] / medians["attention"],
             "memory_floor_ms": memory, "arithmetic_floor_ms": arithmetic, "over_floor": medians["attention"] / floor,
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{medians['attention'] / floor:.2f}", f"{1e3 * medians['append']:.0f}",
         ])  # fmt: skip
     title = (
-        f"Qwen3-14B, one layer, batch 1, {args.kv} by {ops.level}, {torch.get_num_threads()} threads, ms; "
+        f"Qwen3-14B, one layer, batch 1, {args.kv} by {ops.isa}, {torch.get_num_threads()} threads, ms; "
         f"copy {limits['copy_gb_s']:.1f} GB/s, {limits['fma_g_s']:.0f} G multiply-adds/s"
     )
     columns = ["context", "ours", "min", "best peer", "which", "ratio", "bytes", "sums", "over floor", "append µs"]
