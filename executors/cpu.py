@@ -25,7 +25,7 @@ class CpuExecutor(ReferenceExecutor):
         ops: OpTable
         try:
             ops = CpuOps()
-            self.description = f"C++ kernels ({ops.level}) on the CPU"
+            self.description = f"C++ kernels ({ops.isa}) on the CPU"
         except KernelsMissingError as missing:
             ops = reference
             self.description = f"the reference's plain torch on the CPU, slowly: {missing}"
