@@ -13,7 +13,7 @@ class GrowingText:
 
     Args:
         stream: the tokenizer's, for this sequence alone.
-        stops: the text ends before the first of them.
+        stops: the text ends before the first of them to be complete.
     Attributes:
         stopped: a stop string has come.
     """
@@ -67,5 +67,6 @@ def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
-    """Where the first stop string begins, or None."""
-    return min((at for stop in stops if (at := text.find(stop, begin)) >= 0), default=None)
+    """Where the stop string begins that is complete first, or None; the longest of those that end together."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
+    return min(found)[1] if found else None
