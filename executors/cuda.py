@@ -69,6 +69,11 @@ class CudaExecutor:
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(plan, config.head_dim)
 
     @torch.inference_mode()

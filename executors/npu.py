@@ -54,6 +54,11 @@ class NpuExecutor:
         self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         for kv_format in plan.formats:
             if kv_format.name != "tq4":
                 return f"its programs read and write tq4, not {kv_format.name}"
