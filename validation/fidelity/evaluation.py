@@ -95,7 +95,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """One cache against the baseline; docs/evaluation.md has the formulas.
+    """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
         kv: the cache's name.
