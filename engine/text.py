@@ -44,7 +44,12 @@ class GrowingText:
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
         return max(
-            (n for stop in self._stops for n in range(1, min(len(stop), len(self._text) + 1)) if self._text.endswith(stop[:n])),
+            (
+                n
+                for stop in self._stops
+                for n in range(1, min(len(stop), len(self._text) + 1))
+                if self._text.endswith(stop[:n])
+            ),
             default=0,
         )
 

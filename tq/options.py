@@ -133,7 +133,9 @@ _PLAN = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; i
 _BESIDE = (
     click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
     click.option("--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."),
-    click.option("--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."),
+    click.option(
+        "--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+    ),
 )
 
 

@@ -72,7 +72,9 @@ def test_a_penalty_makes_negative_logits_more_negative():
 
 def test_a_sequence_draws_the_same_whatever_runs_beside_it():
     sampling = Sampling(1.0, seed=7)
-    assert [Sampler(sampling, 1).next(logits_of(0)) for _ in range(5)] == [Sampler(Sampling(1.0, seed=8)).next(logits_of(0))] * 5
+    assert [Sampler(sampling, 1).next(logits_of(0)) for _ in range(5)] == [
+        Sampler(Sampling(1.0, seed=8)).next(logits_of(0))
+    ] * 5
 
 
 @pytest.mark.parametrize(

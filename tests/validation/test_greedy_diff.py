@@ -497,7 +497,9 @@ def test_no_word_is_both_an_executor_and_a_format():
     ],
 )
 def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
-    monkeypatch.setattr(catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST})
+    monkeypatch.setattr(
+        catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST}
+    )
     sides = resolve_contenders("tiny", parse_contender(a), parse_contender(b), KVSpec())
     assert tuple(side.executor for side in sides) == names
     assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
@@ -514,9 +516,7 @@ def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(
     made, loaded = [], []
     monkeypatch.setattr(module, "load_model", lambda *_: loaded.append(MODEL) or MODEL)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
-    a, b = load_contenders(
-        "random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim"
-    )
+    a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1
     assert all(args[1] is MODEL for args in made)
     assert [(args[0], args[-1]) for args in made] == [("reference", None), ("npu", "sim")]
@@ -651,7 +651,8 @@ REFUSED = {
     "prompt_beyond_the_model": (["--prompt", "a" * 1025], ["1025 tokens", "only 1024"]),
     "empty_prompt": (["--prompt", ""], ["prompt 1", "empty"]),
     "prompt_file_missing": (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
-    "device": (["--device", "sim"], ["sim", "cpu"]),
+    "device": (["--device", "moon"], ["moon", "cpu, cuda"]),
+    "device_of_another": (["--device", "sim"], ["npu cannot run this"]),
     "dtype": (["--dtype", "int3"], ["int3", "bfloat16"]),
     "layers_of_a_checkpoint": (["--layers", "1"], ["--layers"]),
     "no_new_tokens": (["--max-new-tokens", "0"], ["--max-new-tokens"]),

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
     model_option("random:0.6b"),
-    click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: bf16,tq4]."),
+    click.option(
+        "--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: bf16,tq4]."
+    ),
     executor_option(multiple=True),
     run_options("bfloat16"),
     click.option("--contexts", type=Numbers(), default="1024,4096", show_default=True, help="Tokens in the cache."),
@@ -44,7 +46,9 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--only", "kind", type=click.Choice(["attention", "step"]), help="Measure attention alone, or whole steps [default: both]."
 )
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches.")
+@click.option(
+    "--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches."
+)
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, and whole steps.

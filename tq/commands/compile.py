@@ -22,10 +22,10 @@ _PROGRAMS = ("decode", "prefill", "head")
 
 @click.command("compile")
 @model_option()
-@click.option("--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all].")
 @click.option(
-    "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ to a new folder."
+    "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
+@click.option("--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ to a new folder.")
 @json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
     """Compile a model's NPU programs down to AICore C++. Only the model's config is read.

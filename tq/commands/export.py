@@ -35,9 +35,18 @@ class _Layers(click.ParamType[tuple[int | None, int]]):
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
 )
-@click.option("--layers", type=_Layers(), metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers.")
+@click.option(
+    "--layers", type=_Layers(), metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers."
+)
 @click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23; 15 for atc].")
-@click.option("--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True, help="The runtime to write for.")
+@click.option(
+    "--for",
+    "target",
+    type=click.Choice(["onnxruntime", "atc"]),
+    default="onnxruntime",
+    show_default=True,
+    help="The runtime to write for.",
+)
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @json_option
 def command(

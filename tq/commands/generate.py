@@ -42,14 +42,12 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 @click.option("--temperature", type=float, help="0 takes the most likely token.")
 @click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.")
 @click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
-@click.option(
-    "--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."
-)
-@click.option(
-    "--repetition-penalty", type=float, help="Above 1: make tokens less likely once used."
-)
+@click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest.")
+@click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
-@click.option("--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one].")
+@click.option(
+    "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
+)
 @click.option("--system", metavar="TEXT", help="The chat template's system message.")
 @json_option
 def command(

@@ -37,7 +37,9 @@ class _Memory(click.ParamType[int]):
 
 @click.command("info")
 @click.argument("model", default="tiny")
-@click.option("--memory", type=_Memory(), default="24GiB", show_default=True, help="Room for the weights in bf16 and the KV cache.")
+@click.option(
+    "--memory", type=_Memory(), default="24GiB", show_default=True, help="Room for the weights in bf16 and the KV cache."
+)
 @layers_option
 @json_option
 def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:

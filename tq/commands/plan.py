@@ -26,7 +26,12 @@ _CONTEXT = 4096
 
 @click.command("plan")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to choose by; - is stdin.")
-@click.option("--verify", "verify_file", metavar="FILE", help="A text to judge the plan by [default: the second half of --text, excluded from the search].")
+@click.option(
+    "--verify",
+    "verify_file",
+    metavar="FILE",
+    help="A text to judge the plan by [default: the second half of --text, excluded from the search].",
+)
 @click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
 @click.option("--out", "out_file", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The plan, as JSON.")
 @model_option()

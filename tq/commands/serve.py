@@ -25,7 +25,9 @@ def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: b
     from haarkv.serving.serve import serve
 
     if model.startswith("random:"):
-        raise click.UsageError("vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load")
+        raise click.UsageError(
+            "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
+        )
     if model == "tiny":
         # Clients call it tiny too. A flag of the user comes later, and the last one counts.
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)

@@ -47,7 +47,9 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
 @run_options()
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
 @click.option("--steps", type=click.IntRange(min=0), default=4, show_default=True, help="Decode steps after the prefill.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns.")
+@click.option(
+    "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
+)
 @click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
@@ -170,7 +172,7 @@ def _print_verdict(report: Report, note: str) -> None:
         ("verdict", "passed" if report.passed else "FAILED"),
         ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
         ("rows", f"{len(report.rows)} of layers, {len(outside)} outside their bounds"),
-        ("next tokens", f"the same in {same} of {len(report.logits)} forwards, free-running"),
+        ("next tokens", f"the same in {same} of {len(report.logits)} forwards"),
     ]
     if note:
         rows.append(("executor", f"{report.candidate} ({note})"))
@@ -242,7 +244,9 @@ def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> i
     if as_json:
         print(json.dumps({"passed": caught == len(rows), "rows": [asdict(row) for row in rows]}))
     else:
-        print(f"\n{caught} of {len(rows)} faults and controls judged right: " + ("passed" if caught == len(rows) else "FAILED"))
+        print(
+            f"\n{caught} of {len(rows)} faults and controls judged right: " + ("passed" if caught == len(rows) else "FAILED")
+        )
     return 0 if caught == len(rows) else 1
 
 

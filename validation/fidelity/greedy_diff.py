@@ -229,7 +229,9 @@ def greedy_diff(
     bound = bounds.EXECUTOR_LOGITS[dtype]
     a, b = (
         side.generate(
-            prompts, max_new_tokens=max_new_tokens, sampling=Sampling(),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(),
             on_token=lambda *_, name=name: on_step(f"{name} generates"),
         )
         for side, name in ((side_a, "A"), (side_b, "B"))
