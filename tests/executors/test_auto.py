@@ -83,7 +83,7 @@ def test_a_device_leaves_only_executors_that_know_it(machine):
     assert chosen("bf16", device="cpu").name == "reference"
     with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
         chosen(device="moon")
-    with pytest.raises(InputError, match="executor npu cannot run this: .*bf16"):
+    with pytest.raises(InputError, match=r"executor npu cannot run this: .*bf16"):
         chosen("bf16", device="sim")
     machine("cpu", "reference")  # whether the device is there, its executor says
     assert chosen(device="cuda:0").name == "cuda"

@@ -232,7 +232,7 @@ def in_terminal(folder, tmp_path):
     (tmp_path / "prompt.txt").write_text("spam " * 800, encoding="utf-8")
     ours, theirs = pty.openpty()
     code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import torch; torch.set_num_threads(1); "
+        "import signal, sys, torch; signal.signal(signal.SIGINT, signal.default_int_handler); torch.set_num_threads(1); "
         "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     args = ["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]

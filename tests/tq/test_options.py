@@ -12,8 +12,8 @@ from tq.cli import _COMMANDS, cli
 
 # In this order wherever they stand together.
 ORDER = (
-    "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers", "--kv-plan",
-    "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
+    "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",
+    "--kv-plan", "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
 )  # fmt: skip
 # What differs, and why.
 OWN = {

@@ -171,7 +171,7 @@ def _print_verdict(report: Report, note: str) -> None:
     rows = [
         ("verdict", "passed" if report.passed else "FAILED"),
         ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
-        ("rows", f"{len(report.rows)} of layers, {len(outside)} outside their bounds"),
+        ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
         ("next tokens", f"the same in {same} of {len(report.logits)} forwards"),
     ]
     if note:
