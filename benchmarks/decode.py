@@ -25,7 +25,7 @@ from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences

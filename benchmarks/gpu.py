@@ -33,9 +33,8 @@ from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.decode import decode
-from haarkv.models.qwen3_14b.weights import random_weights
+from haarkv.models.catalog import read_config
+from haarkv.models.checkpoint import random_weights
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -57,6 +56,7 @@ class Sizes:
     dry: bool
 
 
+QWEN3_14B = read_config("random:14b")
 FULL = Sizes(
     config=replace(QWEN3_14B, num_layers=4),
     attention=[Case(batch, context) for batch in (1, 8, 32) for context in (1024, 4096, 16384, 32768)],
@@ -183,7 +183,7 @@ class DenseStep:
         ops: Any = argparse.Namespace(**table, store_kv=store, paged_attention=attend)
 
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = decode(bench.model, token_ids, batch, cache, ops)
+            logits = bench.model.decode(token_ids, batch, cache, ops)
             return logits, torch.isfinite(logits).all()
 
         pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None

@@ -19,7 +19,7 @@ from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turn
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.tq_ops.kv.plan import KVPlan
 
 PREFILL_TOKENS = 64

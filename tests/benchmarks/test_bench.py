@@ -14,7 +14,8 @@ from haarkv.benchmarks.report import RESULTS
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.weights import LayerWeights, Weights
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
@@ -194,11 +195,13 @@ def test_bench_decode_measures_what_it_names(run):
 
 
 def test_bench_ops_measures_each_op(run):
-    code, out, _ = run("ops", *QUICK, "--kv", "tq4")
-    table, line = out.rsplit("{", 1)[0], out.strip().splitlines()[-1]
-    rows = json.loads(line)["rows"]
+    code, table, _ = run("ops", *QUICK, "--kv", "tq4")
     assert code == 0
     assert "store_kv" in table
+    assert "{" not in table  # JSON only when asked
+    code, line, _ = run("ops", *QUICK, "--kv", "tq4", "--json")
+    assert (code, line.count("\n")) == (0, 1)
+    rows = json.loads(line)["rows"]
     assert {(r["op"], r["new_tokens"]) for r in rows} == {(op, 1) for op in ("quantize", "store_kv", "paged_attention")}
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from haarkv.engine.generation import generate
 from haarkv.engine.session import Session
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.validation.fidelity.partial import Partial
@@ -96,7 +95,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """One cache against the baseline; docs/evaluation.md has the formulas.
+    """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
         kv: the cache's name.
@@ -199,7 +198,7 @@ def evaluate(
 
 def _logits(model: DecoderModel, side: Session, plan: Workload, window: Span) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
-    return logits_after(model, side, embed(model, plan.fed(window)))
+    return logits_after(model, side, model.embed(plan.fed(window)))
 
 
 @torch.inference_mode()
@@ -214,7 +213,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield head(model, after.to(model.weights.lm_head.device), reference)
+        yield model.head(after.to(model.weights.lm_head.device), reference)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
