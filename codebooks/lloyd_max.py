@@ -1,6 +1,6 @@
 """Lloyd-Max quantizers of a Gaussian coordinate N(0, 1/sqrt(head_dim)): the published table and the converged one.
 
-A unit vector turned by a Haar rotation has coordinates that are close to N(0, 1/sqrt(D)), so one scalar codebook serves
+A rotated unit vector has coordinates that are close to N(0, 1/sqrt(D)), so one scalar codebook serves
 every coordinate of every head. `published` repeats the solver of the public Qwen3-14B TurboQuant kernels, which stops
 after 200 FP32 iterations short of the fixed point; caches written with its table can only be read with it. `converged`
 is the true optimum.

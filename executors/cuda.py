@@ -18,16 +18,17 @@ from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.decode import decode
 from haarkv.models.qwen3_14b.model import run_layers
 from haarkv.models.qwen3_14b.prefill import prefill
-from haarkv.tq_ops.cuda.layout import NO_FAULT, layout_of, unsupported
+from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 
 class CudaExecutor:
-    """Runs a Qwen3 on one NVIDIA GPU, in bf16 or fp32, with a cache of `tq4` or `tbq4_0`.
+    """Runs a Qwen3 on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight.
@@ -73,9 +74,9 @@ class CudaExecutor:
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
+        if self._folded and [v for _, v in plan.layers] != [v for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
-        return unsupported(plan, config.head_dim)
+        return unsupported(READS, plan, config.head_dim)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

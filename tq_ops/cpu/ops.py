@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import Layout, layout, unsupported
+from haarkv.tq_ops.cpu.layout import READS, Layout, layout, one_quantizer
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.turboquant import codebook_on
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.reads import unsupported
 
 # From so many tokens on the matrix product of torch overtakes reading the weight by rows.
 _MOST_TOKENS_BY_ROWS = 64
@@ -93,7 +92,7 @@ class CpuOps:
         return None
 
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        """Causal attention of new tokens over the packed codes of their sequences, in the turned domain.
+        """Causal attention of new tokens over the packed codes of their sequences, in the rotated domain.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
@@ -109,10 +108,10 @@ class CpuOps:
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
-        of the rounded ones; blocks merged in FP32; the output to BF16. The turned q stays in FP32.
+        of the rounded ones; blocks merged in FP32; the output to BF16. The rotated q stays in FP32.
 
         On level `avx512vnni` a bf16 q goes by sums of 16-bit integers, which are exact. Three more roundings, each by half a
-        step at most: centroids to `Layout.levels` (5e-5 of a coordinate's standard deviation); the turned q to steps of
+        step at most: centroids to `Layout.levels` (5e-5 of a coordinate's standard deviation); the rotated q to steps of
         max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, the least s with sum|q| / s <= 2**31 / largest level;
         p * v_scale of up to 128 keys likewise, by row. Logits are off by 2.4e-5 (q) and 3.1e-5 (centroids) of their standard
         deviation over random keys, root mean square; that q is BF16 has cost 1.1e-3 of it before. 128 weights are off by
@@ -150,30 +149,28 @@ def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
     Raises:
         InputError: a plan or head_dim that the kernels cannot read.
     """
-    if reason := unsupported(cache.plan, cache.head_dim):
+    if reason := unsupported(READS, cache.plan, cache.head_dim):
         raise InputError(reason)
-    names = (cache.k_format(layer).name, cache.v_format(layer).name)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(name, layer, cache.head_dim) for name in names)
+    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys), v=_side(v_fields, values),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, turn=keys.turn.data_ptr(), turn_back=values.turn_back.data_ptr(), block_table=0, query_start=0,
+        q=0, out=0, turn=keys.rotate.data_ptr(), turn_back=values.rotate_back.data_ptr(), block_table=0, query_start=0,
         positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, level=level, threads=0,
     )  # fmt: skip
-    if set(names) != {"tq4"}:
+    if not one_quantizer(cache.plan.layers[layer], cache.head_dim):
         return _Prepared(attention, None)
-    book = codebook_on(cache.head_dim, cache.device)
     store = library.Store(
         k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
         k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
         k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
         k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
-            rotation=haar_rotation(layer, cache.head_dim).data_ptr(), boundaries=book.boundaries.data_ptr(),
-            centroids=book.centroids.data_ptr(), head_dim=cache.head_dim,
+            rotation=keys.rotation.data_ptr(), boundaries=keys.boundaries.data_ptr(), centroids=keys.centroids.data_ptr(),
+            head_dim=cache.head_dim,
         ),
         slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
         level=level, threads=0,
@@ -191,10 +188,10 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], turned: Layout) -> library.SideArgs:
+def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
     scale = fields["scale"]
     return library.SideArgs(
-        codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=turned.centroids.data_ptr(),
+        codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=of.centroids.data_ptr(),
         codes_stride=fields["codes"].stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=turned.unit, levels=turned.levels.data_ptr(),
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=of.unit, levels=of.levels.data_ptr(),
     )  # fmt: skip
