@@ -6,4 +6,5 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.reads import Reads
 
 HEAD_DIM = 128
-READS = Reads("its programs", head_dims=(HEAD_DIM,), only=formats.get("tq4"))
+FORMAT = formats.get("tq4")
+READS = Reads("its programs", head_dims=(HEAD_DIM,), only=FORMAT)

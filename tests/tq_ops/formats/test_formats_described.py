@@ -1,5 +1,6 @@
 """What formats say of themselves: true of the bytes they store, and all that a backend needs to read a new one."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from op_tables import TABLES, relative
+from places import ROOT
 
 from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
 from haarkv.tq_ops import formats, reference
@@ -258,3 +260,21 @@ def test_a_backend_may_read_levels_in_several_planes():
     three = Reads("they", head_dims=(128,), planes=((4,), (2, 1)))
     assert misfit(three, formats.get("tq3"), 128) is None
     assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3 and tbq4_0, not tq2")
+
+
+def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
+    """Descriptions and declarations are all that the rooms know of each other."""
+    modules = "turboquant|hadamard|blocks|ggml|manthan|fp8|plain"
+    class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
+        r"formats\.(turboquant|hadamard|blocks|ggml|manthan|fp8|plain)\b.* import|import .*(TurboQuant|Hadamard)"
+    )
+    asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
+    rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.parent != ROOT / "tq_ops" / "formats"]
+    assert len(files) > 100
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not class_of.search(text), path
+        assert not asked.search(text), path
+    assert asked.search('if kv_format.name != "tq4":')
+    assert class_of.search("from haarkv.tq_ops.formats.hadamard import HadamardTBQ4")

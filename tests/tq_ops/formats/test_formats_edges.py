@@ -10,7 +10,7 @@ from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, prefil
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
