@@ -92,6 +92,7 @@ MADE_UP = Description(
     boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
     quantizer=Quantizer(rounds_unit=False, smallest=1e-3, saturates=False),
 )
+AS_TQ4 = replace(formats.get("tq4").description(HEAD_DIM), centroids=CENTROIDS)
 LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
 
 
@@ -238,6 +239,25 @@ def test_windows_are_refused(backend):
         (LOPSIDED, cuda_layout.READS, "the GPU kernels need levels that are each other's negatives, which made_up has not"),
         (MADE_UP, ONNX_READS, "its graphs read tq4, not made_up; only --executor reference reads every format"),
         (MADE_UP, cpu_layout.APPENDS, "the CPU kernels read another order of coordinates than made_up has"),
+        (AS_TQ4, cpu_layout.APPENDS, None),
+        (
+            replace(AS_TQ4, transform=MADE_UP.transform),
+            cpu_layout.APPENDS,
+            "the CPU kernels rotate by a matrix of torch.bfloat16, and that of made_up is torch.float32",
+        ),
+        *(
+            (
+                replace(AS_TQ4, quantizer=other),
+                cpu_layout.APPENDS,
+                f"the CPU kernels quantize by {AS_TQ4.quantizer}, and made_up by {other}",
+            )
+            for other in (Quantizer(False, 0.0, True), Quantizer(True, 1e-3, True), Quantizer(True, 0.0, False))
+        ),
+        (
+            replace(AS_TQ4, scales=2),
+            cpu_layout.APPENDS,
+            "the CPU kernels take one scale a vector, and made_up at head_dim 128 has 2",
+        ),
         (
             replace(MADE_UP, scale_dtype=torch.float32),
             cpu_layout.READS,
