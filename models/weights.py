@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -175,14 +175,17 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
     return {path: StoredTensor(_LAYER.format(index, part.name), part.shape) for path, part in of_one.items()}
 
 
-def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights]) -> str | None:
+def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], optional: Collection[str] = ()) -> str | None:
     """For a builder of whole layers: what sets a config's layer apart from the one it builds, such as "has q_bias"; or None.
 
     Args:
         built: the weights of the layer that is built.
+        optional: fields that it can do with and without.
     """
     ours, theirs = built.tensors_of(config), config.family.LayerWeights.tensors_of(config)
-    more, less = [f for f in theirs if f not in ours], [f for f in ours if f not in theirs]
+    more, less = (
+        [field for field in a if field not in b and field not in optional] for a, b in ((theirs, ours), (ours, theirs))
+    )
     apart = [f"has {field}" for field in more] + [f"has no {field}" for field in less]
     return ", ".join(apart[:3]) or None
 

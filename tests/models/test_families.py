@@ -29,8 +29,17 @@ MODELS = {
     "llama_head_dim_of_hidden": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 128, "rope_theta": 1e6}),
     "qwen2.5": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_theta": 1e6}),
+    "qwen3_yarn": ("Qwen3", {"head_dim": 64, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "llama3_scaled": ("Llama", {"head_dim": 64, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256}}),
+    "mistral_linear": ("Mistral", {"sliding_window": None, "head_dim": 64, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+    "qwen2.5_yarn": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}}),
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
-}
+}  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
 
 
@@ -77,7 +86,7 @@ def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "down_proj", "head"}
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn"])
 def test_tq_validate_runs_such_a_folder(saved, name, capsys):
     args = ["--model", str(saved(name)[0]), "--executor", "cpu", "--steps", "1", "--prompt", "Spam and eggs, and then spam."]
     assert main(["validate", *args]) == 0, capsys.readouterr().err
@@ -137,15 +146,29 @@ def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
     assert read_hf_config(path).max_position_embeddings == 32768
 
 
-@pytest.mark.parametrize("executor", ["npu", "onnx"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
-def test_builders_of_whole_layers_say_what_they_lack(saved, executor, name):
+@pytest.mark.parametrize("name", ["qwen3_yarn", "llama3_scaled", "qwen2.5"])
+def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
+    pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+    from haarkv.executors.onnx import OnnxExecutor
+
+    model = load_model(saved(name)[0])
+    prompts = [PROMPT[0, :20].tolist()]
+    # Every head of tq4's graphs is one of their head_dims.
+    report = validate(
+        ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, KVSpec("tq4").plan(model.config.num_layers)
+    )
+    assert report.passed, report.first_divergence
+
+
+@pytest.mark.parametrize(("name", "reason"), [("llama3", "has no q_norm, has no k_norm"), ("qwen2.5", "has q_bias")])
+def test_the_npu_says_what_its_programs_lack(saved, name, reason):
     from haarkv.models.qwen3_14b.npu import programs
 
-    if executor == "onnx":
-        pytest.importorskip("onnx", reason="needs the onnx extra")
-        from haarkv.models.qwen3_14b.onnx.model import unsupported
-    config = read_config(saved(name)[0])
-    plan = KVSpec("tq4").plan(config.num_layers)
-    reason = programs.unsupported(config) if executor == "npu" else unsupported(config, plan)
-    assert "has no q_norm" in reason or "has q_bias" in reason
+    assert reason in programs.unsupported(read_config(saved(name)[0]))
+
+
+def test_the_npu_takes_scaled_rope(saved):
+    """Its programs are handed cos and sin; what they lack here is the width of a head."""
+    from haarkv.models.qwen3_14b.npu import programs
+
+    assert programs.unsupported(read_config(saved("qwen3_yarn")[0])) == "its programs are written for head_dim 128, not 64"
