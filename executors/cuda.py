@@ -69,6 +69,8 @@ class CudaExecutor:
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
+        if config.num_experts:
+            return "its decode steps are graphs, which cannot choose experts as they run"
         return unsupported(plan, config.head_dim)
 
     @torch.inference_mode()

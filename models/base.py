@@ -34,6 +34,10 @@ class DecoderConfig:
         eos_token_ids: tokens that end a text.
         rope_scaling: how RoPE is stretched over a longer context; None of a plain model.
         qkv_bias: the projections to Q, K and V add a bias.
+        num_experts: MLPs of a layer, of which a token goes through a few; 0 of a dense model.
+        num_experts_per_tok: those few.
+        moe_intermediate_size: of one expert.
+        norm_topk_prob: the weights of a token's experts are made to sum to 1.
     """
 
     model_type: str
@@ -51,6 +55,10 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
     @property
     def family(self) -> Family:

@@ -28,7 +28,7 @@ def stored(name: str, *axes: str, only_if: str = "") -> Any:
     return field(default=None, metadata=metadata) if only_if else field(metadata=metadata)
 
 
-def repeated(name: str, of: type[LayerWeights], count: str) -> Any:
+def repeated(name: str, of: type[TensorGroup], count: str) -> Any:
     """Declare a tuple of equal groups of tensors, such as experts.
 
     Args:
@@ -47,21 +47,12 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-class LayerWeights:
-    """One decoder layer's weights, or one group of them. A family's is a frozen dataclass of `stored` tensors.
-
-    Projections are [out, in], as Hugging Face stores them. Every family's layer has the attribute below; the others are
-    between a family's weights and its layer.
-
-    Attributes:
-        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
-    """
-
-    o_proj: Tensor
+class TensorGroup:
+    """Tensors by field: a family's are frozen dataclasses of `stored` tensors, and of `repeated` groups such as experts."""
 
     @classmethod
     def tensors_of(cls, config: DecoderConfig) -> dict[str, StoredTensor]:
-        """Every tensor that a layer of this config has, by its field; `experts.3.up_proj` in a group."""
+        """Every tensor that there is of this config, by its field; `experts.3.up_proj` in a repeated group."""
         found: dict[str, StoredTensor] = {}
         for of in fields(cls):  # type: ignore[arg-type]
             name, count = of.metadata["name"], of.metadata.get("count")
@@ -76,12 +67,12 @@ class LayerWeights:
 
     @classmethod
     def assembled(cls, config: DecoderConfig, get: Callable[[str], Tensor]) -> Self:
-        """One layer, from a lookup by Hugging Face name within the layer."""
+        """The group, from a lookup by Hugging Face name within it."""
         values: dict[str, Any] = {}
         for of in fields(cls):  # type: ignore[arg-type]
             name, count = of.metadata["name"], of.metadata.get("count")
             if count is not None:
-                group: type[LayerWeights] = of.metadata["of"]
+                group: type[TensorGroup] = of.metadata["of"]
                 values[of.name] = tuple(
                     group.assembled(config, lambda part, prefix=f"{name}.{index}": get(f"{prefix}.{part}"))  # type: ignore[misc]
                     for index in range(getattr(config, count))
@@ -115,6 +106,18 @@ class LayerWeights:
 
         values = {f.name: of(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         return replace(self, **values)  # type: ignore[type-var]
+
+
+class LayerWeights(TensorGroup):
+    """One decoder layer's weights; projections are [out, in], as Hugging Face stores them.
+
+    Every family's layer has the attribute below; the others are between a family's weights and its layer.
+
+    Attributes:
+        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
+    """
+
+    o_proj: Tensor
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,6 @@ def test_what_is_no_model_is_refused_in_one_line(hub, name):
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match=r"'gpt2'.*qwen3, llama, mistral, qwen2") as refused:
+    with pytest.raises(InputError, match=r"'gpt2'.*qwen3, qwen3_moe, llama, mistral, qwen2") as refused:
         family_of("gpt2")
     assert all(known in str(refused.value) for known in FAMILIES)

@@ -1,6 +1,7 @@
 """Every other family against transformers on a checkpoint that transformers wrote: fp32, prefill and 32 decode steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers_judge import STEPS, draw_weights, worst_error
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import read_header
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -38,6 +40,10 @@ MODELS = {
         "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
     "qwen2.5_yarn": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+    "qwen3_moe_plain_sums": ("Qwen3Moe", {
+        "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": False}),
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
@@ -83,10 +89,11 @@ def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     report = validate(ReferenceExecutor(model), CpuExecutor(model), model, [PROMPT[0, :70].tolist()], STEPS, plan)
     assert report.passed, report.first_divergence
     stages = {summary.stage for summary in report.stages}
-    assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "down_proj", "head"}
+    assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "head"}
+    assert "experts.down_proj" in stages if model.config.num_experts else "down_proj" in stages
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn", "qwen3_moe"])
 def test_tq_validate_runs_such_a_folder(saved, name, capsys):
     args = ["--model", str(saved(name)[0]), "--executor", "cpu", "--steps", "1", "--prompt", "Spam and eggs, and then spam."]
     assert main(["validate", *args]) == 0, capsys.readouterr().err
@@ -97,9 +104,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     folder, theirs = saved(name)
     config = read_config(folder)
     assert config.num_parameters() == theirs.num_parameters()
-    expected = {key: tuple(tensor.shape) for key, tensor in theirs.state_dict().items()}
-    if config.tie_word_embeddings:
-        expected.pop("lm_head.weight")
+    expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
 
 
@@ -124,6 +129,10 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ("llama3", {"mlp_bias": True}, "MLP biases"),
         ("llama3", {"hidden_act": "gelu"}, "gelu"),
         ("mistral", {"sliding_window": 512}, "sliding-window"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "dense layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "dense layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
         ("qwen2.5", {"use_sliding_window": True, "sliding_window": 512}, "sliding-window"),
         ("qwen2.5", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
     ],
@@ -160,7 +169,9 @@ def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
     assert report.passed, report.first_divergence
 
 
-@pytest.mark.parametrize(("name", "reason"), [("llama3", "has no q_norm, has no k_norm"), ("qwen2.5", "has q_bias")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("llama3", "has no q_norm, has no k_norm"), ("qwen2.5", "has q_bias"), ("qwen3_moe", "has router")]
+)
 def test_the_npu_says_what_its_programs_lack(saved, name, reason):
     from haarkv.models.qwen3_14b.npu import programs
 
@@ -172,3 +183,37 @@ def test_the_npu_takes_scaled_rope(saved):
     from haarkv.models.qwen3_14b.npu import programs
 
     assert programs.unsupported(read_config(saved("qwen3_yarn")[0])) == "its programs are written for head_dim 128, not 64"
+
+
+def test_one_expert_more_or_less_is_seen(saved):
+    """The comparison depends on which experts a token goes through, and on their weights."""
+    folder, theirs = saved("qwen3_moe")
+    model = load_model(folder)
+    for changed in ({"num_experts_per_tok": 3}, {"norm_topk_prob": False}):
+        other = replace(model, config=replace(model.config, **changed))
+        assert worst_error(theirs, other, "fp32", PROMPT[:, :20])[0] > 10 * bounds.TRANSFORMERS_LOGITS
+
+
+def test_published_sizes_with_experts_have_their_published_parameters():
+    counts = {size: read_config(f"random:{size}").num_parameters() for size in ("30b-a3b", "235b-a22b")}
+    assert counts == {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560}
+
+
+def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
+    """In Triton's interpreter, a few tokens."""
+    pytest.importorskip("triton", reason="needs the cuda extra")
+    from haarkv.executors.cuda import CudaExecutor
+
+    model = load_model(saved("qwen2.5_yarn")[0])
+    candidate, plan = CudaExecutor(model, interpreted=True), KVSpec("tq4").plan(model.config.num_layers)
+    report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :3].tolist()], 0, plan)
+    assert report.passed, report.first_divergence
+
+
+def test_the_gpu_says_that_it_chooses_no_experts(saved):
+    pytest.importorskip("triton", reason="needs the cuda extra")
+    from haarkv.executors.cuda import CudaExecutor
+
+    model = load_model(saved("qwen3_moe")[0])
+    reason = CudaExecutor(model, interpreted=True).supports(model.config, KVSpec("tq4").plan(model.config.num_layers))
+    assert "experts" in reason
