@@ -66,7 +66,7 @@ class CudaExecutor:
         self._raise_fault = partial(ops.raise_fault, self._fault)
         table = {name: getattr(ops, name) for name in OP_NAMES}
         if folded:
-            table["paged_attention"] = ops.attend_turned
+            table["paged_attention"] = ops.attend_rotated
         self._careful_ops = cast(OpTable, SimpleNamespace(**table))
         self.step_ops: OpTable = cast(OpTable, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None

@@ -12,7 +12,8 @@ import torch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation.ops.cases import BF16, FP32, Attention, CacheCase, Finding, OpCase, Plain, Store
+from haarkv.validation.ops.caches import CacheCase
+from haarkv.validation.ops.cases import BF16, FP32, Attention, Finding, OpCase, Plain, Store
 from haarkv.validation.ops.tables import REFERENCE, Table
 
 HEAD_DIMS = (64, 128, 256)
