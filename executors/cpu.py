@@ -32,4 +32,9 @@ class CpuExecutor(ReferenceExecutor):
         super().__init__(model, ops)
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(plan, config.head_dim)

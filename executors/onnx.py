@@ -83,7 +83,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor:
-    """Runs a Qwen3 whose cache is `tq4`.
+    """Runs a model whose cache is `tq4`.
 
     Args:
         model: weights and shapes, FP32 or BF16.

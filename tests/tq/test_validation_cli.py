@@ -1,7 +1,10 @@
 """`tq validate`: what it prints and writes, and that it says yes, no and "this cannot be compared" with 0, 1 and 2."""
 
 import csv
+import html
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
 from refusals import assert_refused
 
+import tq
 import tq.files
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
@@ -23,6 +27,10 @@ from tq.files import check_writable, write_whole
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("whole") / "checkpoint")
+
+
+# By hand: without --executor the reference is never compared with itself.
+ITSELF = ("--executor", "reference")
 
 
 @pytest.fixture
@@ -53,9 +61,17 @@ def names_in(folder):
 
 
 def test_the_reference_passes_against_itself(run, checkpoint):
-    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--prompt", "x", "--steps", 2)
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam", "--prompt", "x", "--steps", 2)
+    code, out, err = run(*args)
     assert (code, err) == (0, "")
-    lines = out.splitlines()
+    assert "passed" in out
+    assert "teacher-forced" not in out  # rows only when asked
+    assert "12 more rows: --verbose" in out
+    code, verbose, err = run(*args, "--verbose")
+    assert (code, err) == (0, "")
+    out = out.replace("12 more rows: --verbose\n", "")
+    assert verbose.startswith(out)  # the summary first
+    lines = verbose.splitlines()
     # prefill and two steps, two layers, two modes
     assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 6
     assert "passed" in out
@@ -63,7 +79,7 @@ def test_the_reference_passes_against_itself(run, checkpoint):
 
 
 def test_json_says_it_all(run, checkpoint):
-    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
+    code, out, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert (report["passed"], report["first_divergence"], report["dtype"]) == (True, None, "bfloat16")
@@ -96,7 +112,7 @@ def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path)
 
 
 def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
-    code, _, _ = run("--model", checkpoint, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
+    code, _, _ = run("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1
 
 
@@ -105,6 +121,7 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
     args = (
         "--model",
         checkpoint,
+        *ITSELF,
         "--prompt-file",
         "prompt.txt",
         "--prompt",
@@ -144,7 +161,8 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("--") else "",
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_path, args, words):
-    assert_refused(run("--model", checkpoint, "--prompt", "spam", *args), *words)
+    itself = () if args[0] in ("--executor", "--self-test") else ITSELF
+    assert_refused(run("--model", checkpoint, *itself, "--prompt", "spam", *args), *words)
     assert names_in(tmp_path) == []
 
 
@@ -153,11 +171,24 @@ def test_no_prompt_and_no_model_are_refused(run, checkpoint):
     assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
 
 
+def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):
+    """No other executor reads vectors of 32, or bf16."""
+    assert_refused(run("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
+    assert_refused(run("--prompt", "spam", "--kv", "bf16"), "only reference", "not bf16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
+def test_without_an_executor_the_fastest_is_compared(run):
+    code, out, _ = run("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json")
+    report = json.loads(out)
+    assert (code, report["model"], report["candidate"], report["reference"]) == (0, "tiny", "cpu", "reference")
+
+
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "not finite"), (0.0, "zero")])
 def test_a_reference_that_proves_nothing_is_refused(run, tmp_path_factory, value, word):
     folder = write_checkpoint(tmp_path_factory.mktemp("bad") / "m", mutate=poison(EMBEDDING, slice(None), value))
     for kv in ("tq4", "bf16"):
-        assert_refused(run("--model", folder, "--prompt", "spam", "--kv", kv), word)
+        assert_refused(run("--model", folder, *ITSELF, "--prompt", "spam", "--kv", kv), word)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -196,9 +227,64 @@ def test_ctrl_c_stops_it_without_a_file(run, checkpoint, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
-    code, _, err = run("--model", checkpoint, "--prompt", "spam", "--csv", "rows.csv")
+    code, _, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
+
+
+def piped(*args, reader="head -1", before=""):
+    """A shell's pipe from `tq validate`, whose output nobody reads to the end: (exit code of tq, what was read, stderr)."""
+    command = shlex.join(["validate", *map(str, args)])
+    code = f"{before}from tq.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    # The reader is gone before anything is printed.
+    script = (
+        f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {command} | {reader}; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+PLANT = (
+    "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
+    "from haarkv.validation.layers.faults import planted; "
+    "catalog.NAMES += ('faulty',); catalog._BUILDERS['faulty'] = lambda model, device: ReferenceExecutor("
+    "model, next(f for f in planted(model, 1) if f.name == 'zero output').table()); "
+)
+
+
+@pytest.mark.parametrize(("executor", "code"), [("reference", 0), ("faulty", 1)])
+@pytest.mark.parametrize("reader", ["head -1", "true"])
+@pytest.mark.parametrize("flag", ["--verbose", "--json"])
+def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
+    files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")
+    args = ("--model", checkpoint, "--executor", executor, "--prompt", "spam " * 40, "--steps", 1, flag, *files)
+    got, out, err = piped(*args, reader=reader, before=PLANT)
+    assert (got, err) == (code, "")
+    assert out.count("\n") == (reader != "true")
+    assert names_in(tmp_path) == ["page.html", "rows.csv"]
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").endswith("</html>\n")
+
+
+def test_a_reader_that_leaves_the_self_test_early_does_not_make_it_pass(tmp_path):
+    """It prints as it goes: a fault that is missed after the reader has left still counts."""
+    row = "SelfTestRow('float32', 'ops', 'a fault', '-', '-', 'nothing', i < 2000)"
+    fake = (
+        "import haarkv.validation.layers.self_test as m; from haarkv.validation.layers.self_test import SelfTestRow; "
+        f"m.self_test = lambda models, prompts, on_row: [(on_row({row}), {row})[1] for i in range(2001)]; "
+    )
+    code, out, err = piped("--self-test", "--dtype", "float32", before=fake)
+    assert (code, out.count("\n"), err) == (1, 1, "")
+
+
+def test_the_page_names_model_command_prompt_versions_machine_and_date(run, checkpoint, tmp_path):
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--html", "page.html")
+    assert run(*args)[0] == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert str(checkpoint) in text
+    assert html.escape(shlex.join(["tq", "validate", *map(str, args)])) in text
+    for fact in ("spam &amp; eggs</code> (11 tokens)", f"haarkv {tq.__version__}", f"torch {torch.__version__}", "threads 1"):
+        assert fact in text
+    assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
 def test_the_command_starts_without_loading_torch():
