@@ -39,7 +39,8 @@ class CacheCase:
     pages: bool = False
 
     def __str__(self) -> str:
-        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
+        tokens = f"{len(self.new)}x{max(self.stored)}+{max(self.new)}"
+        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
         return name + "-pages" * self.pages
 
     @cached_property

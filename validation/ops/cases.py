@@ -211,8 +211,8 @@ class Store:
         k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
         k[0, 0] = 0.0
         v[0, 0] *= 1e-12  # its scale is below FP16
-        v[1, 0] = 0.0
-        v[1, 0, 3] = -2.5
+        v[-1, 0] = 0.0
+        v[-1, 0, 3] = -2.5
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
