@@ -62,7 +62,7 @@ class CudaExecutor:
             self._model = fold_rotations(self._model, folded)
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_turned} if folded else {})
+        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_rotated} if folded else {})
         self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
