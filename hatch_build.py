@@ -16,7 +16,7 @@ class CustomBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        builder = runpy.run_path(str(Path(self.root, "tq_ops", "cpu", "build.py")))
+        builder = runpy.run_path(str(Path(self.root, "haarkv", "tq_ops", "cpu", "build.py")))
         try:
             library = builder["LIBRARY"] if builder["is_fresh"]() else builder["build"]()
         except builder["BuildError"] as error:

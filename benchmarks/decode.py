@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, attention_cost, row, step_cost
-from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
+from haarkv.benchmarks.attention import Sides, attention_rows
+from haarkv.benchmarks.caches import filled, random_kv
+from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, row, step_cost
+from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.engine.session import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-
-OnTurn = Callable[[str], None]
-_FILL = 4096
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
 
 
 @dataclass(frozen=True)
@@ -56,46 +55,6 @@ class Request:
     repeats: int = 7
 
 
-# -- Caches of random K and V ----------------------------------------------------------------------------------------------
-
-
-def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    shape = (case.batch, config.num_kv_heads, case.context, config.head_dim)
-    k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator) for _ in "kv")
-    return k, v
-
-
-def filled(
-    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, steps: int
-) -> tuple[PagedKVCache, PagedSequences]:
-    """A cache that holds all but the last token of a case in every layer, with room for so many steps.
-
-    Layer 0 is quantized; the others hold the same bytes where they have its formats, since no time depends on them.
-    """
-    blocks = blocks_for(case.context + steps)
-    cache = PagedKVCache(
-        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=case.batch * blocks,
-        num_rows=case.batch, device=k.device,
-    )  # fmt: skip
-    paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=case.batch)
-    for sequence in [paging.add() for _ in range(case.batch)]:
-        for begin in range(0, case.context - 1, cache.most_new_tokens or _FILL):
-            end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
-            batch = paging.batch([sequence], [end - begin]).to(k.device)
-            new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
-            for layer in range(len(plan.layers)):
-                if layer == 0 or plan.layers[layer] != plan.layers[0] or plan.windowed:
-                    cache.write(layer, new_k, new_v, batch)
-    for layer in range(1, len(plan.layers)):
-        if plan.layers[layer] == plan.layers[0] and not plan.windowed:
-            for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields):
-                for name, tensor in fields(cache, layer).items():
-                    tensor.copy_(fields(cache, 0)[name])
-    return cache, paging
-
-
 # -- Measuring -------------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +78,8 @@ def measure(
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(config, case, device)
         if "attention" in request.kinds:
-            rows += _attention_rows(request, model, sides, case, k, v, machine, on_turn)
+            peers = request.peers
+            rows += attention_rows(sides, model, case, k, v, machine, peers=peers, repeats=request.repeats, on_turn=on_turn)
         if "step" in request.kinds:
             rows += _step_rows(request, model, sides, case, k, v, machine, on_turn)
     return machine, rows
@@ -130,9 +90,9 @@ def _steps(request: Request) -> int:
     return request.repeats + 2
 
 
-def sides_of(request: Request, model: DecoderModel) -> dict[str, tuple[Executor, KVPlan]]:
+def sides_of(request: Request, model: DecoderModel) -> Sides:
     """Every executor with every plan that it supports, by the name of its rows."""
-    sides: dict[str, tuple[Executor, KVPlan]] = {}
+    sides: Sides = {}
     refused = ""
     for name in request.executors:
         executor: Executor | None = None
@@ -150,48 +110,6 @@ def sides_of(request: Request, model: DecoderModel) -> dict[str, tuple[Executor,
     if not sides:
         raise InputError(refused)
     return sides
-
-
-Sides = dict[str, tuple[Executor, KVPlan]]
-
-
-def _attention_rows(
-    request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
-) -> Iterator[CostRow]:
-    config, item = model.config, model.dtype.itemsize
-    q = torch.randn(case.batch, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(1))
-    q = q.to(k.device, model.dtype)
-    runs: dict[str, Callable[[], object]] = {}
-    costs: dict[str, Cost] = {}
-    for who, (executor, plan) in sides.items():
-        if executor.ops is None:
-            yield row(
-                "attention", who, case, attention_cost(config, case, 0, item), machine, None, "its layers are whole programs"
-            )
-            continue
-        one = KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        cache, paging = filled(one, config, case, k, v, 1)
-        batch = paging.batch(range(case.batch), [1] * case.batch).to(k.device)
-        cache.write(0, k[:, :, -1], v[:, :, -1], batch)
-        runs[who] = _attend(executor, q, cache, batch, config.softmax_scale)
-        costs[who] = attention_cost(config, case, one.bytes_per_token(config.num_kv_heads, config.head_dim), item)
-    if request.peers:
-        for who, run in decode_peers.sdpa(q, k, v).items():
-            runs[who] = run
-            costs[who] = attention_cost(config, case, 4 * config.num_kv_heads * config.head_dim, item)
-    for who, taken in take_turns(runs, k.device, repeats=request.repeats, on_turn=on_turn).items():
-        yield row("attention", who, case, costs[who], machine, taken)
-
-
-def _attend(executor: Executor, q: Tensor, cache: PagedKVCache, batch: Batch, scale: float) -> Callable[[], object]:
-    assert executor.ops is not None
-    attention = executor.ops.paged_attention
-
-    @torch.inference_mode()
-    def run() -> object:
-        return attention(q, cache, 0, batch, scale)
-
-    return run
 
 
 def _step_rows(

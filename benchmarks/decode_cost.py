@@ -8,7 +8,7 @@ from typing import Any, Literal
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderConfig, DecoderModel
 
-Kind = Literal["attention", "step"]
+Kind = Literal["attention", "store", "step"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CostRow:
     @property
     def peer(self) -> bool:
         """Whether it is someone else's."""
-        return self.who.startswith(("sdpa ", "hf "))
+        return self.who.startswith(("sdpa ", "torch ", "hf "))
 
     def as_json(self) -> dict[str, Any]:
         """For a JSON line."""
@@ -85,6 +85,15 @@ def attention_cost(config: DecoderConfig, case: Case, kv_bytes: float, item: int
     rest = 2 * case.batch * config.num_heads * config.head_dim * item
     flops = 4 * case.batch * config.num_heads * config.head_dim * case.context
     return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
+
+
+def store_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
+    """Storing one new token of each sequence in one layer; what the format computes is not counted.
+
+    Args:
+        kv_bytes: of one stored token, K and V of all heads.
+    """
+    return Cost(0, case.batch * kv_bytes, 8 * case.batch * config.num_kv_heads * config.head_dim, 0)
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:

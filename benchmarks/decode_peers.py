@@ -1,8 +1,8 @@
-"""What others do with the same tensors: torch's SDPA over bf16 K and V, transformers with its own caches."""
+"""What others do with the same tensors: torch's attention over unpacked K and V, transformers with its own caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -17,20 +17,40 @@ from haarkv.models.base import DecoderModel
 Call = Callable[[], object]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """Every way of asking SDPA for decode attention that this device takes.
+@dataclass(frozen=True)
+class AttentionPeer:
+    """One way of asking torch for decode attention.
 
-    The query heads that share a KV head are handed over as rows of one head, which reads K and V once; `gqa` is the
-    documented way, which on a CPU repeats them.
+    Attributes:
+        run: attention over one of its copies of K and V, by number.
+        token_bytes: of one token, K and V of all heads.
+    """
+
+    name: str
+    run: Callable[[int], Tensor]
+    token_bytes: float
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lambda _: 1) -> Iterator[AttentionPeer]:
+    """Every way of asking torch for decode attention that this device takes.
+
+    `rows` hands over the query heads that share a KV head as rows of one head, which reads K and V once. `gqa` is the
+    documented way, which on a CPU repeats them. A CPU also gets FP32 K and V, and two plain products with a softmax between.
 
     Args:
         q: [B, Hq, D]; k, v: [B, Hkv, S, D] bf16.
+        copies: how many copies of K and V take turns, from the bytes of one.
     """
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
     rows = q.to(torch.bfloat16).view(batch, kv_heads, heads // kv_heads, dim)
     whole = q.to(torch.bfloat16).view(batch, heads, 1, dim)
-    asked: dict[str, tuple[Tensor, dict[str, Any]]] = {"rows": (rows, {}), "gqa": (whole, {"enable_gqa": True})}
+
+    def copied(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        count = copies(k.numel() * 2 * dtype.itemsize)
+        return [(k.to(dtype, copy=True), v.to(dtype, copy=True)) for _ in range(count)]
+
+    half, half_bytes = copied(torch.bfloat16), 4.0 * kv_heads * dim
     backends: dict[str, Any] = {"": None}
     if q.device.type == "cuda":
         backends = {
@@ -38,25 +58,40 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
             " cudnn": SDPBackend.CUDNN_ATTENTION,
             " efficient": SDPBackend.EFFICIENT_ATTENTION,
         }
-    runs: dict[str, Call] = {}
-    for form, (queries, options) in asked.items():
+    for form, queries in (("rows", rows), ("gqa", whole)):
         for word, backend in backends.items():
-            run = _sdpa(queries, k, v, options, backend)
+            run = _sdpa(queries, half, gqa=form == "gqa", backend=backend)
             try:
-                run()
+                run(0)
             except RuntimeError:
                 continue  # this backend does not take this form
-            runs[f"sdpa bf16 {form}{word}"] = run
-    return runs
+            yield AttentionPeer(f"sdpa bf16 {form}{word}", run, half_bytes)
+    if q.device.type == "cpu":
+        yield AttentionPeer("sdpa fp32 rows", _sdpa(rows.float(), copied(torch.float32)), 2 * half_bytes)
+        yield AttentionPeer("torch bf16 products", _products(rows, half), half_bytes)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], backend: Any) -> Call:
+def _sdpa(
+    q: Tensor, kv: Sequence[tuple[Tensor, Tensor]], *, gqa: bool = False, backend: Any = None
+) -> Callable[[int], Tensor]:
     @torch.inference_mode()
-    def run() -> object:
+    def run(number: int) -> Tensor:
+        k, v = kv[number % len(kv)]
         if backend is None:
-            return scaled_dot_product_attention(q, k, v, **options)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, **options)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+
+    return run
+
+
+def _products(q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Callable[[int], Tensor]:
+    scale = q.shape[-1] ** -0.5
+
+    @torch.inference_mode()
+    def run(number: int) -> Tensor:
+        k, v = kv[number % len(kv)]
+        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale, dim=-1), v)
 
     return run
 

@@ -26,16 +26,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.decode import filled, random_kv
+from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost
 from haarkv.benchmarks.report import machine as host
 from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.decode import decode
-from haarkv.models.qwen3_14b.weights import random_weights
+from haarkv.models.catalog import read_config
+from haarkv.models.checkpoint import random_weights
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -57,6 +56,7 @@ class Sizes:
     dry: bool
 
 
+QWEN3_14B = read_config("random:14b")
 FULL = Sizes(
     config=replace(QWEN3_14B, num_layers=4),
     attention=[Case(batch, context) for batch in (1, 8, 32) for context in (1024, 4096, 16384, 32768)],
@@ -122,9 +122,8 @@ class Bench:
                 runs[f"cuda {kv}"] = partial(ops.paged_attention, q, cache, 0, batch, scale)
                 runs[f"store {kv}"] = partial(ops.store_kv, *last, cache, 0, batch)
                 sizes[f"cuda {kv}"] = plan.bytes_per_token(self.config.num_kv_heads, self.config.head_dim)
-            for who, run in decode_peers.sdpa(q, k, v).items():
-                runs[who] = run
-                sizes[who] = 4 * self.config.num_kv_heads * self.config.head_dim
+            for peer in decode_peers.attention(q, k, v):
+                runs[peer.name], sizes[peer.name] = partial(peer.run, 0), peer.token_bytes
             graphs = {}
             for who, run in runs.items():
                 try:
@@ -184,7 +183,7 @@ class DenseStep:
         ops: Any = argparse.Namespace(**table, store_kv=store, paged_attention=attend)
 
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = decode(bench.model, token_ids, batch, cache, ops)
+            logits = bench.model.decode(token_ids, batch, cache, ops)
             return logits, torch.isfinite(logits).all()
 
         pool = torch.cuda.graph_pool_handle() if bench.device.type == "cuda" else None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from haarkv.benchmarks.report import RESULTS, emit
-from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.npu import scopes
 from haarkv.tq_ops.npu.scopes import VARIANTS, AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, pipe_shares
@@ -103,7 +103,8 @@ def measure(
 def _run(simulator: Simulator, variant: str, batch: int, context: int) -> Point:
     # A step is masked and not cut, so that a short context wants a program of short steps; a power of two fits the cube.
     step = max(128, min(LONGEST_STEP, 1 << (context - 1).bit_length()))
-    program = AttentionProgram.tuned(variant, QWEN3_14B.num_heads, QWEN3_14B.num_kv_heads, step)
+    shape = read_config("random:14b")
+    program = AttentionProgram.tuned(variant, shape.num_heads, shape.num_kv_heads, step)
     run = simulator.run(program, program.blank_call(batch, context), Mode.COST)
     assert run.cycles is not None
     return Point(

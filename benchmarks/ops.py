@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from haarkv.benchmarks.decode import OnTurn, Request, filled, random_kv, sides_of
+from haarkv.benchmarks.caches import filled, random_kv
+from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case
-from haarkv.benchmarks.timing import Machine, measure_machine, take_turns
+from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.checkpoint import Progress
 from haarkv.tq_ops.kv.plan import KVPlan
 
 PREFILL_TOKENS = 64

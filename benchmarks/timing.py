@@ -15,6 +15,12 @@ _FLUSH_BYTES = 256 * 2**20
 """More than any cache holds, of a CPU or of a GPU."""
 _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
+_REST_S = 0.03
+"""Threads of OpenMP spin for up to 20 ms after a loop."""
+_TURN_RUNS = 5
+
+OnTurn = Callable[[str], None]
+"""Told the name of what is timed next."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def take_turns(
     repeats: int,
     warm_up: int = 2,
     cold: bool = True,
-    on_turn: Callable[[str], None] = lambda _: None,
+    on_turn: OnTurn = lambda _: None,
 ) -> dict[str, Spread]:
     """Time variants one after the other, so that what disturbs the machine disturbs them alike.
 
@@ -97,6 +103,38 @@ def take_turns(
             taken = timed(run)
             if turn >= 0:
                 times[name].append(taken)
+    return {name: spread(seconds) for name, seconds in times.items()}
+
+
+def take_rested_turns(
+    runs: Mapping[str, Callable[[int], object]],
+    device: torch.device,
+    *,
+    repeats: int,
+    on_turn: OnTurn = lambda _: None,
+) -> dict[str, Spread]:
+    """Time short variants in turns of five runs, for calls that find their data cold and all else warm.
+
+    Before its turn a variant rests until the threads of the one before have gone to sleep, and runs once uncounted. Every run
+    gets another number, to choose other data by.
+
+    Args:
+        runs: each called with its number.
+        repeats: turns that count, after one that does not.
+        on_turn: called with each variant's name before its turn.
+    Returns:
+        medians and extremes over the 5 * `repeats` counted runs.
+    """
+    timed = clock(device)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        begin = turn * (_TURN_RUNS + 1)
+        for name, run in runs.items():
+            on_turn(name)
+            time.sleep(_REST_S)
+            run(begin)
+            taken = [timed(partial(run, begin + number)) for number in range(1, _TURN_RUNS + 1)]
+            times[name] += taken if turn else []
     return {name: spread(seconds) for name, seconds in times.items()}
 
 

@@ -1,4 +1,4 @@
-"""Generate with any executor: chunked prefill of a ragged batch, then decode until every sequence has ended."""
+"""Generate with any executor: prefill a ragged batch in chunks, then decode until every sequence has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 PREFILL_CHUNK = 512
-Finish = Literal["eos", "length", "context"]
+Finish = Literal["eos", "stop", "length", "context"]
+OnPrefill = Callable[[int, int], None]
+"""Called with (prompt tokens stored, prompt tokens in all): before the first chunk, and after each."""
 
 
 @dataclass
@@ -26,8 +28,8 @@ class Completion:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        token_ids: new tokens, the end-of-text token not among them.
-        finish: "eos", "length" (max_new_tokens) or "context" (the cache holds no more).
+        token_ids: new tokens, without the end-of-text token.
+        finish: "eos", "stop" (a stop text came), "length" (max_new_tokens) or "context" (the cache holds no more).
     """
 
     prompt_tokens: int
@@ -43,16 +45,30 @@ class Timing:
         prefill_s: all prompts, up to and with the first sampled tokens.
         decode_s: all decode steps.
         decode_steps: forwards of one token a sequence.
+        prefill_tokens: tokens of all prompts.
+        decode_tokens: tokens that the decode steps gave, of all sequences.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
 
     @property
     def decode_ms_per_token(self) -> float | None:
         """Mean latency of a decode step in ms, None without one."""
         return 1e3 * self.decode_s / self.decode_steps if self.decode_steps else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Prompt tokens a second, None if nothing was measured."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """New tokens a second, of all sequences together; None without a decode step."""
+        return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
 def prefill_in_chunks(
@@ -62,6 +78,7 @@ def prefill_in_chunks(
     paging: PagedSequences,
     cache: PagedKVCache,
     chunk: int = PREFILL_CHUNK,
+    on_prefill: OnPrefill | None = None,
 ) -> Tensor:
     """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
@@ -70,12 +87,18 @@ def prefill_in_chunks(
     """
     last: dict[int, Tensor] = {}
     chunk = min(chunk, cache.most_new_tokens or chunk)
+    done, total = 0, sum(map(len, prompts))
+    if on_prefill:
+        on_prefill(done, total)
     for begin in range(0, max(map(len, prompts)), chunk):
         rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
         pieces = [prompts[row][begin : begin + chunk] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(piece) for piece in pieces]).to(cache.device)
         token_ids = torch.tensor([t for piece in pieces for t in piece], device=cache.device)
         last.update(zip(rows, executor.prefill(token_ids, batch, cache), strict=True))
+        done += len(token_ids)
+        if on_prefill:
+            on_prefill(done, total)
     return torch.stack([last[row] for row in range(len(prompts))])
 
 
@@ -90,7 +113,8 @@ def generate(
     eos_token_ids: Sequence[int] = (),
     sampling: Sampling | None = None,
     chunk: int = PREFILL_CHUNK,
-    on_token: Callable[[int, int], None] | None = None,
+    on_prefill: OnPrefill | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
 ) -> tuple[list[Completion], Timing]:
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
@@ -98,18 +122,18 @@ def generate(
         prompts: token ids, each at least one.
         max_new_tokens: at most so many for each prompt.
         max_context: at most so many tokens of prompt and text together.
-        on_token: called with (index of the prompt, token) as tokens come; not for the end of text.
+        on_token: called with (index of the prompt, token) as tokens come; not for the end of text. True ends the sequence.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
     _check_prompts(prompts, max_context, max_new_tokens)
-    timing, began = Timing(), time.perf_counter()
+    timing, began = Timing(prefill_tokens=sum(map(len, prompts))), time.perf_counter()
     completions = [Completion(len(prompt)) for prompt in prompts]
-    samplers = [Sampler(sampling or Sampling(), index) for index in range(len(prompts))]
+    samplers = [Sampler(sampling or Sampling(), index, prompt) for index, prompt in enumerate(prompts)]
     sequences = [paging.add() for _ in prompts]
     running = list(range(len(prompts)))
     try:
-        logits = prefill_in_chunks(executor, prompts, sequences, paging, cache, chunk)
+        logits = prefill_in_chunks(executor, prompts, sequences, paging, cache, chunk, on_prefill)
         while True:
             for row, index in enumerate(running):
                 token, done = samplers[index].next(logits[row]), completions[index]
@@ -117,9 +141,9 @@ def generate(
                     done.finish = "eos"
                     continue
                 done.token_ids.append(token)
-                if on_token:
-                    on_token(index, token)
-                if len(done.token_ids) == max_new_tokens:
+                if on_token and on_token(index, token) is True:
+                    done.finish = "stop"
+                elif len(done.token_ids) == max_new_tokens:
                     done.finish = "length"
                 elif done.prompt_tokens + len(done.token_ids) > max_context:
                     done.finish = "context"
@@ -128,6 +152,7 @@ def generate(
                 timing.prefill_s = now - began
             else:
                 timing.decode_s, timing.decode_steps = now - began - timing.prefill_s, timing.decode_steps + 1
+                timing.decode_tokens += len(running)
             running = [index for index in running if completions[index].finish is None]
             if not running:
                 return completions, timing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,16 @@ from haarkv.tq_ops.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is drawn. The filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens whose probability reaches p.
         seed: of the first sequence; sequence i draws from `seed + i`, whatever else runs beside it.
+        min_p: keep tokens at least p times as likely as the most likely one; 0 keeps all.
+        repetition_penalty: divides the positive logits of tokens in the prompt or text so far, and multiplies the negative
+            ones; 1 changes nothing. Applies at temperature 0 too.
     Raises:
         InputError: a value outside its range.
     """
@@ -27,6 +31,8 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -35,6 +41,10 @@ class Sampling:
             raise InputError(f"top-k must be 0 (all) or positive, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p must lie in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min-p must lie in [0, 1], not {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(f"repetition penalty must be a positive number, not {self.repetition_penalty}")
 
 
 class Sampler:
@@ -43,17 +53,41 @@ class Sampler:
     Args:
         sampling: the settings.
         index: of the sequence among those generated together.
+        prompt: its token ids, which a repetition penalty counts as said.
     """
 
-    def __init__(self, sampling: Sampling, index: int = 0) -> None:
+    def __init__(self, sampling: Sampling, index: int = 0, prompt: Iterable[int] = ()) -> None:
         self._sampling = sampling
+        self._said = set(prompt)
         self._generator = torch.Generator().manual_seed(sampling.seed + index)
 
     def next(self, logits: Tensor) -> int:
         """Draw from logits [vocab] fp32; the lowest id wins a tie when greedy."""
+        logits = self._penalized(logits)
         if self._sampling.temperature == 0:
             # Not argmax, which on a GPU returns any of several equal ones.
-            return int((logits == logits.amax()).nonzero()[0])
+            token = int((logits == logits.amax()).nonzero()[0])
+        else:
+            ids, weights = self._kept(logits)
+            token = int(ids[torch.multinomial(weights, 1, generator=self._generator)])
+        self._said.add(token)
+        return token
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probability [vocab] fp64 with which `next` draws each token at a temperature above 0."""
+        ids, weights = self._kept(self._penalized(logits))
+        return torch.zeros(len(logits), dtype=torch.float64).scatter(0, ids, weights / weights.sum())
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1 or not self._said:
+            return logits
+        said = torch.tensor(sorted(self._said), device=logits.device)
+        scores = logits[said]
+        return logits.index_put((said,), torch.where(scores < 0, scores * penalty, scores / penalty))
+
+    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of the tokens that may be drawn, the most likely first, and their weights, which need not add up to 1."""
         logits = logits.cpu().double() / self._sampling.temperature
         order = logits.argsort(descending=True, stable=True)
         kept = torch.softmax(logits[order], dim=-1)
@@ -62,4 +96,5 @@ class Sampler:
         # A token stays while the mass before it has not reached p; the first always stays.
         before = kept.cumsum(-1) - kept
         kept = kept[before < self._sampling.top_p * kept.sum()]
-        return int(order[torch.multinomial(kept, 1, generator=self._generator)])
+        kept = kept[kept >= self._sampling.min_p * kept[0]]
+        return order[: len(kept)], kept

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from haarkv.engine.generation import Completion, Timing, generate
+from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.sampling import Sampling
+from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
-from haarkv.executors.catalog import create, default_dtype
+from haarkv.executors.catalog import AUTO, create, default_dtype, select
 from haarkv.models.base import DecoderConfig
-from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
-from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
+from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -26,9 +29,10 @@ class KVUsage:
 
     Attributes:
         format: the KV plan in words; of a plain one as `--kv` takes it.
-        bytes_per_token: of one more token: K and V of all layers and heads, scales included, tokens in BF16 not.
-        bytes: really allocated, all included.
-        bf16_bytes: the same slots in bf16.
+        bytes_per_token: what one more token takes: K and V of all layers and heads with their scales; tokens kept in BF16
+            are not counted.
+        bytes: allocated in all.
+        bf16_bytes: what the same slots would take in bf16.
     """
 
     format: str
@@ -39,26 +43,39 @@ class KVUsage:
 
 @dataclass(frozen=True)
 class Result:
-    """Texts and cost of one `Session.generate`."""
+    """Texts and cost of one `Session.generate`.
+
+    Attributes:
+        sampling: as it was done.
+    """
 
     texts: list[str]
     completions: list[Completion]
     timing: Timing
     kv: KVUsage
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
 class Session:
-    """What `tq.load` returns."""
+    """A loaded model, ready to generate; `tq.load` returns one.
+
+    Attributes:
+        name: of the model.
+        generation: what its `generation_config.json` says of sampling, by the names of `Sampling`; empty: greedy.
+        passed_over: the fastest executor here, and why `auto` did not take it; "" if it did, or was not asked.
+    """
 
     name: str
     config: DecoderConfig
     executor: Executor
     tokenizer: Tokenizer
     plan: KVPlan
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: str = ""
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
-        """An empty paged cache for so many sequences of so many tokens, and its bookkeeping."""
+        """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping."""
         cache = PagedKVCache(
             self.plan,
             num_kv_heads=self.config.num_kv_heads,
@@ -69,60 +86,105 @@ class Session:
         )
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
-    def encode(self, prompts: Sequence[str], *, chat: bool | None = None) -> list[list[int]]:
+    def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
         """Token ids of prompts.
 
         Args:
             chat: wrap each in the chat template; None does so if the tokenizer has one.
+            system: the system message of the chat template.
         Raises:
-            InputError: an empty prompt, text that is not valid Unicode, or chat without a template.
+            InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
         """
         for number, prompt in enumerate(prompts, 1):
             if not prompt:
                 raise InputError(f"prompt {number} is empty; give at least one character")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError:
-                raise InputError(f"prompt {number} is not valid UTF-8; convert it first") from None
+            _require_unicode(prompt, f"prompt {number}")
         wrap = self.tokenizer.has_chat_template if chat is None else chat
-        return [self.tokenizer.encode_chat(p) if wrap else self.tokenizer.encode(p) for p in prompts]
+        if system is not None and not wrap:
+            why = "--no-chat leaves it out" if self.tokenizer.has_chat_template else "this model has none"
+            raise InputError(f"a system message needs a chat template, and {why}; drop --system")
+        _require_unicode(system or "", "the system message")
+        return [self.tokenizer.encode_chat(p, system) if wrap else self.tokenizer.encode(p) for p in prompts]
+
+    def sampling_with(self, **given: Any) -> Sampling:
+        """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
+
+        Args:
+            given: by the names of `Sampling`.
+        Raises:
+            InputError: a value outside its range.
+        """
+        return Sampling(**{**self.generation, **{name: value for name, value in given.items() if value is not None}})
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         *,
         max_new_tokens: int = 64,
         max_context: int | None = None,
         sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
         chat: bool | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        system: str | None = None,
+        on_prefill: OnPrefill | None = None,
+        on_token: Callable[[int, int], object] | None = None,
+        on_text: Callable[[int, str], object] | None = None,
+        on_warning: Callable[[str], object] | None = None,
     ) -> Result:
-        """Continue prompts, all in one ragged batch.
+        """Continue one prompt, or several in one ragged batch.
 
         Args:
-            max_context: tokens of prompt and text that the cache can hold for each prompt; as much as is needed, at most
-                the model's own limit, unless given.
-            sampling: greedy unless given.
+            max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
+                up to the model's own limit.
+            sampling: as the model's `generation_config.json` says unless given; greedy if it says nothing.
+            stop: a text ends before the first of these strings.
+            chat, system: as in `encode`.
+            on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
             on_token: called with (index of the prompt, token) as tokens come.
+            on_text: called with (index of the prompt, text) as text becomes certain; the pieces add up to the text.
+            on_warning: called with a sentence before the prefill if the context will cut a text short.
         Raises:
-            InputError: a prompt that is empty or does not fit, or a context beyond the model's.
+            InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
+                message that cannot be.
         """
-        ids = self.encode(prompts, chat=chat)
-        longest = max((len(i) for i in ids), default=0)
-        limit = self.config.max_position_embeddings
-        if max_context is not None and not 1 <= max_context <= limit:
-            raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
-        context = max_context or min(limit, longest + max_new_tokens)
-        if longest > limit:
-            raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
-        cache, paging = self.new_cache(len(prompts), context)
+        ids = self.encode([prompts] if isinstance(prompts, str) else prompts, chat=chat, system=system)
+        context = self._context(ids, max_new_tokens, max_context)
+        longest = max(map(len, ids), default=0)
+        # The last token is predicted and never stored.
+        if on_warning and longest <= context < longest + max_new_tokens - 1:
+            on_warning(_cut_short(longest, max_new_tokens, context, self.config.max_position_embeddings))
+        stops = stop_list(stop)
+        growing = [GrowingText(self.tokenizer.stream(), stops) for _ in ids]
+
+        def push(index: int, token: int) -> bool:
+            if on_token:
+                on_token(index, token)
+            if (text := growing[index].push(token)) and on_text:
+                on_text(index, text)
+            return growing[index].stopped
+
+        cache, paging = self.new_cache(len(ids), context)
+        sampling = sampling or self.sampling_with()
         completions, timing = generate(
             self.executor, cache, paging, ids,
             max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-            sampling=sampling, on_token=on_token,
+            sampling=sampling, on_prefill=on_prefill, on_token=push if stops or on_text else on_token,
         )  # fmt: skip
-        texts = [self.tokenizer.decode(completion.token_ids) for completion in completions]
-        return Result(texts, completions, timing, self._usage(cache))
+        texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
+        for index, text in enumerate(texts):
+            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
+            if on_text and (rest := growing[index].rest(text)):
+                on_text(index, rest)
+        return Result(texts, completions, timing, self._usage(cache), sampling)
+
+    def _context(self, ids: Sequence[Sequence[int]], max_new_tokens: int, wanted: int | None) -> int:
+        """Tokens that the cache must hold for each prompt."""
+        longest, limit = max(map(len, ids), default=0), self.config.max_position_embeddings
+        if wanted is not None and not 1 <= wanted <= limit:
+            raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
+        if longest > limit:
+            raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
+        return wanted or min(limit, longest + max_new_tokens)
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
         shape = (self.config.num_kv_heads, self.config.head_dim)
@@ -135,13 +197,27 @@ class Session:
         )
 
 
+def _require_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} is not valid UTF-8; convert it first") from None
+
+
+def _cut_short(prompt: int, wanted: int, context: int, limit: int) -> str:
+    room = context - prompt + 1
+    remedy = "shorten the prompt" if context == limit else "raise --max-context"
+    tokens = f"{room} of {wanted} new token{'s' * (wanted != 1)}"
+    return f"the context ends after {tokens}: the prompt has {prompt} tokens, the context {context}; {remedy}"
+
+
 def shape_of(config: DecoderConfig) -> ModelShape:
-    """What a plan file says of the model that it was made for."""
+    """The shapes that a plan file names its model by."""
     return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
 
 
 def plan_for(spec: KVSpec, config: DecoderConfig) -> KVPlan:
-    """The KV plan of a model that was asked for.
+    """The KV plan that a spec means for a model.
 
     Raises:
         InputError: it does not fit the model.
@@ -152,36 +228,51 @@ def plan_for(spec: KVSpec, config: DecoderConfig) -> KVPlan:
 
 
 def load(
-    model: str = "tiny",
+    model: str | Path = "tiny",
     *,
     kv: str | KVSpec = "tq4",
-    executor: str = "reference",
+    executor: str = AUTO,
     device: str | None = None,
     dtype: str | None = None,
     layers: int | None = None,
     progress: Progress | None = None,
 ) -> Session:
-    """Load a model and everything around it.
+    """Load a model with its tokenizer, an executor and a KV plan.
 
     Args:
         model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
-        kv: a KV format, `k=NAME,v=NAME`, or more than that in a `KVSpec`.
-        executor: who runs the forwards.
-        device: where the executor runs, its default unless given; for `npu`: sim or npu:N; for `onnx`: cpu, cuda or cann.
-        dtype: float32 or bfloat16; the executor's default unless given (npu and cuda: bfloat16, all others: float32).
+        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
+        executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
+            reference that this machine has, that reads the cache and that runs the model.
+        device: where the executor runs, its default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
+        dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
         layers: for `random:SIZE`, how many layers to build.
         progress: called with (tensors done, tensors in all).
     Raises:
-        InputError: whatever of this does not exist or does not fit together.
+        InputError: one of these does not exist, or they do not fit together.
     """
-    spec = KVSpec(kv) if isinstance(kv, str) else kv
-    formats.parse(spec.kv)  # a slip is told before the model is loaded
-    loaded = load_model(model, dtype or default_dtype(executor), layers, progress)
-    plan = plan_for(spec, loaded.config)
+    spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
+    # What is wrong is said before the weights are read.
+    formats.parse(spec.kv)
+    config = read_config(name, layers)
+    plan = plan_for(spec, config)
+    selected = select(executor, config, [plan], device=device, dtype=dtype)
+    generation = generation_settings(name)
+    _check_generation(generation, name)
+    loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress)
     return Session(
-        name=model,
+        name=name,
         config=loaded.config,
-        executor=create(executor, loaded, plan, device),
-        tokenizer=load_tokenizer(model, loaded.config),
+        executor=create(selected.name, loaded, plan, device),
+        tokenizer=load_tokenizer(name, loaded.config),
         plan=plan,
+        generation=generation,
+        passed_over=selected.passed_over,
     )
+
+
+def _check_generation(generation: Mapping[str, Any], model: str) -> None:
+    try:
+        Sampling(**generation)
+    except InputError as error:
+        raise InputError(f"{model}: generation_config.json: {error}") from None

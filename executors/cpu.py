@@ -26,11 +26,16 @@ class CpuExecutor(ReferenceExecutor):
         ops: OpTable
         try:
             ops = CpuOps()
-            self.description = f"C++ kernels ({ops.level}) on the CPU"
+            self.description = f"C++ kernels ({ops.isa}) on the CPU"
         except KernelsMissingError as missing:
             ops = reference
             self.description = f"the reference's plain torch on the CPU, slowly: {missing}"
         super().__init__(model, ops)
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim)

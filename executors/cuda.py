@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -15,20 +14,18 @@ from torch import Tensor
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.decode import decode
-from haarkv.models.qwen3_14b.model import run_layers
-from haarkv.models.qwen3_14b.prefill import prefill
+from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.tq_ops.table import OpTable, with_ops
 
 
 class CudaExecutor:
-    """Runs a Qwen3 on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
+    """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight.
@@ -65,23 +62,25 @@ class CudaExecutor:
             self._model = fold_rotations(self._model, folded)
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        table = {name: getattr(ops, name) for name in OP_NAMES}
-        if folded:
-            table["paged_attention"] = ops.attend_turned
-        self._careful_ops = cast(OpTable, SimpleNamespace(**table))
-        self.step_ops: OpTable = cast(OpTable, SimpleNamespace(**table | {"store_kv": partial(ops.append, fault=self._fault)}))
+        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_turned} if folded else {})
+        self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         if self._folded and [v for _, v in plan.layers] != [v for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        logits = prefill(self._model, token_ids, batch, cache, self.step_ops)
-        return self._checked(logits, self._all_sound(logits), partial(prefill, self._model, token_ids, batch, cache))
+        logits = self._model.prefill(token_ids, batch, cache, self.step_ops)
+        return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -90,17 +89,17 @@ class CudaExecutor:
         if size not in steps:
             steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
         logits, sound = steps[size](token_ids, batch)
-        return self._checked(logits.clone(), sound, partial(decode, self._model, token_ids, batch, cache))
+        return self._checked(logits.clone(), sound, partial(self._model.decode, token_ids, batch, cache))
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = run_layers(self._model, hidden, span, batch, cache, self.step_ops)
+        hidden = self._model.layers(hidden, span, batch, cache, self.step_ops)
         self._raise_fault(cache, batch)
         return hidden
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = decode(self._model, token_ids, batch, cache, self.step_ops)
+            logits = self._model.decode(token_ids, batch, cache, self.step_ops)
             return logits, self._all_sound(logits)
 
         return step
@@ -141,9 +140,13 @@ def fold_rotations(model: DecoderModel, plan: KVPlan) -> DecoderModel:
     Rounding points: the product in FP32, rounded once to the weight's dtype: 2**-9 of each BF16 weight. The rotation's own
     BF16 entries are not exactly orthogonal, which it inherits as the turn back does.
     """
-    config, layers = model.config, []
-    for index, layer in enumerate(model.weights.layers):
+    config = model.config
+
+    def folded(layer: LayerWeights, index: int) -> LayerWeights:
         rotation = layout_of(plan.v(index), index, config.head_dim, layer.o_proj.device).rotation.float()
         heads = layer.o_proj.float().view(-1, config.num_heads, config.head_dim)
-        layers.append(replace(layer, o_proj=(heads @ rotation).flatten(1).to(layer.o_proj.dtype)))
-    return replace(model, weights=replace(model.weights, layers=tuple(layers)))
+        o_proj = (heads @ rotation).flatten(1).to(layer.o_proj.dtype)
+        return layer.changed(lambda field, tensor: o_proj if field == "o_proj" else tensor)
+
+    layers = tuple(folded(layer, index) for index, layer in enumerate(model.weights.layers))
+    return replace(model, weights=replace(model.weights, layers=layers))

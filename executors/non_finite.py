@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.models.weights import EMBEDDING, TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
 
 class _FoundError(Exception):
-    def __init__(self, op: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, op: str, given: list[Tensor]) -> None:
         super().__init__(op)
-        self.op, self.args_of_op = op, args
+        self.op, self.given = op, given
 
 
-def _watched(ops: OpTable, stored_layers: list[int]) -> OpTable:
+@dataclass
+class _Progress:
+    """How far a forward has come: ops that went well, and layers whose K and V were stored."""
+
+    sound: int = 0
+    stored: list[int] = field(default_factory=list)
+
+
+def _watched(ops: OpTable, progress: _Progress) -> OpTable:
     """The same op table, which raises at the first op that makes something not finite out of what it is given."""
 
     def watch(name: str) -> Callable[..., Any]:
         op = getattr(ops, name)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = arguments(name, *args, **kwargs)
             if name == "store_kv":
-                stored_layers.append(args[3])
+                progress.stored.append(given["layer"])
+            numbers = [a for a in given.values() if isinstance(a, Tensor) and a.is_floating_point()]
             # Not only results: what the embedding hands in may be bad already.
-            if any(not torch.isfinite(a).all() for a in args if isinstance(a, Tensor) and a.is_floating_point()):
-                raise _FoundError(name, args)
-            result = op(*args)
+            if any(not torch.isfinite(tensor).all() for tensor in numbers):
+                raise _FoundError(name, numbers)
+            result = op(*args, **kwargs)
             if isinstance(result, Tensor) and not torch.isfinite(result).all():
-                raise _FoundError(name, args)
+                raise _FoundError(name, numbers)
+            progress.sound += 1
             return result
 
         return run
 
-    return cast(OpTable, SimpleNamespace(**{name: watch(name) for name in OP_NAMES}))
+    return with_ops(ops, {name: watch(name) for name in OP_NAMES})
 
 
 def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) -> NonFiniteError:
@@ -50,18 +61,24 @@ def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) ->
         ops: the table the forward ran with.
         rerun: runs the same forward with another table; it stores the same K and V at the same slots.
     """
-    stored_layers: list[int] = []
+    progress = _Progress()
     try:
-        rerun(_watched(ops, stored_layers))
+        rerun(_watched(ops, progress))
     except _FoundError as found:
-        names = {id(tensor): name for name, tensor in weights.named()}
-        for argument in found.args_of_op:
-            if isinstance(argument, Tensor) and id(argument) in names and not torch.isfinite(argument).all():
-                return NonFiniteError(_describe(names[id(argument)], argument))
-        # Before the first residual, what an op is handed has been made by an op, or is rows of the embedding.
-        if not stored_layers and not torch.isfinite(found.args_of_op[0]).all():
-            return NonFiniteError(_describe("model.embed_tokens.weight", weights.embedding))
-        where = f"after layer {stored_layers[-1]}'s K and V were stored" if stored_layers else "in layer 0"
+        names = TensorNames(weights.named())
+        for tensor in found.given:
+            if (name := names.of(tensor)) is not None and not torch.isfinite(tensor).all():
+                return NonFiniteError(_describe(name, tensor))
+        # The first op is handed rows of the embedding.
+        if not progress.sound and not torch.isfinite(found.given[0]).all():
+            return NonFiniteError(_describe(EMBEDDING, weights.embedding))
+        # A layer may use a weight beside its ops, as it adds a bias: the ops see only what comes of it.
+        last = progress.stored[-1] if progress.stored else -1
+        for layer in range(max(last, 0), min(last + 2, len(weights.layers))):
+            for name, tensor in weights.of_layer(layer):
+                if not torch.isfinite(tensor).all():
+                    return NonFiniteError(_describe(name, tensor))
+        where = f"after layer {last}'s K and V were stored" if progress.stored else "in layer 0"
         return NonFiniteError(
             f"{found.op} overflows {where}, although its weights are finite; the model does not fit this dtype or is damaged"
         )

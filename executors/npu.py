@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.model import embed
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -21,7 +20,7 @@ from haarkv.tq_ops.npu.reads import READS
 
 
 class NpuExecutor:
-    """Runs a bf16 Qwen3 whose cache is `tq4`: one program a layer, one for the head.
+    """Runs a bf16 model whose cache is `tq4`: one program a layer, one for the head.
 
     Args:
         model: weights and shapes, bf16.
@@ -57,16 +56,21 @@ class NpuExecutor:
         self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim) or programs.unsupported(config)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self.layers(embed(self._model, token_ids), range(self.config.num_layers), batch, cache)
+        hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
         return self._logits(hidden[batch.query_start_loc[1:].long() - 1])
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self.layers(embed(self._model, token_ids), range(self.config.num_layers), batch, cache)
+        hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
         return self._logits(hidden)
 
     @torch.inference_mode()

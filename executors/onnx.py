@@ -24,6 +24,7 @@ from haarkv.models.qwen3_14b.onnx.model import (
     build,
     cache_name,
     new_name,
+    unsupported,
     weight_values,
 )
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
@@ -31,8 +32,6 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.reference import pad_queries
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
@@ -84,7 +83,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor:
-    """Runs a Qwen3 whose cache is `tq4`.
+    """Runs a model whose cache is `tq4`.
 
     Args:
         model: weights and shapes, FP32 or BF16.
@@ -106,7 +105,7 @@ class OnnxExecutor:
         self._sessions: dict[GraphSpec, _Session] = {}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        return unsupported(READS, plan, config.head_dim)
+        return unsupported(config, plan)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from haarkv.executors.non_finite import blame
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.decode import decode
-from haarkv.models.qwen3_14b.model import run_layers
-from haarkv.models.qwen3_14b.prefill import prefill
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -19,7 +16,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 
-Forward = Callable[[DecoderModel, Tensor, Batch, PagedKVCache, OpTable], Tensor]
+Forward = Callable[[Tensor, Batch, PagedKVCache, OpTable], Tensor]
 
 
 class ReferenceExecutor:
@@ -44,22 +41,22 @@ class ReferenceExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._finite(prefill, token_ids, batch, cache)
+        return self._finite(self._model.prefill, token_ids, batch, cache)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._finite(decode, token_ids, batch, cache)
+        return self._finite(self._model.decode, token_ids, batch, cache)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return run_layers(self._model, hidden, span, batch, cache, self.ops)
+        return self._model.layers(hidden, span, batch, cache, self.ops)
 
     def _finite(self, forward: Forward, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Run a forward and refuse a result that is not finite, naming the weight that made it so."""
         try:
-            logits = forward(self._model, token_ids, batch, cache, self.ops)
+            logits = forward(token_ids, batch, cache, self.ops)
             if torch.isfinite(logits).all():
                 return logits
         except NonFiniteError:
             pass  # K or V, too, is named by the weight behind it
-        raise blame(self._model.weights, self.ops, lambda ops: forward(self._model, token_ids, batch, cache, ops)) from None
+        raise blame(self._model.weights, self.ops, lambda ops: forward(token_ids, batch, cache, ops)) from None

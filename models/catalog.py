@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.config import FAMILY, read_hf_config
-from haarkv.models.qwen3_14b.weights import Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.checkpoint import Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.hf_config import read_hf_config
+from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
 
@@ -20,42 +22,63 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM = "random:"
 
 
-def folder_of(name: str) -> Path | None:
+def folder_of(name: str | Path) -> Path | None:
     """The checkpoint folder that a name stands for; None for `random:SIZE`.
 
+    Args:
+        name: `tiny`, `random:SIZE`, a folder (`~` is the home folder), or the Hub id of a model that was downloaded before.
     Raises:
         InputError: no such model.
     """
-    if name.startswith(_RANDOM):
+    if str(name).startswith(_RANDOM):
         return None
-    folder = TINY if name == "tiny" else Path(name)
     try:
+        folder = TINY if name == "tiny" else Path(name).expanduser()
         found = folder.is_dir()
-    except OSError:  # a name that no folder can have
+    except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home
         found = False
-    if not found:
-        raise InputError(f"no such model: {name}; give tiny, random:SIZE or a folder in Hugging Face format")
-    return folder
+    if found:
+        return folder
+    if (downloaded := _downloaded(str(name))) is not None:
+        return downloaded
+    raise InputError(
+        f"no such model: {name}; give tiny, random:SIZE, a folder in Hugging Face format, or the Hub id of a model that you "
+        "have downloaded (hf download ORG/NAME)"
+    )
 
 
-def read_config(name: str, layers: int | None = None) -> DecoderConfig:
+def _downloaded(hub_id: str) -> Path | None:
+    """The newest snapshot of a Hub model in the local cache, which Hugging Face's own library finds; nothing is fetched."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def read_config(name: str | Path, layers: int | None = None) -> DecoderConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
-        name: `tiny`, `random:SIZE` (0.6b … 32b) or a checkpoint folder.
+        name: as in `folder_of`; of `random:SIZE`, the sizes are each family's `SIZES` (0.6b … 32b of Qwen3).
         layers: for `random:SIZE`, how many of the model's layers to build.
     Raises:
-        InputError: no such model, a config that is not a dense DecoderModel, or layers for a checkpoint.
+        InputError: no such model, a config that no family builds, or layers for a checkpoint.
     """
     folder = folder_of(name)
     if folder is not None:
         if layers is not None:
             raise InputError("--layers shortens a random model; a checkpoint runs whole")
         return read_hf_config(folder / "config.json")
-    size = name.removeprefix(_RANDOM)
-    if size not in FAMILY:
-        raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in FAMILY)}")
-    config = FAMILY[size]
+    sizes = {size: config for kind in FAMILIES for size, config in family_of(kind).SIZES.items()}
+    size = str(name).removeprefix(_RANDOM)
+    if size not in sizes:
+        raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in sizes)}")
+    config = sizes[size]
     if layers is None:
         return config
     if not 1 <= layers <= config.num_layers:
@@ -63,7 +86,9 @@ def read_config(name: str, layers: int | None = None) -> DecoderConfig:
     return replace(config, num_layers=layers)
 
 
-def load_model(name: str, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None) -> DecoderModel:
+def load_model(
+    name: str | Path, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None
+) -> DecoderModel:
     """Load a model by name onto the host.
 
     Args:
@@ -83,7 +108,7 @@ def load_model(name: str, dtype: str = "float32", layers: int | None = None, pro
     return DecoderModel(config, weights, RopeTable(config))
 
 
-def stream_tensors(name: str, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stream_tensors(name: str | Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
     Args:

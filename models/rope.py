@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
+if TYPE_CHECKING:
+    from haarkv.models.base import DecoderConfig
 
 
 class RopeTable:

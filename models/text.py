@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of
-from haarkv.models.qwen3_14b.config import eos_token_ids
+from haarkv.models.hf_config import eos_token_ids
 from haarkv.tq_ops.errors import InputError
 
 
@@ -37,8 +37,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Token ids of a conversation in which the user has said `text` and the assistant is to answer."""
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of a conversation: the system message if there is one, the user's `text`, and the start of an answer."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
@@ -76,14 +76,18 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         if self._template is None:
-            raise InputError("this model has no chat template")
+            raise InputError("this model has no chat template; drop --chat")
         messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
         try:
             rendered = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
         except Exception as error:  # whatever the expressions in it can raise
             raise InputError(f"the chat template refuses this prompt: {error}; --no-chat goes without it") from None
+        if system is not None and system.strip() not in rendered:
+            raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
         return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,8 +114,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, text: str) -> list[int]:
-        raise InputError("a random model has no chat template")
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+        raise InputError("a random model has no chat template; drop --chat")
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.push(i) for i in ids)
@@ -123,7 +127,7 @@ class ByteTokenizer:
         return f"<{token_id}>"
 
 
-def load_tokenizer(name: str, config: DecoderConfig) -> Tokenizer:
+def load_tokenizer(name: str | Path, config: DecoderConfig) -> Tokenizer:
     """Tokenizer of a model by name.
 
     Raises:
@@ -131,6 +135,33 @@ def load_tokenizer(name: str, config: DecoderConfig) -> Tokenizer:
     """
     folder = folder_of(name)
     return ByteTokenizer() if folder is None else HFTokenizer(folder, config)
+
+
+def generation_settings(name: str) -> dict[str, float]:
+    """What a model's `generation_config.json` says of sampling, by the names of `engine.sampling.Sampling`.
+
+    Without `do_sample: true` the model is meant to be greedy: only a repetition penalty counts then, as in transformers. With
+    it the temperature is 1 unless the file names another.
+
+    Raises:
+        InputError: no such model, or a setting of the wrong kind.
+    """
+    folder = folder_of(name)
+    path = None if folder is None else folder / "generation_config.json"
+    content = {} if path is None else _optional_json(path)
+    sampled = content.get("do_sample")
+    if not isinstance(sampled, bool | None):
+        raise InputError(f"{path}: do_sample is neither true nor false: {sampled!r}")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if sampled else ("repetition_penalty",)
+    found: dict[str, float] = {"temperature": 1.0} if sampled else {}
+    for key in names:
+        value = content.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
+            raise InputError(f"{path}: {key} is not a{' whole' * (key == 'top_k')} number: {value!r}")
+        found[key] = value
+    return found
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -10,14 +10,17 @@ from importlib.util import find_spec
 import pytest
 import torch
 from places import ROOT
+from sources import ORDER, module_name, sources
 
 from haarkv.executors import catalog
+from haarkv.models.base import DecoderLayer, Family
+from haarkv.models.registry import FAMILIES, family_of
+from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
-ORDER = ["codebooks", "tq_ops", "models", "executors", "engine", "validation", "benchmarks", "serving", "tq"]
 # A room may use those before it; these three stand beside each other and use none of each other.
 BESIDE = {"validation", "benchmarks", "serving"}
 ONLY_IN = {
@@ -33,11 +36,6 @@ if find_spec("triton"):
     from haarkv.tq_ops.cuda import ops as cuda_ops
 
     TABLES.append(cuda_ops)
-
-
-def sources():
-    for room in ORDER:
-        yield from sorted((ROOT / room).rglob("*.py"))
 
 
 def imported(path):
@@ -58,11 +56,6 @@ def room_of(module):
     return rest.split(".")[0] if first == "haarkv" and rest else first
 
 
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "tq" else ("haarkv", *parts)).removesuffix(".__init__")
-
-
 def may_import(room, other):
     return ORDER.index(other) <= ORDER.index(room) and (room == other or not {room, other} <= BESIDE)
 
@@ -75,6 +68,57 @@ def test_imports_go_one_way(path):
             assert may_import(place.split("/")[0], name), f"{place} imports {name}"
         if name in ONLY_IN:
             assert any(place.startswith(room) for room in ONLY_IN[name]), f"{place} imports {name}"
+
+
+FAMILY_ROOMS = {module.removeprefix("haarkv.models.") for module in FAMILIES.values()}
+BUILDERS = {"npu", "onnx"}
+"""Rooms of a family that build its layers as whole programs or graphs; executors and the command may open them."""
+
+
+def of_a_family(module):
+    """Whether a module holds what one model family knows of itself: everything in its room but the builders."""
+    first, _, rest = module.removeprefix("haarkv.models.").partition(".")
+    return module.startswith("haarkv.models.") and first in FAMILY_ROOMS and rest.split(".")[0] not in BUILDERS
+
+
+def modules_imported(path):
+    """Full names of modules that a file imports, and of what it takes from them, which may be modules as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_models_know_a_family():
+    """Executors, validation and the command see `models.base`, `weights`, `catalog` and the builders' rooms, no family."""
+    rooms = ORDER[ORDER.index("models") + 1 :]
+    known = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] in rooms
+        for module in modules_imported(path)
+        if of_a_family(module)
+    ]
+    assert known == []
+
+
+def test_the_rule_would_see_a_family():
+    assert of_a_family("haarkv.models.qwen3_14b.config.QWEN3_14B")
+    assert of_a_family("haarkv.models.qwen3_14b")
+    assert not of_a_family("haarkv.models.qwen3_14b.npu.programs")
+    assert not of_a_family("haarkv.models.base.DecoderModel")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_the_four_names_with_their_signatures(model_type):
+    family = family_of(model_type)
+    assert issubclass(family.LayerWeights, LayerWeights)
+    assert all(config.family is family for config in family.SIZES.values())
+    for name, declared in (("decoder_layer", DecoderLayer.__call__), ("read_config", Family.read_config)):
+        ours, theirs = (inspect.signature(f).parameters.values() for f in (getattr(family, name), declared))
+        wanted = [(p.name, p.kind) for p in theirs if p.name != "self"]
+        assert [(p.name, p.kind) for p in ours] == wanted
 
 
 def test_the_rule_would_see_a_wrong_import():

@@ -1,9 +1,8 @@
-"""The command `tq`: finds the subcommand and turns every error a user can cause into one line and exit code 2."""
+"""The command `tq`: runs the subcommand, and turns every error that a user can cause into one line and exit code 2."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,12 +12,13 @@ import click
 
 from haarkv.tq_ops.errors import InputError
 from tq import __version__
+from tq.output import drop_output
 
 _COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "serve", "formats", "info")
 
 
 class _Commands(click.Group):
-    """Subcommands, one module of `tq.commands` each, imported when they are needed."""
+    """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -30,7 +30,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand, and keep from click what it would answer itself, with other lines and another exit code."""
+        """Run the subcommand, and hide from click the errors that it would report in its own way."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -54,11 +54,14 @@ class _SystemError(Exception):
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="haarkv")
 def cli() -> None:
-    """Run Qwen3 with a rotated low-bit KV cache."""
+    """Run decoder models such as Qwen3 with a rotated low-bit KV cache.
+
+    Start with `tq generate --prompt 'def main('`. Every command explains itself with --help.
+    """
 
 
 def _prepare_streams() -> None:
-    """Let nothing that is printed fail for the sake of the stream: a closed one swallows it, a narrow one shows `?`."""
+    """Let printing never fail because of the stream: a closed one drops the text, a narrow encoding shows `?`."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
@@ -74,12 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0, 1 if a comparison found what it should not, 2 for whatever the user can mend (one line on stderr), 130 if
-        interrupted.
+        0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
     try:
         _prepare_streams()
-        result = cli.main(args=argv, prog_name="tq", standalone_mode=False)
+        typed = list(sys.argv[1:] if argv is None else argv)
+        result = cli.main(args=typed, prog_name="tq", standalone_mode=False, obj=typed)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as help_wanted:
@@ -102,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _system_error(error: OSError) -> int:
-    """Exit code of a failed read or write; that nobody reads our output any more is not a failure."""
+    """Exit code of a failed read or write. A reader that leaves early is no failure: commands with a verdict go on to it."""
     try:
         sys.stdout.flush()
     except OSError:
-        # What could not be written stays in the buffer; the interpreter must not try again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What could not be written stays in the buffer, and the interpreter would try it again at exit.
+        drop_output(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return 0
     what = f"{error.filename}: " if error.filename else ""

@@ -1,4 +1,4 @@
-"""Result files and folders: refused before the work begins if they cannot be written, then written whole or not at all."""
+"""Result files and folders: checked before the work begins, then written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from haarkv.tq_ops.errors import InputError
 
 
 def check_writable(path: Path) -> None:
-    """See that a file can be written, without leaving a trace.
+    """Check that a file can be written, and leave no trace.
 
     Raises:
-        InputError: its folder does not exist or does not take files, or something that is no file stands there.
+        InputError: its folder does not exist or takes no files, or the path is not a regular file.
     """
     target = path.resolve()
     if target.exists() and not target.is_file():
@@ -34,7 +34,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one step: whoever looks finds the old one or the new one, whole.
+    """Write a UTF-8 file in one step: a reader finds the old file or the new one, never a part.
 
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
@@ -51,20 +51,20 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _beside(target: Path) -> Path:
-    """A name of this process's own in the same folder, from where a rename is one step."""
+    """A temporary name in the same folder, so that renaming it is one step."""
     return target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
 
 
 @contextmanager
 def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
-    """Fill a folder in one step: what is written to the folder given stands at `path` at the end, or nothing does.
+    """Fill a folder in one step: everything written to the folder that this yields appears at `path` at the end, or nothing.
 
     Args:
         path: must not exist.
-        replaces: unless it is a folder that holds a file of this name, and so one of those that may be replaced.
+        replaces: a folder that holds a file of this name may be replaced.
     Raises:
-        InputError: something stands there, its parent does not take folders, or the system refuses to write, for want of
-            room say; what was written is gone, and an old folder as it was.
+        InputError: `path` exists, its parent takes no folders, or a write fails (a full disk, say). Nothing of the new folder
+            is left, and an old folder is as it was.
     """
     target = path.absolute()
     check_folder(path, replaces=replaces)
@@ -85,7 +85,7 @@ def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
 
 
 def check_folder(path: Path, *, replaces: str | None = None) -> None:
-    """See that `whole_folder` can begin.
+    """Check that `whole_folder` can begin.
 
     Raises:
         InputError: as there.
@@ -95,6 +95,6 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
         if replaces is None:
             raise InputError(f"{path} exists; name a folder that does not")
         if not (target / replaces).is_file():
-            raise InputError(f"{path} exists and holds no {replaces}; only what was written by this command is replaced")
+            raise InputError(f"{path} exists and holds no {replaces}; only a folder that this command wrote can be replaced")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise InputError(f"{path}: its parent is not a folder that can be written to")

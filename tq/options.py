@@ -1,8 +1,20 @@
-"""Kinds of values that several commands take."""
+"""The options that several commands share. Each is defined once, so that it means and reads the same everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
+
+if TYPE_CHECKING:
+    from haarkv.tq_ops.kv.plan import KVSpec
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+# -- Kinds of values -------------------------------------------------------------------------------------------------------
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -22,6 +34,144 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             return value
         parts = str(value).split(",")
         if not all(part.strip().isdigit() and int(part) >= self._least for part in parts):
-            kind = "positive integers" if self._least == 1 else f"integers from {self._least} on"
+            kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
             self.fail(f"{value!r} is not a list of {kind} such as 512,4096", param, ctx)
         return tuple(int(part) for part in parts)
+
+
+class _LayerNumbers(click.ParamType[tuple[int, ...]]):
+    """Layers with commas between; negative ones count from the end."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of layers; write numbers with commas between, such as 0,1,-1", param, ctx)
+
+
+# -- What is run, and on what ----------------------------------------------------------------------------------------------
+
+
+def model_option(default: str = "tiny") -> Decorator:
+    """Give a command `--model`."""
+    return click.option(
+        "--model", default=default, show_default=True, help="tiny, random:SIZE, or a folder in Hugging Face format."
+    )
+
+
+def prompt_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--prompt` (as `prompts`) and `--prompt-file` (as `files`)."""
+    for option in (
+        click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin."),
+        click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
+    ):
+        function = option(function)
+    return function
+
+
+_EXECUTOR_HELP = "auto, cuda, npu, cpu, onnx or reference; auto is the fastest here that reads the cache."
+_DTYPES = click.Choice(["float32", "bfloat16"])
+
+
+def executor_option(multiple: bool = False) -> Decorator:
+    """Give a command `--executor`, or `executors` if it can be repeated."""
+    if multiple:
+        return click.option(
+            "--executor", "executors", multiple=True, default=["auto"], show_default=True, help=f"{_EXECUTOR_HELP} Repeat it."
+        )
+    return click.option("--executor", default="auto", show_default=True, help=_EXECUTOR_HELP)
+
+
+layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
+
+
+def run_options(dtype: str | None = None) -> Decorator:
+    """Give a command `--device`, `--dtype`, `--layers` and `--threads`.
+
+    Args:
+        dtype: the default; the executor's own unless given.
+    """
+    options = (
+        click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann."),
+        click.option("--dtype", type=_DTYPES, default=dtype, show_default=dtype or "bfloat16 on cuda and npu, else float32"),
+        layers_option,
+        click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny."),
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+
+resume_option = click.option(
+    "--resume", "resume_file", metavar="FILE", type=click.Path(path_type=Path),
+    help="Save progress here; resume from it if it exists.",
+)  # fmt: skip
+
+
+def set_threads(threads: int | None) -> None:
+    """Use so many CPU threads, if a number was asked for."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+# -- The KV cache ----------------------------------------------------------------------------------------------------------
+
+_KV = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
+_PLAN = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
+_BESIDE = (
+    click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
+    click.option("--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."),
+    click.option(
+        "--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+    ),
+)
+
+
+def kv_options(kv: bool = True) -> Decorator:
+    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`.
+
+    Args:
+        kv: `--kv` and `--kv-plan` as well.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed((_KV, *_BESIDE, _PLAN) if kv else _BESIDE):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def kv_spec(given: Mapping[str, Any]) -> KVSpec:
+    """The cache that those options ask for.
+
+    Args:
+        given: a command's arguments by name; of those that it has not, the default.
+    Raises:
+        click.UsageError: a plan file together with an option that it already sets.
+        InputError: a file that is not a plan.
+    """
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.tq_ops.kv.plan_file import load
+
+    if (file := given.get("kv_plan")) is None:
+        return KVSpec(given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"])
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in ("kv", "kv_tail", "kv_sink", "kv_skip_layers"):
+            source = context.get_parameter_source(option.name)
+            if source is not click.core.ParameterSource.DEFAULT:
+                raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option.opts[0]}")
+    return load(file)

@@ -1,21 +1,23 @@
-"""What every subcommand prints with: tables, and progress on stderr."""
+"""What the commands print with: tables on stdout, progress on stderr."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from haarkv.models.qwen3_14b.weights import Progress
+    from haarkv.engine.generation import OnPrefill
+    from haarkv.models.checkpoint import Progress
     from haarkv.validation.fidelity.evaluation import OnStep
 
 
-# A pipe or a file has no width; so many columns keep every table in one piece.
+# A pipe or a file has no width; this many columns keep every table in one piece.
 _WIDE = 140
 
 
@@ -26,6 +28,11 @@ def err() -> Console:
 
     width = None if sys.stderr.isatty() else _WIDE
     return Console(stderr=True, width=width, soft_wrap=True, markup=False, emoji=False)
+
+
+def warn(message: str) -> None:
+    """Print one line on stderr."""
+    print(f"tq: warning: {message}", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
@@ -44,15 +51,65 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(columns[index] if columns else "", justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # Names of folders may look like markup and are none.
+    # The name of a folder may look like markup, but is none.
     target = console or Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(title, highlight=False, soft_wrap=True)
     target.print(table)
 
 
+# -- A reader that leaves early --------------------------------------------------------------------------------------------
+
+
+class _Tolerant:
+    """A text stream whose reader may leave; what is written after that is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            drop_output(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            drop_output(self._stream)
+
+
+@contextmanager
+def unread_is_fine() -> Iterator[None]:
+    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
+    stream = sys.stdout
+    sys.stdout = cast(TextIO, _Tolerant(stream))
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            sys.stdout = stream
+
+
+def drop_output(stream: TextIO) -> None:
+    """Send what is still to be written nowhere; the interpreter would try it again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+# -- Progress --------------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def loading(model: str) -> Iterator[Progress]:
-    """A progress bar on stderr while weights come in; silent when stderr is not a terminal."""
+    """A progress bar on stderr while weights are read; silent when stderr is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -62,8 +119,33 @@ def loading(model: str) -> Iterator[Progress]:
 
 
 @contextmanager
+def prefilling() -> Iterator[OnPrefill]:
+    """A bar on stderr while prompts are read, gone before the first new token; silent when stderr is not a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(), TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    bar = Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
+    task = bar.add_task("")
+
+    def on_prefill(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if done < total:
+            bar.start()
+        else:
+            bar.stop()
+
+    try:
+        yield on_prefill
+    finally:
+        bar.stop()
+
+
+@contextmanager
 def scoring(total: int) -> Iterator[OnStep]:
-    """A bar on stderr with what is being done; silent when stderr is not a terminal."""
+    """A bar on stderr that names the current step; silent when stderr is not a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,3 +27,16 @@ class OpTable(Protocol):
 
 OP_NAMES = ("rms_norm", "linear", "rope", "silu_mul", "store_kv", "paged_attention")
 """Every op of a table, in the order in which a layer first calls them."""
+
+_SIGNATURES = {name: signature(getattr(OpTable, name)) for name in OP_NAMES}
+
+
+def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What a call hands to an op, by the names of its parameters: `arguments("store_kv", …)["layer"]`."""
+    bound = _SIGNATURES[op].bind(None, *args, **kwargs).arguments
+    return {name: value for name, value in bound.items() if name != "self"}
+
+
+def with_ops(ops: OpTable, replaced: Mapping[str, Callable[..., Any]]) -> OpTable:
+    """An op table in which some ops are others."""
+    return cast(OpTable, SimpleNamespace(**{name: replaced.get(name, getattr(ops, name)) for name in OP_NAMES}))

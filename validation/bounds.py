@@ -24,9 +24,6 @@ BF16_TIE_NOISE = 2.0**-20
 # Two computations of a rotated coordinate from the same K or V, in FP32 with different orders of summation, differ by
 # about 2e-7. BF16 keeps 8 bits: rounding moves a value by up to 2**-8 of itself.
 ROTATED_FP32 = 1e-6
-# K or V that differ in their last FP32 bits may put x / norm on the other side of a BF16 rounding point: one of the D
-# products of a rotated coordinate then changes by up to 2**-7 of itself, of the order of 2**-7 / D = 6e-5.
-ROTATED_BF16_FLIP = 2e-4
 # A golden that rounds the rotated coordinate to BF16 before it is compared: half a unit in the last place, relative.
 BF16_HALF_ULP = 2.0**-8
 # The same coordinate one BF16 layer later: hidden states differ by BF16 roundings here and there. Norms are seen to differ

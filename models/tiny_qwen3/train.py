@@ -64,7 +64,7 @@ def new_model(end_of_text: int | None) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def held_out_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
-    """Mean cross entropy in nats a token over EVAL_WINDOWS evenly spaced windows of EVAL_TOKENS."""
+    """Mean cross entropy in nats a token over a sample: EVAL_WINDOWS evenly spaced windows of EVAL_TOKENS."""
     device, total = model.device, 0.0
     for j in range(EVAL_WINDOWS):
         start = j * (len(tokens) - EVAL_TOKENS - 1) // EVAL_WINDOWS
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"held-out loss of {args.out} now: {before:.4f}", flush=True)
     train(model, tokens, held_out, args)
     after = held_out_loss(model.to(torch.bfloat16).float(), held_out)  # of the weights as they are stored
-    print(f"held-out loss {after:.4f} perplexity {math.exp(after):.2f}, {args.steps * args.tokens_per_step} tokens")
+    print(f"held-out loss {after:.4f}, {args.steps * args.tokens_per_step} tokens")
     if after < before:
         save(model, tokenizer, args.out)
         print(f"written to {args.out}")

@@ -8,12 +8,15 @@ import torch
 from checkpoints import write_checkpoint
 from small_models import SMALL, small_model
 
-from haarkv.benchmarks import decode, decode_peers, timing
-from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost
-from haarkv.benchmarks.timing import Machine, Spread, take_turns
+from haarkv.benchmarks import attention, caches, decode_peers, timing
+from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost, store_cost
+from haarkv.benchmarks.report import RESULTS
+from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.weights import LayerWeights, Weights
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.weights import Weights
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 
@@ -54,6 +57,10 @@ def test_attention_of_one_layer():
     assert cost.flops == 8 * 40 * 4096 * 128 * 4  # two products, a multiplication and an addition each
 
 
+def test_storing_a_token_moves_its_vectors_and_what_becomes_of_them():
+    assert store_cost(QWEN3_14B, Case(8, 4096), 2 * 8 * 66).nbytes == 8 * (2 * 8 * 66 + 2 * 8 * 128 * 4)
+
+
 def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert MACHINE.floor_ms(10e9, 1) == 1000
     assert MACHINE.floor_ms(1, 100e9) == 1000
@@ -74,27 +81,63 @@ def test_variants_take_turns_and_warm_up_does_not_count(monkeypatch):
     assert result == {"a": Spread(2000.0, 1000.0, 3000.0), "b": Spread(20000.0, 10000.0, 30000.0)}
 
 
-def test_sdpa_gets_the_same_attention_in_every_form():
+def test_rested_turns_take_another_copy_each_time_and_only_later_turns_count(monkeypatch):
+    events = []
+    monkeypatch.setattr(timing.time, "sleep", lambda _: events.append("rest"))
+    monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 1e-3 * len(events))[1])
+    result = take_rested_turns({"a": events.append}, torch.device("cpu"), repeats=1)
+    # A turn: rest, a run that is not counted, five that are. Of two turns the first only warms up.
+    assert events == ["rest", *range(6), "rest", *range(6, 12)]
+    assert result == {"a": Spread(12.0, 10.0, 14.0)}
+
+
+def test_copies_exceed_every_cache_but_are_no_more_than_the_rotations():
+    assert attention.copies(2**20) == 64
+    assert attention.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
+    assert attention.copies(2**40) == 1
+
+
+@pytest.mark.parametrize("kv", ["tq4", "fp32"])
+def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
+    """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
+    monkeypatch.setattr(attention, "_MOST_COPIES", 3)
+    model, case = small_model(), Case(2, 40)
+    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
+    q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)
+    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), model, case, q, k, v, attention.copies(1))
+    exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
+    found = [attend(number) for number in range(4)]
+    assert torch.equal(found[0], found[3])
+    if kv == "fp32":
+        for out in found:
+            torch.testing.assert_close(out.float(), exact, rtol=0, atol=2e-2)
+    else:  # the same codes by another layer's rotation are other vectors
+        assert not torch.equal(found[0], found[1])
+
+
+def test_torch_gets_the_same_attention_in_every_form():
     q, k, v = torch.randn(2, 10, 64), *(torch.randn(2, 2, 33, 64).bfloat16() for _ in "kv")
-    runs = decode_peers.sdpa(q, k, v)
-    assert {"sdpa bf16 rows", "sdpa bf16 gqa"} <= runs.keys()
-    rows, whole = runs["sdpa bf16 rows"]().view(2, 10, 64), runs["sdpa bf16 gqa"]().view(2, 10, 64)
-    torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
+    peers = {peer.name: peer for peer in decode_peers.attention(q, k, v, lambda _: 2)}
+    assert set(peers) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
     scores = torch.einsum("bgrd,bgsd->bgrs", q.bfloat16().double().view(2, 2, 5, 64), k.double()) / 8
     expected = (scores.softmax(-1) @ v.double()).view(2, 10, 64)
-    torch.testing.assert_close(rows.double(), expected, rtol=0, atol=2e-2)
+    for peer in peers.values():
+        for number in range(2):
+            torch.testing.assert_close(peer.run(number).view(2, 10, 64).double(), expected, rtol=0, atol=2e-2)
+    rows, whole = peers["sdpa bf16 rows"].run(0).view(2, 10, 64), peers["sdpa bf16 gqa"].run(0).view(2, 10, 64)
+    torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
-    k, v = decode.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = decode.filled(plan, SMALL, case, k, v, 3)
+    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = caches.filled(plan, SMALL, case, k, v, 3)
     assert [paging.length(s) for s in range(2)] == [69, 69]
     batch = paging.batch([0, 1], [1, 1])
     for layer in range(SMALL.num_layers):
         stored_k, stored_v = cache.read(layer, batch.block_table)
-        # Layer 0's bytes serve all layers of its format, so a rotated vector comes back turned: its length tells.
+        # Layer 0's bytes serve all layers of its format, so a vector comes back in another rotation; its length stays.
         for stored, x in ((stored_k, k), (stored_v, v)):
             ratio = stored[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
             assert ((ratio - 1).abs() < 0.02).all()
@@ -106,8 +149,8 @@ def test_transformers_steps_continue_the_same_cache():
     from haarkv.executors.reference import ReferenceExecutor
 
     model, case = small_model(), Case(2, 20)
-    k, v = decode.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = decode.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
+    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
     peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v)}
     assert peers["hf DynamicCache bf16"].run() == ours
@@ -125,6 +168,8 @@ def run(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
     monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
     monkeypatch.setattr(timing, "_MATRIX", 16)
+    monkeypatch.setattr(timing, "_REST_S", 0.0)
+    monkeypatch.setattr(attention, "_COLD_BYTES", 2**16)
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
 
     def run(name, *args):
@@ -138,20 +183,34 @@ def test_bench_decode_measures_what_it_names(run):
     code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--only", "attention", "--json")
     result = json.loads(out)
     assert (code, result["benchmark"]) == (0, "decode")
-    assert {r["who"] for r in result["rows"]} == {"reference tq4", "sdpa bf16 rows", "sdpa bf16 gqa"}
     assert all(r["ms"] > 0 and r["low"] <= r["ms"] <= r["high"] and r["context"] == 40 for r in result["rows"])
-    sizes = {r["who"]: r["cost"]["kv"] for r in result["rows"]}
-    assert sizes == {"reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": 40 * 2 * 2 * 64, "sdpa bf16 gqa": 40 * 2 * 2 * 64}
+    assert [r["who"] for r in result["rows"] if r["kind"] == "store"] == ["reference tq4"]
+    sizes = {r["who"]: r["cost"]["kv"] for r in result["rows"] if r["kind"] == "attention"}
+    bf16 = 40 * 2 * 2 * 64
+    assert sizes == {
+        "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
+        "torch bf16 products": bf16,
+    }  # fmt: skip
     assert result["machine"]["copy_gbps"] > 0
 
 
 def test_bench_ops_measures_each_op(run):
-    code, out, _ = run("ops", *QUICK, "--kv", "tq4")
-    table, line = out.rsplit("{", 1)[0], out.strip().splitlines()[-1]
-    rows = json.loads(line)["rows"]
+    code, table, _ = run("ops", *QUICK, "--kv", "tq4")
     assert code == 0
     assert "store_kv" in table
+    assert "{" not in table  # JSON only when asked
+    code, line, _ = run("ops", *QUICK, "--kv", "tq4", "--json")
+    assert (code, line.count("\n")) == (0, 1)
+    rows = json.loads(line)["rows"]
     assert {(r["op"], r["new_tokens"]) for r in rows} == {(op, 1) for op in ("quantize", "store_kv", "paged_attention")}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        assert row["benchmark"] == path.stem
+        assert row["date"] >= "2026-"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from haarkv.benchmarks.serve_rounds import (
     write_prompts,
 )  # fmt: skip
 from haarkv.models.catalog import TINY, read_config
-from haarkv.models.qwen3_14b.config import QWEN3_14B, read_hf_config
+from haarkv.models.hf_config import read_hf_config
+from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops.errors import InputError
 
 CASE = Case(users=3, prompt=128, output=5)

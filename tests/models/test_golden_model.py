@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.model import head, run_layers
-from haarkv.models.qwen3_14b.weights import assemble
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import assemble
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
 from haarkv.tq_ops.kv.batch import Batch
@@ -23,8 +22,8 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
 
 CONFIG = DecoderConfig(
-    hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256, vocab_size=512,
-    max_position_embeddings=256,
+    model_type="qwen3", hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
+    vocab_size=512, max_position_embeddings=256,
 )  # fmt: skip
 NORMS = {
     "input_layernorm": "input_rms_weight", "post_attention_layernorm": "post_rms_weight",
@@ -107,8 +106,8 @@ def run_mini_model(data, seed, rotation):
         batch = Batch(
             positions, torch.from_numpy(slots).long(), table, torch.from_numpy(lengths), starts, torch.arange(len(lengths))
         )
-        hidden = run_layers(model, bf16(hidden), range(2), batch, cache, ops)
-        return head(model, hidden[starts[1:].long() - 1], reference)
+        hidden = model.layers(bf16(hidden), range(2), batch, cache, ops)
+        return model.head(hidden[starts[1:].long() - 1], reference)
 
     a, b = data["seq_lens"].tolist()
     positions = torch.cat([torch.arange(a), torch.arange(b)])

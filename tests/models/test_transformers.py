@@ -14,8 +14,8 @@ from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import TINY, load_model
-from haarkv.models.qwen3_14b.weights import assemble
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import assemble
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -48,8 +48,8 @@ def build(heads, kv_heads, head_dim, tied, theta):
             else:
                 parameter.normal_(0, 0.6 if "embed" in name else parameter.shape[1] ** -0.5)
     config = DecoderConfig(
-        hidden_size=192, num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, intermediate_size=320,
-        vocab_size=300, rope_theta=theta, tie_word_embeddings=tied, max_position_embeddings=1024,
+        model_type="qwen3", hidden_size=192, num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        intermediate_size=320, vocab_size=300, rope_theta=theta, tie_word_embeddings=tied, max_position_embeddings=1024,
     )  # fmt: skip
     tensors = dict(theirs.state_dict())
     return theirs, DecoderModel(config, assemble(config, tensors.__getitem__), RopeTable(config))

@@ -24,8 +24,10 @@ from checkpoints import (
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.config import FAMILY, QWEN3_14B, read_hf_config
-from haarkv.models.qwen3_14b.weights import checkpoint_shapes, load_weights, random_weights, read_header
+from haarkv.models.checkpoint import load_weights, random_weights, read_header
+from haarkv.models.hf_config import read_hf_config
+from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
+from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -60,8 +62,9 @@ def read_config(tmp_path, content):
 
 def test_a_config_is_read_field_by_field(tmp_path):
     assert read_config(tmp_path, CONFIG) == DecoderConfig(
-        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96, vocab_size=257,
-        rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024, eos_token_ids=(256,),
+        model_type="qwen3", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
+        vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
+        eos_token_ids=(256,),
     )  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
 
 
 def test_published_sizes_have_their_published_parameters():
-    millions = {size: config.num_parameters() / 1e6 for size, config in FAMILY.items()}
+    millions = {size: config.num_parameters() / 1e6 for size, config in SIZES.items()}
     assert {size: round(n) for size, n in millions.items()} == {
         "0.6b": 596, "1.7b": 1721, "4b": 4022, "8b": 8191, "14b": 14768, "32b": 32762,
     }  # fmt: skip

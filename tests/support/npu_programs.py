@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from npu_verify import check_verified
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
-from haarkv.tq_ops.npu.sim.verify import check_verified
 
 needs_pypto = [
     pytest.mark.npu,

@@ -36,19 +36,19 @@ class Backend:
     open: Callable[[], OpTable]
 
 
-def _cpu(level: str) -> Callable[[], OpTable]:
-    def open_level() -> OpTable:
+def _cpu(isa: str) -> Callable[[], OpTable]:
+    def open_isa() -> OpTable:
         # With a compiler the package builds the kernels as it is installed: then their absence is a failure.
         if compiler() is None:
             pytest.skip("no C++ compiler, so no CPU kernels")
-        if level not in library.levels():
-            pytest.skip(f"this CPU has no {level}")
-        return CpuOps(level)
+        if isa not in library.isas():
+            pytest.skip(f"this CPU has no {isa}")
+        return CpuOps(isa)
 
-    return open_level
+    return open_isa
 
 
-TABLES = tuple(Backend(f"cpu-{level}", "cpu", _cpu(level)) for level in library.LEVELS)
+TABLES = tuple(Backend(f"cpu-{isa}", "cpu", _cpu(isa)) for isa in library.ISAS)
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.qwen3_14b.weights import LayerWeights, random_weights
+from haarkv.models.checkpoint import random_weights
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -23,8 +24,8 @@ KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 
 # hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
 _BASE = DecoderConfig(
-    hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80, vocab_size=61,
-    rope_theta=1e4, max_position_embeddings=512,
+    model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
+    vocab_size=61, rope_theta=1e4, max_position_embeddings=512,
 )  # fmt: skip
 CONFIGS: dict[str, DecoderConfig] = {
     "gqa5_d128": _BASE,
@@ -49,11 +50,10 @@ def small_model(config: DecoderConfig = SMALL, seed: int = 0, dtype: torch.dtype
         return torch.empty_like(weight).uniform_(low, high, generator=generator).to(dtype)
 
     def layer(weights: LayerWeights) -> LayerWeights:
-        tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
-        new = {name: norm(t) if t.ndim == 1 else matrix(t) for name, t in tensors.items()}
+        new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named()}
         # Scores q.k / sqrt(D) get a standard deviation of about 2: attention is neither uniform nor one-hot.
-        new["q_norm"], new["k_norm"] = norm(weights.q_norm, 0.7, 2.1), norm(weights.k_norm, 0.7, 2.1)
-        return LayerWeights(**new)
+        new |= {field: norm(new[field], 0.7, 2.1) for field in ("q_norm", "k_norm") if field in new}
+        return weights.changed(lambda field, _: new[field])
 
     embedding = matrix(raw.embedding)
     weights = replace(
@@ -75,7 +75,7 @@ def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
     weights = model.weights
     return {
         "embedding": array(weights.embedding),
-        "layers": [{f.name: array(getattr(layer, f.name)) for f in fields(layer)} for layer in weights.layers],
+        "layers": [{field: array(tensor) for field, _, tensor in layer.named()} for layer in weights.layers],
         "final_norm": array(weights.final_norm),
         "lm_head": array(weights.lm_head),
     }

@@ -13,7 +13,6 @@ from vllm_server import Answer
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import reference
@@ -110,8 +109,8 @@ class Judge:
         )  # fmt: skip
         paging = PagedSequences(cache.num_blocks, cache.block_size)
         batch = paging.batch([paging.add()], [len(fed)])
-        hidden = ReferenceExecutor(self.model).layers(embed(self.model, fed), range(config.num_layers), batch, cache)
-        logits = head(self.model, hidden[len(prompt) - 1 :], reference)
+        hidden = ReferenceExecutor(self.model).layers(self.model.embed(fed), range(config.num_layers), batch, cache)
+        logits = self.model.head(hidden[len(prompt) - 1 :], reference)
         served, spread = torch.tensor(answer.token_ids), logits.std(-1)
         chosen = logits.gather(-1, served[:, None])[:, 0]
         logprobs = logits.log_softmax(-1)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +26,9 @@ from checkpoints import (
     write_checkpoint,
 )
 
+from haarkv.engine.text import GrowingText
 from haarkv.models.catalog import TINY
+from haarkv.models.hf_config import read_hf_config
 from haarkv.models.qwen3_14b import config as qwen3_config
 from haarkv.models.text import HFTokenizer
 from haarkv.tq_ops import formats
@@ -221,6 +222,22 @@ DAMAGED = {
         lambda f: write_checkpoint(f, files={"generation_config.json": "eos"}),
         ["generation_config.json"],
     ),
+    "temperature_is_no_number": (
+        lambda f: write_checkpoint(f, generation={"do_sample": True, "temperature": "hot"}),
+        ["generation_config.json", "temperature", "hot"],
+    ),
+    "top_k_is_not_whole": (
+        lambda f: write_checkpoint(f, generation={"do_sample": True, "top_k": 2.5}),
+        ["generation_config.json", "top_k", "whole number"],
+    ),
+    "top_p_out_of_range": (
+        lambda f: write_checkpoint(f, generation={"do_sample": True, "top_p": 3}),
+        ["generation_config.json", "top-p", "3"],
+    ),
+    "do_sample_is_a_word": (
+        lambda f: write_checkpoint(f, generation={"do_sample": "yes"}),
+        ["generation_config.json", "do_sample", "yes"],
+    ),
     "end_of_text_is_no_number": (lambda f: write_checkpoint(f, generation={"eos_token_id": ["a"]}), ["eos_token_id"]),
 }
 
@@ -300,6 +317,15 @@ REFUSED = {
     "top_p_above_one": (["--top-p", "1.5"], ["top-p", "1.5"]),
     "top_p_nan": (["--top-p", "nan"], ["top-p", "nan"]),
     "top_k_negative": (["--top-k", "-1"], ["top-k", "-1"]),
+    "min_p_negative": (["--min-p", "-0.1"], ["min-p", "-0.1"]),
+    "min_p_above_one": (["--min-p", "1.5"], ["min-p", "1.5"]),
+    "min_p_nan": (["--min-p", "nan"], ["min-p", "nan"]),
+    "repetition_penalty_zero": (["--repetition-penalty", "0"], ["repetition penalty", "0"]),
+    "repetition_penalty_nan": (["--repetition-penalty", "nan"], ["repetition penalty", "nan"]),
+    "stop_empty": (["--stop", "a", "--stop", ""], ["--stop", "empty"]),
+    "system_without_template": (["--system", "Be brief."], ["chat template", "--system"]),
+    "device_of_nobody": (["--device", "moon"], ["moon", "--device takes cpu, cuda"]),
+    "device_of_another": (["--executor", "cpu", "--device", "cuda:0"], ["cpu", "cuda:0"]),
     "seed_negative": (["--seed", "-1"], ["--seed"]),
     "layers_of_a_checkpoint": (["--layers", "1"], ["--layers"]),
     "chat_without_template": (["--chat"], ["chat template"]),
@@ -428,8 +454,8 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
     assert ran.out.count("\n") == 1
     assert ran.err == ""
     assert result.keys() == {
-        "text", "token_ids", "prompt_tokens", "new_tokens", "finish", "prefill_ms", "decode_ms_per_token", "kv", "executor",
-        "model", "completions",
+        "text", "token_ids", "prompt_tokens", "new_tokens", "finish", "prefill_ms", "prefill_tokens_per_s",
+        "decode_ms_per_token", "decode_tokens_per_s", "sampling", "kv", "executor", "model", "completions",
     }  # fmt: skip
     assert result["kv"].keys() == {"format", "bytes_per_token", "bytes", "bf16_bytes"}
     assert [c["prompt_tokens"] for c in result["completions"]] == [5, 200]
@@ -440,6 +466,10 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
     assert {key: result[key] for key in result["completions"][0]} == result["completions"][0]
     assert result["prefill_ms"] > 0
     assert result["decode_ms_per_token"] > 0
+    assert result["prefill_tokens_per_s"] == pytest.approx(205e3 / result["prefill_ms"])
+    # Six steps of two sequences.
+    assert result["decode_tokens_per_s"] == pytest.approx(2e3 / result["decode_ms_per_token"])
+    assert result["sampling"]["temperature"] == 0
     assert result["executor"] == "reference"
     assert result["model"] == str(checkpoint)
     # 2 layers, 2 KV heads, K and V; 16 bytes of codes and 2 of scale, or 32 values of 2 bytes. Two blocks a prompt hold 207.
@@ -564,7 +594,7 @@ def test_random_models_of_a_named_size_run(tq, monkeypatch):
         qwen3_config.QWEN3_14B, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=32, vocab_size=300, max_position_embeddings=256,
     )  # fmt: skip
-    monkeypatch.setitem(qwen3_config.FAMILY, "nano", small)
+    monkeypatch.setitem(qwen3_config.SIZES, "nano", small)
     common = ("generate", "--model", "random:nano", "--prompt", "é", "--max-new-tokens", 3, "--json")
     result = tq(*common, "--layers", 2).json
     assert result["prompt_tokens"] == 2
@@ -585,13 +615,13 @@ def test_the_model_that_ships_continues_a_prompt(tq):
 
 
 def test_a_stream_gives_characters_only_when_they_are_whole(checkpoint):
-    stream = HFTokenizer(checkpoint, qwen3_config.read_hf_config(checkpoint / "config.json")).stream()
+    stream = HFTokenizer(checkpoint, read_hf_config(checkpoint / "config.json")).stream()
     pieces = [stream.push(byte) for byte in f"a{MULTI_BYTE}z".encode()]
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
 
 
 def test_a_stream_of_any_bytes_is_a_prefix_of_the_decoded_text():
-    tokenizer = HFTokenizer(TINY, qwen3_config.read_hf_config(TINY / "config.json"))
+    tokenizer = HFTokenizer(TINY, read_hf_config(TINY / "config.json"))
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         ids = torch.randint(0, 4096, (10,), generator=generator)
@@ -610,24 +640,23 @@ class HalfTextStream:
 
 
 @pytest.mark.parametrize(("tokens", "text"), [([0, 1, 2], "aé"), ([0, 1], "a\ufffd"), ([], "")])
-def test_the_writer_prints_each_character_as_it_is_whole_and_owes_nothing(capsys, tokens, text):
-    session = SimpleNamespace(tokenizer=SimpleNamespace(stream=HalfTextStream))
-    writer, printed = _Writer(session, prompts=1), ""
+def test_text_is_given_out_as_each_character_is_whole_and_nothing_stays_behind(capsys, tokens, text):
+    growing, writer, printed = GrowingText(HalfTextStream()), _Writer(prompts=1), ""
     for count, token in enumerate(tokens, 1):
-        writer.push(0, token)
+        writer.write(0, growing.push(token))
         printed += capsys.readouterr().out
         assert printed == ["a", "a", "aé"][count - 1]
-    writer.finish(SimpleNamespace(texts=[text]))
+    writer.write(0, growing.rest(text))
+    writer.finish([text])
     assert printed + capsys.readouterr().out == text + "\n"
 
 
 def test_the_writer_does_not_mix_several_texts(capsys):
-    session = SimpleNamespace(tokenizer=SimpleNamespace(stream=HalfTextStream))
-    writer = _Writer(session, prompts=2)
-    writer.push(0, 0)
-    writer.push(1, 2)
+    writer = _Writer(prompts=2)
+    writer.write(0, "a")
+    writer.write(1, "é")
     assert capsys.readouterr().out == ""
-    writer.finish(SimpleNamespace(texts=["a", "é"]))
+    writer.finish(["a", "é"])
     assert capsys.readouterr().out == "── prompt 1\na\n── prompt 2\né\n"
 
 
@@ -661,7 +690,7 @@ def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{% if pad_token is defined %}!{% endif %}"
     settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
-    tokenizer = HFTokenizer(folder, qwen3_config.read_hf_config(folder / "config.json"))
+    tokenizer = HFTokenizer(folder, read_hf_config(folder / "config.json"))
     assert tokenizer.encode_chat("hi") == [*b"hi", END_OF_TEXT_ID]
 
 

@@ -31,8 +31,10 @@ GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
         (("--executor", "npu", "--device", "cuda:0"), "sim or npu:N, not on 'cuda:0'"),
         (("--executor", "npu", "--device", "npu:0"), "torch-npu is not installed"),
         (("--executor", "npu", "--device", "sim", "--dtype", "float32"), "bfloat16 only"),
-        (("--device", "npu:0"), "the reference runs on the cpu, not on 'npu:0'"),
-        (("--executor", "tpu"), "unknown executor 'tpu'; choose from reference, cpu, cuda, npu"),
+        (("--device", "npu:0"), "torch-npu is not installed"),
+        (("--device", "moon"), "no executor runs on 'moon'; --device takes cpu, cuda"),
+        (("--executor", "reference", "--device", "npu:0"), "reference runs on the cpu, not on 'npu:0'"),
+        (("--executor", "tpu"), "unknown executor 'tpu'; choose from auto, reference, cpu, cuda, npu"),
     ],
 )
 def test_generate_refuses_in_one_line(capfd, args, said):

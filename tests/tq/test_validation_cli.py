@@ -25,6 +25,10 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("whole") / "checkpoint")
 
 
+# By hand: without --executor the reference is never compared with itself.
+ITSELF = ("--executor", "reference")
+
+
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
     """Runs `tq validate` in an empty folder: (exit code, stdout, stderr)."""
@@ -53,9 +57,17 @@ def names_in(folder):
 
 
 def test_the_reference_passes_against_itself(run, checkpoint):
-    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--prompt", "x", "--steps", 2)
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam", "--prompt", "x", "--steps", 2)
+    code, out, err = run(*args)
     assert (code, err) == (0, "")
-    lines = out.splitlines()
+    assert "passed" in out
+    assert "teacher-forced" not in out  # rows only when asked
+    assert "12 more rows: --verbose" in out
+    code, verbose, err = run(*args, "--verbose")
+    assert (code, err) == (0, "")
+    out = out.replace("12 more rows: --verbose\n", "")
+    assert verbose.startswith(out)  # the summary first
+    lines = verbose.splitlines()
     # prefill and two steps, two layers, two modes
     assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 6
     assert "passed" in out
@@ -63,7 +75,7 @@ def test_the_reference_passes_against_itself(run, checkpoint):
 
 
 def test_json_says_it_all(run, checkpoint):
-    code, out, err = run("--model", checkpoint, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
+    code, out, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert (report["passed"], report["first_divergence"], report["dtype"]) == (True, None, "bfloat16")
@@ -96,7 +108,7 @@ def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path)
 
 
 def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
-    code, _, _ = run("--model", checkpoint, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
+    code, _, _ = run("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1
 
 
@@ -105,6 +117,7 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
     args = (
         "--model",
         checkpoint,
+        *ITSELF,
         "--prompt-file",
         "prompt.txt",
         "--prompt",
@@ -144,7 +157,8 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("--") else "",
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_path, args, words):
-    assert_refused(run("--model", checkpoint, "--prompt", "spam", *args), *words)
+    itself = () if args[0] in ("--executor", "--self-test") else ITSELF
+    assert_refused(run("--model", checkpoint, *itself, "--prompt", "spam", *args), *words)
     assert names_in(tmp_path) == []
 
 
@@ -153,11 +167,24 @@ def test_no_prompt_and_no_model_are_refused(run, checkpoint):
     assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
 
 
+def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):
+    """No other executor reads vectors of 32, or bf16."""
+    assert_refused(run("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
+    assert_refused(run("--prompt", "spam", "--kv", "bf16"), "only reference", "not bf16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
+def test_without_an_executor_the_fastest_is_compared(run):
+    code, out, _ = run("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json")
+    report = json.loads(out)
+    assert (code, report["model"], report["candidate"], report["reference"]) == (0, "tiny", "cpu", "reference")
+
+
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "not finite"), (0.0, "zero")])
 def test_a_reference_that_proves_nothing_is_refused(run, tmp_path_factory, value, word):
     folder = write_checkpoint(tmp_path_factory.mktemp("bad") / "m", mutate=poison(EMBEDDING, slice(None), value))
     for kv in ("tq4", "bf16"):
-        assert_refused(run("--model", folder, "--prompt", "spam", "--kv", kv), word)
+        assert_refused(run("--model", folder, *ITSELF, "--prompt", "spam", "--kv", kv), word)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -196,7 +223,7 @@ def test_ctrl_c_stops_it_without_a_file(run, checkpoint, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
-    code, _, err = run("--model", checkpoint, "--prompt", "spam", "--csv", "rows.csv")
+    code, _, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
 

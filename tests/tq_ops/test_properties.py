@@ -21,8 +21,6 @@ from small_models import CONFIGS, KV_FORMATS, SMALL, at_slots, cache_tensors, ne
 from torch import Tensor
 
 from haarkv.codebooks import haar_rotation, lloyd_max
-from haarkv.models.qwen3_14b import decode as decoding
-from haarkv.models.qwen3_14b import prefill as prefilling
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import NonFiniteVectorError
@@ -82,11 +80,11 @@ class Outcome:
 
     def prefill(self, **tokens: Sequence[int]) -> dict[str, Tensor]:
         """The next tokens of some sequences: logits by name."""
-        return self._forward(prefilling.prefill, tokens)
+        return self._forward(self.model.prefill, tokens)
 
     def decode(self, **tokens: int) -> dict[str, Tensor]:
         """One more token of some sequences."""
-        return self._forward(decoding.decode, {name: [token] for name, token in tokens.items()})
+        return self._forward(self.model.decode, {name: [token] for name, token in tokens.items()})
 
     def free(self, name: str) -> None:
         self.paging.free(self.ids.pop(name))
@@ -105,7 +103,7 @@ class Outcome:
                 self.places[name].append(next(slots))
         ids = torch.tensor([t for new in tokens.values() for t in new])
         with torch.inference_mode():
-            logits = forward(self.model, ids, batch, self.cache, self._ops)
+            logits = forward(ids, batch, self.cache, self._ops)
         return dict(zip(tokens, logits, strict=True))
 
     def _store(self, k, v, cache, layer, batch):
@@ -543,7 +541,7 @@ def test_infinities_left_in_slots_of_nobody_do_not_leak(kv):
         batch = paging.batch([paging.add(), paging.add()], [BLOCK + 3, 2])
         tokens = torch.arange(BLOCK + 5) % config.vocab_size
         with torch.inference_mode():
-            results.append(prefilling.prefill(MODEL, tokens, batch, cache, reference))
+            results.append(MODEL.prefill(tokens, batch, cache, reference))
     assert torch.isfinite(results[0]).all()
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -16,7 +16,6 @@ from small_models import SMALL, small_model
 from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.qwen3_14b.model import embed, head, run_layers
 from haarkv.models.text import ByteTokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -25,7 +24,14 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
 from haarkv.validation.fidelity import greedy_diff as module
-from haarkv.validation.fidelity.greedy_diff import Contender, default_dtype, greedy_diff, load_contenders, parse_contender
+from haarkv.validation.fidelity.greedy_diff import (
+    Contender,
+    default_dtype,
+    greedy_diff,
+    load_contenders,
+    parse_contender,
+    resolve_contenders,
+)
 from haarkv.validation.fidelity.scores import Scored, score, summarize, teacher_forced
 from tq.cli import main
 from tq.commands.diff import _head, _tail
@@ -384,8 +390,8 @@ def whole(ops, ids):
     fresh = session()
     cache, paging = fresh.new_cache(1, len(ids))
     batch = paging.batch([paging.add()], [len(ids)])
-    hidden = run_layers(MODEL, embed(MODEL, torch.tensor(ids)), range(CONFIG.num_layers), batch, cache, ops)
-    return head(MODEL, hidden, ops).double().numpy()
+    hidden = MODEL.layers(MODEL.embed(torch.tensor(ids)), range(CONFIG.num_layers), batch, cache, ops)
+    return MODEL.head(hidden, ops).double().numpy()
 
 
 def numpy_kl(a, b):
@@ -460,11 +466,13 @@ def test_teacher_forcing_with_nothing_to_feed_scores_the_prompt():
 @pytest.mark.parametrize(
     ("spec", "executor", "kv"),
     [
-        ("bf16", "reference", "bf16"),
+        ("bf16", "auto", "bf16"),
+        ("auto", "auto", "tq4"),
+        ("auto:tq2", "auto", "tq2"),
         ("reference", "reference", "tq4"),
         ("reference:tq4_seed", "reference", "tq4_seed"),
-        ("k=bf16,v=tq4", "reference", "k=bf16,v=tq4"),
-        ("v=tq4, k=bf16", "reference", "k=bf16,v=tq4"),
+        ("k=bf16,v=tq4", "auto", "k=bf16,v=tq4"),
+        ("v=tq4, k=bf16", "auto", "k=bf16,v=tq4"),
         ("reference:k=tq4,v=tq4", "reference", "tq4"),
     ],
 )
@@ -473,20 +481,41 @@ def test_a_side_is_executor_format_or_both(spec, executor, kv):
 
 
 def test_no_word_is_both_an_executor_and_a_format():
-    assert not set(catalog.NAMES) & set(formats.names())
+    assert not {catalog.AUTO, *catalog.NAMES} & set(formats.names())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [
+        # One executor for both, or two formats would be told apart by who ran them.
+        ("bf16", "tq4", ("reference", "reference")),
+        ("tq4", "tbq4_0", ("cpu", "cpu")),
+        ("reference", "auto", ("reference", "cpu")),
+        ("cpu:tq4", "bf16", ("cpu", "reference")),
+        ("onnx", "reference:tq2", ("onnx", "reference")),
+    ],
+)
+def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
+    monkeypatch.setattr(
+        catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST}
+    )
+    sides = resolve_contenders("tiny", parse_contender(a), parse_contender(b), KVSpec())
+    assert tuple(side.executor for side in sides) == names
+    assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
 
 
 def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
     monkeypatch.setattr(catalog, "default_dtype", {"reference": "float32", "npu": "bfloat16"}.__getitem__)
-    assert default_dtype(Contender(), Contender(kv="bf16")) == "float32"
-    assert default_dtype(Contender(), Contender("npu")) == default_dtype(Contender("npu"), Contender()) == "bfloat16"
+    reference, npu = Contender("reference"), Contender("npu")
+    assert default_dtype(reference, Contender("reference", "bf16")) == "float32"
+    assert default_dtype(reference, npu) == default_dtype(npu, reference) == "bfloat16"
 
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     made, loaded = [], []
     monkeypatch.setattr(module, "load_model", lambda *_: loaded.append(MODEL) or MODEL)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
-    a, b = load_contenders("random:0.6b", Contender(kv="bf16"), Contender("npu"), dtype="bfloat16", device="sim")
+    a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1
     assert all(args[1] is MODEL for args in made)
     assert [(args[0], args[-1]) for args in made] == [("reference", None), ("npu", "sim")]
@@ -610,7 +639,7 @@ def test_long_texts_are_cut_at_the_far_end(text):
 
 REFUSED = {
     "unknown_word": (["--a", "abacus"], ["abacus", "EXECUTOR:FORMAT", "reference", "tq4_seed", "k=NAME,v=NAME"]),
-    "unknown_executor": (["--b", "abacus:tq4"], ["abacus:tq4", "executor of reference"]),
+    "unknown_executor": (["--b", "abacus:tq4"], ["abacus:tq4", "executor of auto, reference"]),
     "unknown_format": (["--b", "reference:tq9"], ["tq9", "format of tq4"]),
     "no_format_after_the_colon": (["--b", "reference:"], ["reference:", "EXECUTOR:FORMAT"]),
     "no_executor_before_the_colon": (["--b", ":tq4"], [":tq4", "EXECUTOR:FORMAT"]),

@@ -14,7 +14,6 @@ from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, random_tokens, s
 
 import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.qwen3_14b.model import head
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -23,7 +22,7 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_numbers, compare_stored, compare_vectors
 from haarkv.validation.layers.faults import planted, reordered, table_with
-from haarkv.validation.layers.page import page
+from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json, csv_rows
 from haarkv.validation.layers.self_test import WholeLayers, self_test
 from haarkv.validation.layers.trial import poison
@@ -31,6 +30,10 @@ from haarkv.validation.layers.trial import poison
 MODEL = small_model(SMALL)
 MODELS = {torch.float32: MODEL, torch.bfloat16: small_model(SMALL, dtype=torch.bfloat16)}
 PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
+ABOUT = About(
+    model="a model", command="tq validate --html a.html", prompts=[f"prompt {i}" for i in range(len(PROMPTS))],
+    versions={"haarkv": "1.2", "torch": "9"}, machine={"cpu": "A CPU"}, date="2026-11-21 10:00 UTC",
+)  # fmt: skip
 
 
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **kwargs):
@@ -422,7 +425,7 @@ def test_nan_anywhere_fails(bad):
     report = run(Whole(layers=layers), steps=0)
     assert where(report) == (1, "attention_mlp")
     json.dumps(as_json(report), allow_nan=False)
-    page(report)
+    page(report, ABOUT)
 
     def scale(k, v, cache, layer, batch):
         slots = batch.slot_mapping
@@ -516,7 +519,7 @@ def test_what_runs_away_without_a_culprit_is_named():
 
     def prefill(e, token_ids, batch, cache):
         e.prefill(token_ids, batch, cache)
-        return head(MODEL, last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
+        return MODEL.head(last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
 
     report = run(Whole(layers=layers, prefill=prefill), steps=0)
     assert where(report) == (SMALL.num_layers - 1, "free_running")
@@ -663,12 +666,27 @@ def test_rows_as_json_and_csv():
 
 def test_the_page_stands_alone_and_escapes_what_it_shows():
     report = run(ReferenceExecutor(MODEL, reordered()))
-    text = page(dataclasses.replace(report, candidate="<script>alert(1)</script>"))
+    hostile = dataclasses.replace(ABOUT, command="tq '<script>", prompts=["<script>"] * len(PROMPTS))
+    text = page(dataclasses.replace(report, candidate="<script>alert(1)</script>"), hostile)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert not [word for word in ("http", "src=", "@import", "url(") if word in text]
     assert text.count("<polyline") == 6
     assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_says_how_it_was_made_and_is_the_same_each_time():
+    report = run(ReferenceExecutor(MODEL, reordered()))
+    text = page(report, ABOUT)
+    assert text == page(report, ABOUT)
+    for fact in (
+        "a model", "tq validate --html a.html", "haarkv 1.2", "torch 9", "cpu A CPU", "2026-11-21 10:00 UTC",
+        *(f"prompt {i}</code> ({len(prompt)} tokens)" for i, prompt in enumerate(PROMPTS)),
+    ):  # fmt: skip
+        assert fact in text
+    long = page(report, dataclasses.replace(ABOUT, prompts=["x" * 5000] * len(PROMPTS)))
+    assert "x" * 201 not in long
+    assert "x" * 200 + "…" in long
 
 
 def test_the_self_test_finds_every_fault():

@@ -1,4 +1,4 @@
-"""`tq bench`: measurements that anybody can repeat."""
+"""`tq bench`: measurements that you can repeat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tq.commands.bench_decode import decode, ops
-from tq.options import Numbers
+from tq.options import Numbers, json_option
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ command.add_command(ops)
 
 @command.command("npu")
 @click.option("--contexts", type=Numbers(), default="512,1024,2048,4096,8192", show_default=True, help="Tokens in the cache.")
-@click.option("--batches", type=Numbers(), default="1,8", show_default=True)
-@click.option("--variant", "variants", multiple=True, help="Repeat it [default: all].")
-@click.option("--save", is_flag=True, help="Keep each point in benchmarks/results, and do not run again what is there.")
+@click.option("--batches", type=Numbers(), default="1,8", show_default=True, help="Sequences at once.")
+@click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
+@click.option("--save", is_flag=True, help="Save each point in benchmarks/results; skip points saved before.")
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw cycles by context, as SVG.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def npu(
     contexts: tuple[int, ...],
     batches: tuple[int, ...],
@@ -42,10 +42,9 @@ def npu(
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Cycles of decode attention at the Qwen3-14B shape in PyPTO's cost model.
+    """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
 
-    Simulated, for one Ascend 910B, and relative: they compare designs and are no latency. A point takes from seconds to
-    minutes.
+    The cycles are simulated. Use them to compare designs, not as latencies. A point takes seconds to minutes.
     """
     from haarkv.benchmarks import npu_attention, npu_plot
     from tq.files import check_writable, write_whole
@@ -79,7 +78,7 @@ def _print(points: Sequence[Point]) -> None:
         ))  # fmt: skip
     columns = ("context", "batch", "variant", "cycles", "of bf16", "tasks", "KV MiB", *(f"{pipe} %" for pipe in _PIPES))
     print_table(
-        "decode attention of one Qwen3-14B layer, simulated on an Ascend 910B (relative figures, no latency)", columns, rows
+        "decode attention of one Qwen3-14B layer, simulated on an Ascend 910B (compare designs; not a latency)", columns, rows
     )
 
 
@@ -88,7 +87,7 @@ _PIPES = ("cube", "vector", "load", "store")
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr with the point being simulated; silent when stderr is not a terminal."""
+    """A bar on stderr that names the current point; silent when stderr is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("simulating {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

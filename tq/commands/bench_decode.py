@@ -1,4 +1,4 @@
-"""`tq bench decode` and `tq bench ops`: what a decode step costs here, and what it must cost."""
+"""`tq bench decode` and `tq bench ops`: what a decode step takes here, and the least it could take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import Numbers
+from tq.options import Numbers, executor_option, json_option, model_option, run_options, set_threads
 from tq.output import err, loading, print_table
 
 if TYPE_CHECKING:
@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.timing import Machine
 
 _OPTIONS = (
-    click.option("--model", default="random:0.6b", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE."),
-    click.option("--executor", "executors", multiple=True, default=["cpu"], show_default=True, help="Repeat it."),
-    click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, commas between [default: bf16,tq4]."),
+    model_option("random:0.6b"),
+    click.option(
+        "--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: bf16,tq4]."
+    ),
+    executor_option(multiple=True),
+    run_options("bfloat16"),
     click.option("--contexts", type=Numbers(), default="1024,4096", show_default=True, help="Tokens in the cache."),
-    click.option("--batches", type=Numbers(), default="1", show_default=True),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True),
-    click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build."),
-    click.option("--device", "--provider", help="Where executors other than the reference run."),
-    click.option("--threads", type=click.IntRange(min=1), help="CPU threads."),
-    click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Turns that count."),
-    click.option("--save", is_flag=True, help="Append the JSON line to benchmarks/results."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
+    click.option("--batches", type=Numbers(), default="1", show_default=True, help="Sequences at once."),
+    click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Timed runs of each variant."),
+    click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line."),
+    json_option,
 )
 
 
@@ -45,15 +44,18 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("decode")
 @_options
 @click.option(
-    "--only", "kind", type=click.Choice(["attention", "step"]), help="Attention alone, or whole steps [default: both]."
+    "--only", "kind", type=click.Choice(["attention", "step"]), help="Measure attention alone, or whole steps [default: both]."
 )
-@click.option("--peers/--no-peers", default=True, show_default=True, help="torch's SDPA and transformers' caches beside ours.")
+@click.option(
+    "--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches."
+)
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) -> None:
-    """Decode latency by context, batch, executor and format: attention of one layer, and whole steps.
+    """Measure decode latency by context, batch, executor and format: attention of one layer, and whole steps.
 
-    Every variant of a case holds the same K and V and takes turns with the others. The floor is what this machine allows,
-    measured in the same run: bytes at the speed of a copy, or operations at that of a matrix product, whichever takes longer.
+    The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
+    in the same run: moving the bytes at the speed of a copy or computing at the speed of a matrix product, whichever is longer.
+    auto is the fastest executor here that reads one of the formats; a format that an executor does not read is left out.
     """
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
@@ -68,21 +70,22 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
         machine, rows = measure(request, progress, on_turn)
     if plot_file is not None:
         write_whole(plot_file, decode_plot.svg(rows, f"{request.model}, {request.dtype}"))
+    emit("decode", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
         _print(request, machine, rows)
-    emit("decode", _line(request, machine, rows), save=given["save"])
 
 
 @click.command("ops")
 @_options
 def ops(**given: Any) -> None:
-    """Quantizing, storing and attending, one layer at a time, for one new token and for a chunk of 64."""
+    """Measure quantizing, storing and attention of one layer, for one new token and for a chunk of 64."""
     from haarkv.benchmarks.ops import measure
     from haarkv.benchmarks.report import emit
 
     request = _request(given)
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
+    emit("ops", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
         columns = ("op", "who", "batch", "context", "new", "ms", "low … high")
         cells = [
@@ -91,7 +94,6 @@ def ops(**given: Any) -> None:
         ]
         title = f"{request.model}, {request.dtype}: ops of one layer, caches cold, median of {request.repeats}"
         print_table(title, columns, cells)
-    emit("ops", _line(request, machine, rows), save=given["save"])
 
 
 def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence[OpRow]) -> dict[str, Any]:
@@ -100,20 +102,32 @@ def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence
 
 
 def _request(given: dict[str, Any], **more: Any) -> Request:
-    import torch
-
     from haarkv.benchmarks.decode import Request
     from haarkv.validation.fidelity.setup import parse_list
 
-    if given["threads"] is not None:
-        torch.set_num_threads(given["threads"])
-    names = ("model", "executors", "contexts", "batches", "dtype", "layers", "device", "repeats")
-    return Request(kvs=parse_list(given["kvs"]) or ["bf16", "tq4"], **{name: given[name] for name in names}, **more)
+    set_threads(given["threads"])
+    kvs = parse_list(given["kvs"]) or ["bf16", "tq4"]
+    executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
+    names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats")
+    return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+
+
+def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
+    """The fastest executor here that reads at least one of the formats."""
+    from haarkv.engine.session import plan_for
+    from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
+    from haarkv.models.catalog import read_config
+    from haarkv.tq_ops.kv.plan import KVSpec
+
+    config = read_config(given["model"], given["layers"])
+    plans = [plan_for(KVSpec(kv), config) for kv in kvs]
+    found = [select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name for plan in plans]
+    return min(found, key=FASTEST_FIRST.index)
 
 
 @contextmanager
 def _turning() -> Iterator[Callable[[str], None]]:
-    """Says on a terminal's stderr what is being timed."""
+    """Name on stderr what is being timed; silent when stderr is not a terminal."""
 
     def on_turn(who: str) -> None:
         if err().is_terminal:
@@ -130,7 +144,12 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
-    for kind, title in (("attention", "decode attention of one layer, caches cold"), ("step", "whole decode step")):
+    titles = {
+        "attention": "decode attention of one layer, K and V from memory",
+        "store": "storing one new token in one layer",
+        "step": "whole decode step",
+    }
+    for kind, title in titles.items():
         chosen = [r for r in rows if r.kind == kind]
         if not chosen:
             continue
@@ -143,12 +162,12 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
     print(
-        "speed-up: over the fastest peer of the same case; floor: the longer of its bytes at a copy's speed and its operations"
+        "speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed or its operations, the longer time"
     )
 
 
 def _best_peer(rows: Sequence[CostRow], like: CostRow) -> float | None:
-    """Fastest of the others' times in a row's case."""
+    """The fastest peer's time in a row's case."""
     times = [r.ms for r in rows if (r.batch, r.context) == (like.batch, like.context) and r.peer and r.ms is not None]
     return min(times, default=None)
 

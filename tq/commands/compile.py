@@ -1,4 +1,4 @@
-"""`tq compile`: compile a model's NPU programs ahead and list what came out."""
+"""`tq compile`: compile a model's NPU programs and list the results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tq.files import check_folder, whole_folder
+from tq.options import json_option, model_option
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -20,19 +21,17 @@ _PROGRAMS = ("decode", "prefill", "head")
 
 
 @click.command("compile")
+@model_option()
 @click.option(
-    "--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder or random:SIZE; its config only."
+    "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@click.option("--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Repeat it [default: all].")
-@click.option(
-    "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ there; must not exist."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ to a new folder.")
+@json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
-    """Compile the NPU programs of a model through every pass, down to AICore C++.
+    """Compile a model's NPU programs down to AICore C++. Only the model's config is read.
 
-    PyPTO keeps a compilation for the life of a process and writes no library that another one could load: on an NPU the
-    first forward compiles again. What this shows is that the programs compile, how long it takes, and what they become.
+    This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
+    keeps compiled programs only within a process, so the first forward on an NPU compiles them again.
     """
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs
@@ -66,7 +65,7 @@ def _write(folder: Path, compiled: list[Compiled]) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A line on stderr for each program, a moving bar where stderr is a terminal."""
+    """A bar on stderr that names the current program; silent when stderr is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (

@@ -1,4 +1,4 @@
-"""`tq diff`: where two executors or KV formats first choose another token, and how far apart they are everywhere."""
+"""`tq diff`: where two executors or KV formats first choose different tokens, and how far apart they are everywhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompt
-from tq.kv_options import kv_options, kv_spec
-from tq.output import err, loading, print_table
+from tq.options import json_option, kv_options, kv_spec, model_option, prompt_options, run_options, set_threads
+from tq.output import err, loading, print_table, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
@@ -20,32 +20,26 @@ if TYPE_CHECKING:
     from haarkv.validation.fidelity.greedy_diff import Divergence, GreedyDiff, OnStep, PromptDiff
     from haarkv.validation.fidelity.scores import Candidate
 
-# Python, which is what tiny was trained on, of different lengths.
+# Python of different lengths, since tiny was trained on Python.
 _PROMPTS = (
     "def main(",
     "import os\nimport sys\n\n",
     "class Node:\n    def __init__(self, name, parent=None):\n        self.name = name\n",
     "    try:\n        with open(path) as file:\n            return file.read()\n    except OSError as error:\n",
 )
-# Columns of a text that a line shows, quotes included.
+# Characters of a text shown on a line, quotes included.
 _SHOWN = 56
 
 
 @click.command("diff")
 @click.option("--a", "spec_a", metavar="SIDE", required=True, help="EXECUTOR, FORMAT or EXECUTOR:FORMAT.")
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch [default: four].")
-@click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
-@click.option(
-    "--device", "--provider", help="Where executors other than the reference run; npu: sim or npu:N; onnx: cpu, cuda or cann."
-)
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 if a side is npu, else float32]")
+@model_option()
+@prompt_options
 @kv_options(kv=False)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; 1 is best for tiny on a busy machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@run_options()
+@click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
+@json_option
 def command(
     spec_a: str,
     spec_b: str,
@@ -54,56 +48,57 @@ def command(
     files: tuple[str, ...],
     device: str | None,
     dtype: str | None,
-    max_new_tokens: int,
     layers: int | None,
     threads: int | None,
+    max_new_tokens: int,
     as_json: bool,
     **kv: Any,
 ) -> int:
-    """Show where two executors or KV formats first choose another token.
+    """Show where two executors or KV formats first choose different tokens.
 
-    Both continue the same prompts greedily; then both are fed A's tokens and their predictions are compared. A SIDE is
-    an executor (with tq4), a format of `tq formats` or k=NAME,v=NAME (on the reference), or both with a colon between:
+    Both sides continue the same prompts greedily. Then both are fed A's tokens, and their predictions are compared. A SIDE is
+    an executor (with tq4), a format of `tq formats` or k=NAME,v=NAME, or both with a colon between. A format alone runs on
+    the fastest executor here that reads the formats of both sides:
 
     \b
       tq diff --a bf16 --b tq4
+      tq diff --a reference --b auto
       tq diff --a reference:k=bf16,v=tq4 --b npu:k=bf16,v=tq4 --device sim
 
-    Tail, sinks and layers left in bf16 are those of both sides.
+    --kv-tail, --kv-sink and --kv-skip-layers apply to both sides. Without a prompt, four short ones are used.
 
-    Exit code 1 if both sides store the same format and yet disagree by more than a near tie; between formats a
-    difference is what one looks for, and the exit code 0.
+    Exit code 1 if both sides store the same format and still disagree by more than a near tie. Two formats may differ: the
+    exit code is then 0.
     """
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
-    import torch
-
-    from haarkv.validation.fidelity.greedy_diff import default_dtype, greedy_diff, load_contenders, parse_contender
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    side_a, side_b = parse_contender(spec_a), parse_contender(spec_b)
-    dtype = dtype or default_dtype(side_a, side_b)
     with loading(model) as progress:
-        a, b = load_contenders(
-            model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=kv_spec(kv), progress=progress
+        from haarkv.validation.fidelity.greedy_diff import (
+            default_dtype,
+            greedy_diff,
+            load_contenders,
+            parse_contender,
+            resolve_contenders,
         )
+
+        set_threads(threads)
+        spec = kv_spec(kv)
+        sides = parse_contender(spec_a), parse_contender(spec_b)
+        side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
+        dtype = dtype or default_dtype(side_a, side_b)
+        a, b = load_contenders(model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=spec, progress=progress)
     with _counting() as on_step:
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
-    if as_json:
-        print(json.dumps({"model": model, "dtype": dtype, **_as_json(diff, a.tokenizer)}))
-    else:
-        print(f"A  {diff.a}\nB  {diff.b}\n{model} in {dtype}, up to {max_new_tokens} new tokens after each prompt")
-        for number, row in enumerate(diff.prompts, 1):
-            _print_prompt(number, row, a.tokenizer)
-        if first := diff.first_divergence:
-            _print_divergence(first, a.tokenizer)
-        _print_fidelity(diff)
+    with unread_is_fine():
+        if as_json:
+            print(json.dumps({"model": model, "dtype": dtype, **_as_json(diff, a.tokenizer)}))
+        else:
+            _print(diff, a.tokenizer, f"{model} in {dtype}, up to {max_new_tokens} new tokens after each prompt")
     return int(diff.faulty)
 
 
 @contextmanager
 def _counting() -> Iterator[OnStep]:
-    """Says on a terminal's stderr what is being done and how many tokens of it are."""
+    """Count on stderr the tokens of each step of the work; silent when stderr is not a terminal."""
     done: dict[str, int] = {}
 
     def on_step(what: str) -> None:
@@ -121,13 +116,22 @@ def _counting() -> Iterator[OnStep]:
 # -- In words -------------------------------------------------------------------------------------------------------------
 
 
+def _print(diff: GreedyDiff, tokenizer: Tokenizer, what: str) -> None:
+    print(f"A  {diff.a}\nB  {diff.b}\n{what}")
+    for number, row in enumerate(diff.prompts, 1):
+        _print_prompt(number, row, tokenizer)
+    if first := diff.first_divergence:
+        _print_divergence(first, tokenizer)
+    _print_fidelity(diff)
+
+
 def _token(token: int, tokenizer: Tokenizer) -> str:
-    """A token as it is to be read: its text quoted, white space visible, and its id."""
+    """A token for the reader: its text in quotes, white space visible, and its id."""
     return f"{'end of text' if token in tokenizer.eos_token_ids else repr(tokenizer.decode([token]))} ({token})"
 
 
 def _head(text: str) -> str:
-    """As much of a text's beginning as fits, quoted."""
+    """The beginning of a text, quoted, as long as a line allows."""
     shown = text[:_SHOWN]
     while len(repr(shown)) > _SHOWN:
         shown = shown[:-1]
@@ -135,7 +139,7 @@ def _head(text: str) -> str:
 
 
 def _tail(text: str) -> str:
-    """As much of a text's end as fits, quoted."""
+    """The end of a text, quoted, as long as a line allows."""
     shown = text[-_SHOWN:]
     while len(repr(shown)) > _SHOWN:
         shown = shown[1:]
@@ -147,7 +151,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
-    """The end of what both have in common, and then each side's own way."""
+    """The end of the common text, then how each side goes on."""
     found, length = row.divergence, len(row.a.token_ids)
     if found is None:
         ended = " and the end of text" if row.a.finish == "eos" else ""

@@ -1,4 +1,4 @@
-"""`tq eval`: what each KV format costs in fidelity, against the same model's own bf16 cache."""
+"""`tq eval`: what each KV format costs in fidelity, against the same model with a bf16 cache."""
 
 from __future__ import annotations
 
@@ -14,36 +14,33 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
-from tq.kv_options import kv_options, kv_spec
+from tq.options import executor_option, json_option, kv_options, kv_spec, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
     from haarkv.validation.fidelity.partial import Partial
 
-# Columns that the whole table takes; a narrower terminal gets it in two parts.
+# Width of the whole table; a narrower terminal gets it in two parts.
 _WIDTH = 120
 
 
 @click.command("eval")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
-@click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, commas between; repeat it at will [default: all].")
+@model_option()
+@click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
 @kv_options(kv=False)
-@click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan of `tq plan` as one more row.")
-@click.option("--window", type=int, metavar="W", help="Tokens of a window [default: 1024, or the model's context].")
+@click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
+@executor_option()
+@run_options()
+@click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Score N tokens at most, spread over the text.")
-@click.option("--greedy-prompts", type=click.IntRange(min=0), default=16, show_default=True, help="Pieces continued greedily.")
-@click.option("--executor", default="reference", show_default=True)
-@click.option("--device", "--provider", help="Where the executor runs; npu: sim or npu:N; onnx: cpu, cuda or cann.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu and cuda, else float32]")
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
 @click.option(
-    "--resume", "resume_file", metavar="FILE", type=click.Path(path_type=Path), help="Keep there what is done; go on."
+    "--greedy-prompts", type=click.IntRange(min=0), default=16, show_default=True, help="Prompts to continue greedily."
 )
+@resume_option
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw KL by bytes, as SVG.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def command(
     text_file: str,
     model: str,
@@ -62,16 +59,17 @@ def command(
     as_json: bool,
     **kv: Any,
 ) -> None:
-    """Measure what KV formats change, against the same model with its K and V in bf16.
+    """Measure what each KV format changes, against the same model with K and V in bf16.
 
-    The text is cut into windows that do not overlap, each prefilled into an empty cache of each format; attention reads
-    what that cache stores. A format is a name of `tq formats` or k=NAME,v=NAME, and a comma stands between formats:
+    The text is cut into windows that do not overlap. Each window is prefilled into an empty cache of each format, so that
+    attention reads what that cache stores. A format is a name from `tq formats`, or k=NAME,v=NAME:
 
     \b
       tq eval --text held_out.txt --kv tq4,k=q8_0,v=tq4,tq2     # three formats
       tq eval --text held_out.txt --resume run.json --plot kl.svg
 
-    Tail, sinks and layers left in bf16 are those of every format; a plan brings its own.
+    --kv-tail, --kv-sink and --kv-skip-layers apply to every format; a plan brings its own. One executor runs all caches:
+    auto is the fastest that reads every one of them.
     """
     text = read_prompt(text_file, "--text")
     if not text:
@@ -81,8 +79,6 @@ def command(
         raise click.UsageError("--resume and --plot name the same file")
     for file in files:
         check_writable(file)
-    import torch
-
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.kv.plan_file import load
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
@@ -91,12 +87,11 @@ def command(
 
     if plot_file is not None:
         require_matplotlib()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     names, spec = parse_list(kvs), kv_spec(kv)
     plans = {Path(file).stem: load(file) for file in plan_files}
     if len(plans) < len(plan_files) or plans.keys() & {*names, *formats.names()}:
-        raise click.UsageError("rows are named by --kv and the names of the plan files: give each its own")
+        raise click.UsageError("two rows would have the same name; a plan's row is named after its file: rename the file")
     with loading(model) as progress:
         setup = load_setup(
             model,
@@ -122,7 +117,7 @@ def command(
 
 
 def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
-    """What an earlier run has left in a file, if any, and where this one keeps what it does."""
+    """The results that an earlier run left in the file, if any, and where this run saves its own."""
     from haarkv.validation.fidelity.partial import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
@@ -133,7 +128,7 @@ def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            text = ""  # refused below, as what it is not
+            text = ""  # refused below: not a partial result
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
     return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(file, content))
 
@@ -142,7 +137,7 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
     dtype, number = str(setup.model.dtype).removeprefix("torch."), len(plan.windows)
     windows = f"{number:,} window{'s' * (number != 1)} of {plan.windows[0].length:,}"
     title = f"{model} in {dtype}: {plan.scored:,} tokens of {text_file} in {windows}, against its own bf16 cache"
-    # Of fewer positions the 99.9 % is the largest.
+    # With fewer positions the 99.9 % quantile is the largest value.
     tail = "99.9 %" if plan.scored >= 1000 else "largest"
     name = ("kv", [row.kv for row in rows])
     divergence = [
@@ -163,10 +158,10 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
     for number, part in enumerate([divergence, of_text] if narrow else [divergence + of_text]):
         columns, cells = zip(name, *part, strict=True)
         print_table("" if number else title, columns, list(zip(*cells, strict=True)))
-    print("bits: of a value, all included, as allocated for a window; KL in nats")
+    print("bits: a value, scales and everything else included, as allocated for a window; KL in nats")
     if plan.prompts:
         count, length = len(plan.prompts), len(plan.prompts[0])
-        print(f"greedy: tokens equal to bf16's, of {plan.new_tokens} after each of {count} prompts of {length} tokens")
+        print(f"greedy: of {plan.new_tokens} new tokens, how many equal bf16's; mean of {count} prompts of {length} tokens")
 
 
 def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:

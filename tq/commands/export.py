@@ -1,4 +1,4 @@
-"""`tq export`: a model with its packed cache as ONNX graphs, for compilers and runtimes that read no Python."""
+"""`tq export`: write a model with its packed cache as ONNX graphs, for compilers and runtimes without Python."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from tq import __version__
 from tq.files import check_folder, whole_folder
+from tq.options import json_option, model_option
 from tq.output import loading, print_table
 
 
@@ -23,50 +24,57 @@ class _Layers(click.ParamType[tuple[int | None, int]]):
             return value
         first, colon, second = str(value).partition(":")
         if not first.isdigit() or (colon and not second.isdigit()):
-            self.fail(f"{value!r} is no slice of layers; write A:B, from A up to but not with B, as 0:2", param, ctx)
+            self.fail(f"{value!r} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2", param, ctx)
         return (int(first), int(second)) if colon else (None, int(first))
 
 
 @click.command("export")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
-@click.option("--kv", default="tq4", show_default=True, help="tq4 is the one that the graphs can hold.")
-@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Must not exist, see --force.")
+@model_option()
+@click.option("--kv", default="tq4", show_default=True, help="The graphs hold only tq4.")
+@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder; see --force.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
 )
-@click.option("--layers", type=_Layers(), metavar="A:B", help="A slice; for random:SIZE also N, how many to build.")
-@click.option("--opset", type=int, metavar="N", help="Of the standard operators [default: 23; 15 for atc].")
-@click.option("--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True)
-@click.option("--force", is_flag=True, help="Replace a folder that an export wrote.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--layers", type=_Layers(), metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers."
+)
+@click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23; 15 for atc].")
+@click.option(
+    "--for",
+    "target",
+    type=click.Choice(["onnxruntime", "atc"]),
+    default="onnxruntime",
+    show_default=True,
+    help="The runtime to write for.",
+)
+@click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
+@json_option
 def command(
     model: str, kv: str, out: Path, dtype: str | None, layers: tuple[int | None, int] | None, opset: int | None, target: str,
     force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write a model as ONNX: prefill and decode, whose cache is the packed codes and scales, and one file of weights.
+    """Write a model as two ONNX graphs, prefill and decode, and one file of weights. The cache holds packed codes and scales.
 
-    docs/onnx.md describes inputs and outputs. With --for atc: graphs of static shapes for Ascend's compiler, and atc.sh.
+    docs/onnx.md describes inputs and outputs. --for atc writes graphs of static shapes for Ascend's compiler, and atc.sh.
     """
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.reads import unsupported
-    from haarkv.tq_ops.onnx.reads import READS
 
     try:
         from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
-        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET
+        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, unsupported
     except ImportError as error:
         raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
     begin, end = layers or (None, None)
     config = read_config(model, end if begin is None else None)
-    if reason := unsupported(READS, KVSpec(kv).plan(config.num_layers), config.head_dim):
+    if reason := unsupported(config, KVSpec(kv).plan(config.num_layers)):
         raise InputError(f"cannot export this: {reason}")
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:
-        raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} is no slice of them")
+        raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} does not fit them")
     atc = target == "atc"
     export = Export(
         model, config, span, dtype or ("float16" if atc else "float32"), opset or (ATC_OPSET if atc else DEFAULT_OPSET), atc,

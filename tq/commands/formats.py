@@ -7,21 +7,22 @@ from typing import Any
 
 import click
 
+from tq.options import json_option
 from tq.output import print_table
 
 
 @click.command("formats")
-@click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True, help="Numbers in one K or V vector.")
+@json_option
 def command(head_dim: int, as_json: bool) -> None:
     """List the KV formats: bits a value, bytes, and what each is for.
 
-    Bytes are of one K or V vector of one KV head, scales included; the ratio is to bf16.
+    Bytes are for one K or V vector of one KV head, scales included. The ratio says how many times smaller than bf16 it is.
     """
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
 
-    formats.get(formats.names()[0]).fields(head_dim)  # what not even the default can hold is a slip
+    formats.get(formats.names()[0]).fields(head_dim)  # refuse what not even the default can hold
     rows: list[dict[str, Any]] = []
     left_out = []
     for name in formats.names():
@@ -49,4 +50,4 @@ def command(head_dim: int, as_json: bool) -> None:
     ]
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
     if left_out:
-        print(f"without a layout for head_dim {head_dim}: {', '.join(left_out)}")
+        print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")

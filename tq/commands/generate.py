@@ -1,41 +1,55 @@
-"""`tq generate`: continue prompts, stream the text and say what it cost."""
+"""`tq generate`: continue prompts, stream the text and report what it cost."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.kv_options import kv_options, kv_spec
-from tq.output import err, loading, print_table
+from tq.options import (
+    executor_option,
+    json_option,
+    kv_options,
+    kv_spec,
+    model_option,
+    prompt_options,
+    run_options,
+    set_threads,
+)
+from tq.output import err, loading, prefilling, print_table, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
     from haarkv.engine.session import Result, Session
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 
 @click.command("generate")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch.")
-@click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
+@model_option()
+@prompt_options
 @kv_options()
-@click.option("--executor", default="reference", show_default=True)
-@click.option("--device", "--provider", help="Where the executor runs; npu: sim or npu:N; onnx: cpu, cuda or cann.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on npu and cuda, else float32]")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--max-context", type=click.IntRange(min=1), help="Tokens the cache holds for each prompt.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
+@executor_option()
+@run_options()
+@click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
+@click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
+@click.option("--temperature", type=float, help="0 takes the most likely token.")
+@click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
+@click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest.")
+@click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
-@click.option("--chat/--no-chat", default=None, help="Use the chat template, or do not [default: if there is one].")
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; 1 is best for tiny on a busy machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
+)
+@click.option("--system", metavar="TEXT", help="The chat template's system message.")
+@json_option
 def command(
     model: str,
     prompts: tuple[str, ...],
@@ -43,47 +57,52 @@ def command(
     executor: str,
     device: str | None,
     dtype: str | None,
-    max_new_tokens: int,
-    max_context: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    chat: bool | None,
     layers: int | None,
     threads: int | None,
+    max_new_tokens: int,
+    max_context: int | None,
+    stop: tuple[str, ...],
+    seed: int,
+    chat: bool | None,
+    system: str | None,
     as_json: bool,
-    **kv: Any,
+    **others: Any,
 ) -> None:
     """Continue prompts and stream the text.
 
-    The text goes to stdout, what it cost to stderr. --json describes the first prompt at its top level and every prompt
-    in `completions`.
+    The text goes to stdout, its cost to stderr. --json describes the first prompt at its top level, and every prompt in
+    `completions`.
+
+    Sampling options default to what the model's generation_config.json says. If it says nothing, each next token is the most
+    likely one.
     """
     texts = [*prompts, *(read_prompt(file) for file in files)]
     if not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
-    import torch
-
-    from haarkv.engine.sampling import Sampling
-    from haarkv.engine.session import load
-
-    spec = kv_spec(kv)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    given = {name: others[name] for name in _SAMPLING}
+    # The bar is there before torch is, whose import takes a second.
     with loading(model) as progress:
+        from haarkv.engine.sampling import Sampling
+        from haarkv.engine.session import load
+        from haarkv.engine.text import stop_list
+
+        spec = kv_spec(others)
+        set_threads(threads)
+        stop_list(stop)
+        Sampling(**{name: value for name, value in given.items() if value is not None})
         session = load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress)
-    writer = None if as_json else _Writer(session, len(texts))
-    result = session.generate(
-        texts, max_new_tokens=max_new_tokens, max_context=max_context, sampling=sampling, chat=chat,
-        on_token=writer.push if writer else None,
-    )  # fmt: skip
+    writer = None if as_json else _Writer(len(texts))
+    with prefilling() as on_prefill:
+        result = session.generate(
+            texts, max_new_tokens=max_new_tokens, max_context=max_context, sampling=session.sampling_with(seed=seed, **given),
+            stop=stop, chat=chat, system=system, on_prefill=on_prefill, on_token=writer.count if writer else None,
+            on_text=writer.write if writer else None, on_warning=warn,
+        )  # fmt: skip
     if writer is None:
         print(json.dumps(_as_json(session, result)))
         return
-    writer.finish(result)
-    _print_cost(session, result)
+    writer.finish(result.texts)
+    _print_cost(session, result, [name for name, value in given.items() if value is not None])
 
 
 def read_prompt(file: str, option: str = "--prompt-file") -> str:
@@ -104,35 +123,32 @@ def read_prompt(file: str, option: str = "--prompt-file") -> str:
 
 
 class _Writer:
-    """Streams the text of a single prompt; with several, counts on stderr and prints them one after the other."""
+    """Streams the text of a single prompt. Several prompts are printed one after the other at the end."""
 
-    def __init__(self, session: Session, prompts: int) -> None:
-        self._stream = session.tokenizer.stream()
+    def __init__(self, prompts: int) -> None:
         self._single = prompts == 1
         self._tokens = 0
-        self._written = ""
 
-    def push(self, index: int, token: int) -> None:
-        if self._single:
-            self._write(self._stream.push(token))
-        elif err().is_terminal:
+    def count(self, index: int, token: int) -> None:
+        """Show on a terminal how far several prompts are."""
+        if not self._single and err().is_terminal:
             self._tokens += 1
             print(f"\r{self._tokens} tokens", end="", file=sys.stderr, flush=True)
 
-    def _write(self, text: str) -> None:
-        self._written += text
-        # Not click.echo, which takes colours out of the text when nobody watches.
-        print(text, end="", flush=True)
-
-    def finish(self, result: Result) -> None:
+    def write(self, index: int, text: str) -> None:
+        """Print text as it becomes certain."""
         if self._single:
-            # A text cut inside a character still owes what the stream held back.
-            self._write(result.texts[0].removeprefix(self._written))
-            print()
+            # Not click.echo, which drops colour codes from the text when stdout is not a terminal.
+            print(text, end="", flush=True)
+
+    def finish(self, texts: Sequence[str]) -> None:
+        """Print what is left: the end of the line, or the texts of several prompts."""
+        if self._single:
+            print(flush=True)
             return
         if self._tokens:
             print(file=sys.stderr)
-        for number, text in enumerate(result.texts, 1):
+        for number, text in enumerate(texts, 1):
             print(f"── prompt {number}\n{text}")
 
 
@@ -151,7 +167,10 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
     return {
         **each[0],
         "prefill_ms": 1e3 * result.timing.prefill_s,
+        "prefill_tokens_per_s": result.timing.prefill_tokens_per_s,
         "decode_ms_per_token": result.timing.decode_ms_per_token,
+        "decode_tokens_per_s": result.timing.decode_tokens_per_s,
+        "sampling": asdict(result.sampling),
         "kv": asdict(result.kv),
         "executor": session.executor.name,
         "model": session.name,
@@ -159,14 +178,36 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
     }
 
 
-def _print_cost(session: Session, result: Result) -> None:
-    step, kv = result.timing.decode_ms_per_token, result.kv
+def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
+    timing, kv, done = result.timing, result.kv, result.completions
+    ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
+    name = session.executor.name
     rows = [
-        ("prompt", f"{sum(c.prompt_tokens for c in result.completions)} tokens in {1e3 * result.timing.prefill_s:.1f} ms"),
-        ("new", f"{sum(len(c.token_ids) for c in result.completions)} tokens, "
-                + (f"{step:.2f} ms a decode step" if step is not None else "no decode step")
-                + f" ({', '.join(str(c.finish) for c in result.completions)})"),
+        ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
+        ("prompt", f"{timing.prefill_tokens:,} tokens in {1e3 * timing.prefill_s:.1f} ms{_rate(timing.prefill_tokens_per_s)}"),
+        ("new", f"{sum(len(c.token_ids) for c in done):,} tokens, {ms}{_rate(timing.decode_tokens_per_s)} "
+                f"({', '.join(str(c.finish) for c in done)})"),
+        ("sampling", _sampling(session, result, given)),
         ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
                      f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x)"),
     ]  # fmt: skip
     print_table(f"{session.name} on {session.executor.description}", [], rows, err())
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f", {tokens_per_s:,.{1 if tokens_per_s < 100 else 0}f} tokens/s"
+
+
+def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
+    """The settings that count, and which of them the model's generation_config.json set."""
+    used, neutral = result.sampling, type(result.sampling)()
+    names = [name for name in _SAMPLING if getattr(used, name) != getattr(neutral, name)]
+    if not used.temperature:
+        names = [name for name in names if name == "repetition_penalty"]
+    parts = ["greedy"] if not used.temperature else []
+    for from_file in (False, True):
+        chosen = [name for name in names if (name in session.generation and name not in given) == from_file]
+        if chosen:
+            said = ", ".join(f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(used, name):g}" for name in chosen)
+            parts.append(said + " from generation_config.json" * from_file)
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""`tq info`: a model's shapes and what its KV cache costs in every format."""
+"""`tq info`: a model's shapes, and what its KV cache takes in every format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq.options import json_option, layers_option
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -30,19 +31,21 @@ class _Memory(click.ParamType[int]):
             self.fail(f"{value!r} is not an amount of memory; write it like 24GiB", param, ctx)
         size = float(match[1]) * _UNITS[match[2].upper()]
         if size == float("inf"):
-            self.fail("so much memory cannot be counted", param, ctx)
+            self.fail("that is too much memory to count", param, ctx)
         return int(size)
 
 
 @click.command("info")
 @click.argument("model", default="tiny")
-@click.option("--memory", type=_Memory(), default="24GiB", show_default=True, help="For weights in bf16 and KV cache.")
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--memory", type=_Memory(), default="24GiB", show_default=True, help="Room for the weights in bf16 and the KV cache."
+)
+@layers_option
+@json_option
 def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
-    MODEL is tiny (the default), a Hugging Face folder, or random:SIZE. Weights are not read.
+    MODEL is tiny (the default), random:SIZE, or a folder in Hugging Face format. The weights are not read.
     """
     from haarkv.models.catalog import read_config
 
@@ -80,7 +83,7 @@ def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
 
 
 def _kv_rows(config: DecoderConfig, free: int) -> list[dict[str, Any]]:
-    """Bytes a token of every format that has a layout for this head_dim, and the tokens that whole blocks then hold."""
+    """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
     from haarkv.engine.session import plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError

@@ -1,9 +1,9 @@
-"""`tq plan`: the formats of each layer's K and V, and a tail, chosen by the KL they cost within a budget."""
+"""`tq plan`: choose the formats of each layer's K and V, and a tail, for the least KL within a budget."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ import click
 from tq.commands.eval import open_partial
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
-from tq.options import Numbers
-from tq.output import loading, print_table, scoring
+from tq.options import Numbers, executor_option, json_option, model_option, resume_option, run_options, set_threads
+from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderConfig
@@ -26,10 +26,17 @@ _CONTEXT = 4096
 
 @click.command("plan")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to choose by; - is stdin.")
-@click.option("--verify", "verify_file", metavar="FILE", help="Another text to judge by [default: the second half of --text].")
+@click.option(
+    "--verify",
+    "verify_file",
+    metavar="FILE",
+    help="A text to judge the plan by [default: the second half of --text, excluded from the search].",
+)
 @click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
 @click.option("--out", "out_file", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The plan, as JSON.")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
+@model_option()
+@executor_option()
+@run_options()
 @click.option("--candidates", metavar="LIST", help="Formats to choose among [default: tq2 to tq8 and bf16].")
 @click.option(
     "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
@@ -37,15 +44,10 @@ _CONTEXT = 4096
 @click.option("--context", type=int, metavar="N", help="Tokens that share a tail [default: 4096, or the model's context].")
 @click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of --text to choose by.")
 @click.option("--verify-tokens", type=click.IntRange(min=1), default=20480, show_default=True, help="Tokens to judge by.")
-@click.option("--window", type=int, metavar="W", help="Tokens of a window where one place is measured [default: 1024].")
-@click.option("--executor", default="reference", show_default=True)
-@click.option("--device", help="Where the executor runs.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: float32]")
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.")
-@click.option("--resume", "resume_file", metavar="FILE", type=click.Path(path_type=Path), help="Keep there what is measured.")
-@click.option("--force", is_flag=True, help="Write the plan even if a uniform format of the same bytes is as good.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--window", type=int, metavar="W", help="Tokens in a window when one K or V is measured [default: 1024].")
+@resume_option
+@click.option("--force", is_flag=True, help="Write the plan even if one format of the same bytes is as good.")
+@json_option
 def command(
     text_file: str,
     verify_file: str | None,
@@ -63,11 +65,11 @@ def command(
     as_json: bool,
     **model: Any,
 ) -> int:
-    """Choose formats by layer and side, and a tail, within a budget of bits a value.
+    """Choose a format for K and for V of each layer, and a tail, within a budget of bits a value.
 
-    Each candidate is measured at K and at V of each layer by itself, all else in bf16; the sums of these KL choose the
-    formats beside each tail, and these plans are measured whole. The best is judged on text that it has not seen, beside
-    uniform formats, and written if no uniform format of the same bytes does as well; otherwise the exit code is 1.
+    First each candidate is measured alone, at K and at V of each layer, with everything else in bf16. For each tail, the
+    formats with the smallest sum of these KL make a plan. Then each plan is measured as a whole. The best is judged on unseen
+    text, against single formats of the same bytes. It is written if none of them is as good; otherwise the exit code is 1.
 
     \b
       tq plan --text train.txt --verify held_out.txt --budget 4.0 --out plan.json
@@ -79,19 +81,17 @@ def command(
     for file in (out_file, resume_file):
         if file is not None:
             check_writable(file)
-    import torch
-
     from haarkv.engine.session import shape_of
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv.plan_file import dumps
     from haarkv.validation.fidelity.setup import load_setup
     from haarkv.validation.planning import planner
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     config = read_config(model["model"], model["layers"])
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else planner.CANDIDATES
     planner.require_candidates(names, config)
+    model["executor"] = _executor(model, config, [*names, "bf16"], tails or planner.TAILS)
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], progress=progress, **model)
     encode = setup.base.tokenizer.encode
@@ -103,17 +103,29 @@ def command(
     written, measured = force or verified.beaten_by is None, _measured(request, found, verified)
     if written:
         write_whole(out_file, dumps(found.choice.plan, shape_of(config), measured))
-    if as_json:
-        print(json.dumps({"plan": str(out_file) if written else None, **measured}))
-    else:
-        _print(request, found, verified)
-        print(_ending(out_file, verified.beaten_by, written))
+    with unread_is_fine():
+        if as_json:
+            print(json.dumps({"plan": str(out_file) if written else None, **measured}))
+        else:
+            _print(request, found, verified)
+            print(_ending(out_file, verified.beaten_by, written))
     return int(not written)
+
+
+def _executor(given: Mapping[str, Any], config: DecoderConfig, names: Sequence[str], tails: Sequence[int]) -> str:
+    """The executor that must run every candidate beside every tail."""
+    from haarkv.engine.session import plan_for
+    from haarkv.executors.catalog import select
+    from haarkv.tq_ops.kv.plan import KVSpec
+
+    specs = [*(KVSpec(name) for name in names), KVSpec("tq4", tail=max(tails))]
+    plans = [plan_for(spec, config) for spec in specs]
+    return select(given["executor"], config, plans, device=given["device"], dtype=given["dtype"]).name
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What the plan has to be."""
+    """What the plan must satisfy."""
 
     config: DecoderConfig
     names: Sequence[str]
@@ -136,7 +148,13 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Found:
-    """What was chosen, and by what; `rows` are of all plans measured whole, `tokens` those of the calibration."""
+    """The chosen plan and the measurements behind it.
+
+    Attributes:
+        costs: KL of each candidate at each place.
+        rows: of all plans that were measured as a whole.
+        tokens: of the text to choose by.
+    """
 
     costs: Costs
     choice: Allocation
@@ -148,7 +166,7 @@ class _Found:
 def _read(file: str, option: str) -> str:
     if text := read_prompt(file, option):
         return text
-    raise click.UsageError(f"{option} {file} is empty; give it some thousand tokens of text")
+    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
 
 
 def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
@@ -156,7 +174,7 @@ def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:
-    """Tokens of a sequence: as wanted, or as many as the model and both texts allow, 4,096 at most."""
+    """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:
         raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")
@@ -200,7 +218,7 @@ def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], toke
 
 
 def _measured(request: _Request, found: _Found, verified: Verified) -> dict[str, Any]:
-    """What a plan file says of how it came about."""
+    """The measurements that a plan file carries."""
     keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
     return {
         "budget": request.budget,
@@ -238,7 +256,7 @@ def _ending(out_file: Path, better: FidelityRow | None, written: bool) -> str:
     lost = f", though {better.kv} of the same bytes is no worse" if better else ""
     if written:
         return f"written to {out_file}{lost}"
-    return f"{out_file} is not written{lost.replace('though', 'for')}; --force writes it"
+    return f"{out_file} is not written{lost.replace('though', 'because')}; --force writes it"
 
 
 def _cells(row: FidelityRow) -> tuple[str, ...]:
@@ -247,7 +265,7 @@ def _cells(row: FidelityRow) -> tuple[str, ...]:
 
 
 def _verdict(plan: FidelityRow, rival: FidelityRow, nearer: int, windows: int) -> str:
-    """By how much the plan wins or loses, in one line."""
+    """In one line, by how much the plan wins or loses."""
     size = plan.bytes_per_token / rival.bytes_per_token - 1
     bytes_ = "the same bytes" if size == 0 else f"{abs(size):.1%} {'fewer' if size < 0 else 'more'} bytes"
     if plan.kl_mean == rival.kl_mean:

@@ -10,12 +10,12 @@ _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 @click.command("serve", context_settings=_CONTEXT)
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
-@click.option("--kv", default="tq4", show_default=True, metavar="FORMAT", help="tq4, or bf16: vLLM's own cache.")
-@click.option("--kv-metrics-per-layer", is_flag=True, help="Tell of each layer in /metrics, too.")
+@click.option("--kv", default="tq4", show_default=True, metavar="FORMAT", help="tq4, or bf16 for vLLM's own cache.")
+@click.option("--kv-metrics-per-layer", is_flag=True, help="Also report each layer in /metrics.")
 def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: bool) -> None:
-    """Serve MODEL, a Hugging Face folder or `tiny`, with vLLM, its KV cache in tq4.
+    """Serve MODEL with vLLM and a KV cache in tq4. MODEL is tiny or a folder in Hugging Face format.
 
-    Every other flag is vLLM's own and passed on as it is:
+    All other flags go to vLLM unchanged:
 
     \b
       tq serve tiny --port 8000
@@ -25,8 +25,10 @@ def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: b
     from haarkv.serving.serve import serve
 
     if model.startswith("random:"):
-        raise click.UsageError("vLLM reads models from folders; give tiny, a Hugging Face folder, or a name that it can load")
+        raise click.UsageError(
+            "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
+        )
     if model == "tiny":
-        # Clients name it as it was named here; what is said later counts.
+        # Clients call it tiny too. A flag of the user comes later, and the last one counts.
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
     serve(model, kv, flags, per_layer=kv_metrics_per_layer)

@@ -1,13 +1,15 @@
-"""`tq validate`: hold an executor against another one, layer by layer, and name the layer and stage where they part."""
+"""`tq validate`: compare an executor with a reference, layer by layer, and name the layer and stage where they differ."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,21 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
-from tq.kv_options import kv_options, kv_spec
-from tq.output import err, loading, print_table
+from tq.options import (
+    executor_option,
+    json_option,
+    kv_options,
+    kv_spec,
+    model_option,
+    prompt_options,
+    run_options,
+    set_threads,
+)
+from tq.output import err, loading, print_table, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
+    from haarkv.validation.layers.page import About
     from haarkv.validation.layers.report import Finding, LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
 
@@ -27,113 +39,165 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
 
 
 @click.command("validate")
-@click.option("--model", default="tiny", show_default=True, help="tiny, a Hugging Face folder, or random:SIZE.")
-@click.option("--executor", default="reference", show_default=True, help="The executor on trial.")
-@click.option("--device", "--provider", help="Where it runs; npu: sim or npu:N; onnx: cpu, cuda or cann.")
-@click.option("--reference", default="reference", show_default=True, help="The executor that it is held against.")
+@model_option()
+@prompt_options
+@click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Use only the first N tokens of each prompt.")
 @kv_options()
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a ragged batch.")
-@click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin.")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Only the first N tokens of each prompt.")
+@executor_option()
+@run_options()
+@click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
 @click.option("--steps", type=click.IntRange(min=0), default=4, show_default=True, help="Decode steps after the prefill.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 with npu, else float32]")
-@click.option("--layers", type=int, help="For random:SIZE: how many of its layers to build.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; 1 is best for tiny on a busy machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Rows, with Ascend's columns.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="A page with plots.")
-@click.option("--self-test", is_flag=True, help="Plant faults in the reference and see that each is found.")
+@click.option(
+    "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
+)
+@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
+@click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
+@click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
+@json_option
 @click.pass_context
 def command(context: click.Context, /, **given: Any) -> int:
     """Compare an executor with a reference, layer by layer.
 
-    Every layer is run twice: fed the reference's own input (who is guilty) and left to itself (how errors grow).
-    Exit code 0 if all is within the bounds, 1 if not, 2 if nothing could be compared.
+    Each layer runs twice: on the reference's own input (which layer is wrong?), and on what the executor made of the layer
+    before (how do errors grow?). Without --executor, the fastest executor of this machine is compared.
+
+    Exit code 0 if everything is within its bounds, 1 if not, 2 if nothing could be compared.
     """
-    if given["threads"] is not None:
-        import torch
+    # Whoever reads only the first line of the output still gets the files and the exit code.
+    with unread_is_fine():
+        set_threads(given["threads"])
+        if given["self_test"]:
+            return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
+        files = [file for file in (given["csv_file"], given["html_file"]) if file is not None]
+        if len({file.resolve() for file in files}) < len(files):
+            raise click.UsageError("--csv and --html name the same file")
+        for file in files:
+            check_writable(file)
+        texts = [*given["prompts"], *(read_prompt(file) for file in given["files"])]
+        if not texts:
+            raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+        report, note = _validate(texts, **given)
+        if given["csv_file"]:
+            write_whole(given["csv_file"], _as_csv(report))
+        if given["html_file"]:
+            from haarkv.validation.layers.page import page
 
-        torch.set_num_threads(given["threads"])
-    if given["self_test"]:
-        return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
-    files = [file for file in (given["csv_file"], given["html_file"]) if file is not None]
-    if len({file.resolve() for file in files}) < len(files):
-        raise click.UsageError("--csv and --html name the same file")
-    for file in files:
-        check_writable(file)
-    report = _validate(**given)
-    if given["csv_file"]:
-        write_whole(given["csv_file"], _as_csv(report))
-    if given["html_file"]:
-        from haarkv.validation.layers.page import page
+            write_whole(given["html_file"], page(report, _about(context, given["model"], texts)))
+        if given["as_json"]:
+            from haarkv.validation.layers.report import as_json
 
-        write_whole(given["html_file"], page(report))
-    if given["as_json"]:
-        from haarkv.validation.layers.report import as_json
-
-        print(json.dumps(as_json(report)))
-    else:
-        _print_verdict(report)
-    return 0 if report.passed else 1
+            print(json.dumps({"model": given["model"], **as_json(report)}))
+        else:
+            _print_verdict(report, note)
+            _print_rows(report, given["verbose"])
+        return 0 if report.passed else 1
 
 
 def _validate(
-    *, model: str, executor: str, device: str | None, reference: str, prompts: tuple[str, ...],
-    files: tuple[str, ...], prompt_tokens: int | None, steps: int, dtype: str | None, layers: int | None, as_json: bool,
-    **others: Any,
-) -> Report:  # fmt: skip
-    texts = [*prompts, *(read_prompt(file) for file in files)]
-    if not texts:
-        raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
-    from haarkv.engine.session import Session, plan_for
-    from haarkv.executors.catalog import create, default_dtype
-    from haarkv.models.catalog import load_model
-    from haarkv.models.text import load_tokenizer
-    from haarkv.validation.layers.runner import count_rows, validate
-
-    spec = kv_spec(others)
-    # Both run the same weights: in the dtype of the one that asks for less.
-    shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(executor)) else "float32"
+    texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
+    steps: int, dtype: str | None, layers: int | None, **others: Any,
+) -> tuple[Report, str]:  # fmt: skip
+    """The report, and why `auto` passed over a faster executor."""
     with loading(model) as progress:
+        from haarkv.engine.session import Session, plan_for
+        from haarkv.executors.catalog import AUTO, create, default_dtype, select
+        from haarkv.models.catalog import load_model, read_config
+        from haarkv.models.text import load_tokenizer
+        from haarkv.validation.layers.runner import count_rows, validate
+
+        config = read_config(model, layers)
+        plan = plan_for(kv_spec(others), config)
+        select(reference, config, [plan])  # a slip in the name is refused first
+        selected = select(executor, config, [plan], device=device, dtype=dtype)
+        if executor == AUTO and selected.name == reference:
+            why = f" ({selected.passed_over})" if selected.passed_over else ""
+            raise click.UsageError(
+                f"only {reference} can run this here{why}, and compared with itself it proves nothing; change --kv or --model"
+            )
+        # Both run the same weights, in a dtype that both take.
+        shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         loaded = load_model(model, dtype or shared, layers, progress)
-    plan = plan_for(spec, loaded.config)
-    trusted, on_trial = create(reference, loaded, plan), create(executor, loaded, plan, device)
+    trusted, on_trial = create(reference, loaded, plan), create(selected.name, loaded, plan, device)
     session = Session(model, loaded.config, on_trial, load_tokenizer(model, loaded.config), plan)
     ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
-    with _watched(total, as_json) as on_row:
-        return validate(trusted, on_trial, loaded, ids, steps, plan, on_row)
+    with _counted(total) as on_row:
+        return validate(trusted, on_trial, loaded, ids, steps, plan, on_row), selected.passed_over
+
+
+def _about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
+    """What the page says of how it was made."""
+    from haarkv.benchmarks.report import machine
+    from haarkv.validation.layers.page import About
+    from tq import __version__
+
+    argv = context.find_root().obj or []
+    found = {name: str(value) for name, value in machine().items()}
+    versions = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
+    if commit := found.pop("commit", None):
+        versions["commit"] = commit
+    return About(
+        model=model,
+        command=shlex.join(["tq", *argv]),
+        prompts=prompts,
+        versions=versions,
+        machine=found,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
 
 
 # -- While it runs -------------------------------------------------------------------------------------------------------
+@contextmanager
+def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
+    """A bar on stderr; silent when stderr is not a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("comparing layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda _: bar.advance(task)
+
+
+# -- At the end ----------------------------------------------------------------------------------------------------------
+def describe(finding: Finding) -> str:
+    """Where and why, in one line."""
+    place = f"layer {finding.layer}, " if finding.layer is not None else ""
+    return f"{finding.phase} {finding.step}, {place}{finding.stage}: {finding.reason} ({finding.detail})"
+
+
+def _print_verdict(report: Report, note: str) -> None:
+    same = sum(row.same_token == row.sequences for row in report.logits)
+    outside = [row for row in report.rows if not row.passed]
+    rows = [
+        ("verdict", "passed" if report.passed else "FAILED"),
+        ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
+        ("rows", f"{len(report.rows)} of layers, {len(outside)} outside their bounds"),
+        ("next tokens", f"the same in {same} of {len(report.logits)} forwards, free-running"),
+    ]
+    if note:
+        rows.append(("executor", f"{report.candidate} ({note})"))
+    print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
+
+
 _COLUMNS = (
     ("phase", 10), ("layer", 5), ("mode", 14), ("K %", 8), ("V %", 8), ("unexpl.", 7), ("scale", 8), ("cosine", 10),
     ("rel. L2", 8), ("max abs", 8), ("", 7),
 )  # fmt: skip
 
 
-@contextmanager
-def _watched(total: int, as_json: bool) -> Iterator[Callable[[LayerRow], None]]:
-    """Rows as they come: a table on stdout, or a bar on stderr where stdout is for JSON."""
-    if not as_json:
-        # Not before the first row: what is refused prints nothing.
-        printed = False
+def _print_rows(report: Report, verbose: bool) -> None:
+    """Every row, or only the first that are outside their bounds."""
+    outside = [row for row in report.rows if not row.passed]
+    shown = report.rows if verbose else outside[:_MOST_OUTSIDE]
+    if shown:
+        print(_line([name for name, _ in _COLUMNS]))
+    for row in shown:
+        print(_line(_cells(row)))
+    if not verbose and len(shown) < len(report.rows):
+        print(f"{len(report.rows) - len(shown)} more rows: --verbose")
 
-        def show(row: LayerRow) -> None:
-            nonlocal printed
-            if not printed:
-                print(_line([name for name, _ in _COLUMNS]))
-                printed = True
-            print(_line(_cells(row)), flush=True)
 
-        yield show
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda _: bar.advance(task)
+_MOST_OUTSIDE = 4
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -150,24 +214,6 @@ def _cells(row: LayerRow) -> list[str]:
     ]  # fmt: skip
 
 
-# -- At the end ----------------------------------------------------------------------------------------------------------
-def describe(finding: Finding) -> str:
-    """Where and why, in one line."""
-    place = f"layer {finding.layer}, " if finding.layer is not None else ""
-    return f"{finding.phase} {finding.step}, {place}{finding.stage}: {finding.reason} ({finding.detail})"
-
-
-def _print_verdict(report: Report) -> None:
-    tokens = [row for row in report.logits if row.same_token < row.sequences]
-    rows = [
-        ("verdict", "passed" if report.passed else "FAILED"),
-        ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
-        ("next tokens", f"the same in {len(report.logits) - len(tokens)} of {len(report.logits)} forwards, left to itself"),
-    ]
-    print()
-    print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
-
-
 def _as_csv(report: Report) -> str:
     from haarkv.validation.layers.report import csv_rows
 
@@ -181,11 +227,11 @@ _OWN = {"self_test", "dtype", "as_json", "threads"}
 
 
 def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
-    """Plant every fault, print what became of it; 0 if each was found where it was planted, else 1."""
+    """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
     source = click.core.ParameterSource.DEFAULT
     for option in context.command.params:
         if option.name and option.name not in _OWN and context.get_parameter_source(option.name) is not source:
-            raise click.UsageError(f"--self-test brings its own model, prompts and executor; leave out {option.opts[0]}")
+            raise click.UsageError(f"--self-test uses its own model, prompts and executor; leave out {option.opts[0]}")
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.validation.layers.self_test import self_test
@@ -198,7 +244,9 @@ def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> i
     if as_json:
         print(json.dumps({"passed": caught == len(rows), "rows": [asdict(row) for row in rows]}))
     else:
-        print(f"\n{caught} of {len(rows)} as they should be: " + ("passed" if caught == len(rows) else "FAILED"))
+        print(
+            f"\n{caught} of {len(rows)} faults and controls judged right: " + ("passed" if caught == len(rows) else "FAILED")
+        )
     return 0 if caught == len(rows) else 1
 
 

@@ -1,8 +1,10 @@
 """Compile the kernels with the system's C++ compiler, as installing the package does: `python -m haarkv.tq_ops.cpu.build`.
 
-One translation unit an instruction level, each with its own flags; the level is chosen when the library runs. Nothing but the
-compiler is needed: no headers of torch or Python, since the library is plain C to those who load it. This file imports nothing
-of the project, so that it can run before the project is installed.
+Each instruction set (`isa`) is one translation unit with flags of its own; the library picks one when it runs. Only a compiler
+is needed, no headers of torch or Python: the library has a plain C interface. This file imports nothing of the project, so that
+it can run before the project is installed.
+
+With `--werror` a compiler warning is an error, for whoever changes the sources.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
 
-# No -ffast-math: it would let NaN pass for a number and turn denormals to zero in the whole process.
+# No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -27,11 +29,12 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
-    "-w",
+    "-Wall",
+    "-Wextra",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512vnni": (*_AVX512, "-mavx512vnni")}
+_X86_ISAS = {"avx2": _AVX2, "avx512": _AVX512, "avx512vnni": (*_AVX512, "-mavx512vnni")}
 
 
 class BuildError(Exception):
@@ -39,25 +42,28 @@ class BuildError(Exception):
 
 
 def compiler() -> str | None:
-    """The system's C++ compiler, None without one."""
+    """The system's C++ compiler, or None."""
     return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
 
 
 def units() -> dict[str, tuple[str, ...]]:
-    """Translation units of this machine's architecture, by name, with the flags that only they get."""
-    levels = _X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {"driver": (), "pool": (), "portable": (), **levels}
+    """Translation units of this machine's architecture by name, each with the flags that only it gets."""
+    isas = _X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else {}
+    return {"driver": (), "pool": (), "portable": (), **isas}
 
 
 def is_fresh(target: Path = LIBRARY) -> bool:
-    """Whether the library is newer than everything that it is made of."""
+    """Whether the library is newer than all of its sources."""
     sources = (Path(__file__), *SOURCES.iterdir())
     return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
-def build(target: Path = LIBRARY) -> Path:
+def build(target: Path = LIBRARY, *, werror: bool = False) -> Path:
     """Compile and link the library, whole or not at all.
 
+    Args:
+        target: the file to write.
+        werror: let a compiler warning fail the build.
     Returns:
         target.
     Raises:
@@ -66,10 +72,11 @@ def build(target: Path = LIBRARY) -> Path:
     found = compiler()
     if found is None:
         raise BuildError("no C++ compiler was found; install g++ or clang++")
+    common = (*_FLAGS, *(("-Werror",) if werror else ()))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects = [Path(folder) / f"{name}.o" for name in units()]
         _run_all(
-            [found, *_FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
+            [found, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
             for (name, flags), made in zip(units().items(), objects, strict=True)
         )
         linked = Path(folder) / target.name
@@ -90,7 +97,7 @@ def _run_all(commands: Iterable[Sequence[str]]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(build())
+        print(build(werror=sys.argv[1:] == ["--werror"]))
     except BuildError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -6,20 +6,27 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
+from torch import Tensor
+
 from haarkv.tq_ops.cpu.build import LIBRARY
 from haarkv.tq_ops.errors import InputError
 
-LEVELS = ("portable", "avx2", "avx512", "avx512vnni")
-"""Instruction levels, each needing more of the CPU than the one before; the index is the library's own number."""
+ISAS = ("portable", "avx2", "avx512", "avx512vnni")
+"""Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
 
 
 class _Structure(ctypes.Structure):
-    """Fields by name only, so that the two sides cannot be mixed up by position."""
+    """A C structure that keeps the tensors alive whose addresses it holds.
+
+    Give every field by name, so that the two sides cannot be mixed up by position: a tensor for a pointer, 0 for one that each
+    call fills in. A copy (`from_buffer_copy`) owns nothing: keep the original as long as the copy is used.
+    """
 
     def __init__(self, **fields: object) -> None:
         missing = {name for name, _ in self._fields_} ^ fields.keys()  # type: ignore[misc]
         assert not missing, missing
-        super().__init__(**fields)
+        self.owned = [value for value in fields.values() if isinstance(value, (Tensor, _Structure))]
+        super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
 
 
 class SideArgs(_Structure):
@@ -27,7 +34,7 @@ class SideArgs(_Structure):
 
     _fields_ = (
         ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("unit", c_float), ("levels", c_void_p),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("unit", c_float), ("integers", c_void_p),
     )  # fmt: skip
 
 
@@ -41,15 +48,15 @@ class Attention(_Structure):
     """One call of `haarkv_attention`."""
 
     _fields_ = (
-        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("turn", c_void_p), ("turn_back", c_void_p),
+        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", c_void_p), ("rotation_back", c_void_p),
         ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("sequences", c_int32),
-        ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("softmax_scale", c_float), ("level", c_int32),
+        ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("softmax_scale", c_float), ("isa", c_int32),
         ("threads", c_int32),
     )  # fmt: skip
 
 
 class Quantizer(_Structure):
-    """Tables that vectors are quantized by."""
+    """The tables by which vectors are quantized."""
 
     _fields_ = (("rotation", c_void_p), ("boundaries", c_void_p), ("centroids", c_void_p), ("head_dim", c_int32))
 
@@ -62,7 +69,7 @@ class Store(_Structure):
         ("v_codes", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p), ("k_codes_stride", c_int64),
         ("v_codes_stride", c_int64), ("k_scales_stride", c_int64), ("v_scales_stride", c_int64), ("quantizer", Quantizer),
         ("slots", c_void_p),
-        ("tokens", c_int64), ("num_slots", c_int64), ("num_kv_heads", c_int32), ("block_size", c_int32), ("level", c_int32),
+        ("tokens", c_int64), ("num_slots", c_int64), ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32),
         ("threads", c_int32),
     )  # fmt: skip
 
@@ -72,12 +79,12 @@ class Linear(_Structure):
 
     _fields_ = (
         ("weight", c_void_p), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
-        ("bf16", c_int32), ("level", c_int32), ("threads", c_int32),
+        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
 class KernelsMissingError(InputError):
-    """The C++ kernels are not there."""
+    """The C++ kernels are not built, or cannot be loaded here."""
 
 
 @cache
@@ -85,7 +92,7 @@ def load() -> ctypes.CDLL:
     """The library.
 
     Raises:
-        KernelsMissingError: it was not compiled, or is of another machine.
+        KernelsMissingError: it was not compiled, or for another kind of machine.
     """
     how = "install a C++ compiler and run `python -m haarkv.tq_ops.cpu.build`"
     if not LIBRARY.exists():
@@ -94,16 +101,18 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
+    if not hasattr(library, "haarkv_best_isa"):
+        raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in (("haarkv_attention", Attention), ("haarkv_store", Store), ("haarkv_linear", Linear)):
         getattr(library, name).argtypes = [ctypes.POINTER(structure)]
     library.haarkv_attention.restype = library.haarkv_linear.restype = None
     return library
 
 
-def levels() -> tuple[str, ...]:
-    """Those that this CPU can run, the fastest last.
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU has, the fastest last.
 
     Raises:
         KernelsMissingError: as `load`.
     """
-    return LEVELS[: load().haarkv_best_level() + 1]
+    return ISAS[: load().haarkv_best_isa() + 1]

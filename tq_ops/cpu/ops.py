@@ -1,6 +1,6 @@
-"""The op table of CPUs: attention over packed codes, quantize-append and BF16 projections in C++, the rest by the reference.
+"""The op table of CPUs. Attention over packed codes, quantize-append and BF16 projections are C++; the reference does the rest.
 
-Signatures and rounding points are those of `tq_ops.reference`; where they differ, it is said.
+Signatures and rounding points are those of `tq_ops.reference`, except where a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -20,74 +20,78 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
 
-# From so many tokens on the matrix product of torch overtakes reading the weight by rows.
+# With more tokens than this, torch's matrix product is faster than reading the weight row by row.
 _MOST_TOKENS_BY_ROWS = 64
 
 
 class CpuOps:
-    """The table, on one instruction level.
+    """The table, compiled for one instruction set.
 
     Args:
-        level: of `library.levels()`; the CPU's best unless given.
+        isa: one of `library.isas()`; the CPU's best unless given.
+    Attributes:
+        isa: its instruction set.
     Raises:
         KernelsMissingError: the kernels are not built.
-        InputError: the CPU does not have that level.
+        InputError: this CPU does not have that instruction set.
     """
 
     rms_norm = staticmethod(reference.rms_norm)
     rope = staticmethod(reference.rope)
     silu_mul = staticmethod(reference.silu_mul)
 
-    def __init__(self, level: str | None = None) -> None:
+    def __init__(self, isa: str | None = None) -> None:
         self._library = library.load()
-        available = library.levels()
-        self.level = level or available[-1]
-        if self.level not in available:
-            raise InputError(f"this CPU has no kernels of level {self.level!r}; choose from {', '.join(available)}")
-        self._level = library.LEVELS.index(self.level)
+        available = library.isas()
+        self.isa = isa or available[-1]
+        if self.isa not in available:
+            raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
+        self._isa = library.ISAS.index(self.isa)
+        self._linear = library.Linear(weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self._isa, threads=0)
         self._caches: WeakKeyDictionary[PagedKVCache, dict[int, _Prepared]] = WeakKeyDictionary()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Projection `x @ weight.T`; few tokens by a BF16 weight in C++, where the weight is read once and as it is.
+        """Projection `x @ weight.T`. Few tokens by a BF16 weight run in C++, which reads the weight once and never widens it.
 
         Args:
             x: [T, in] bf16 or fp32.
             weight: [out, in] of x's dtype.
         Returns:
             [T, out] fp32.
-        Rounding points: those of the reference: none but FP32 sums, in another order.
+        Rounding points: the reference's, FP32 sums alone, in another order.
         """
         if weight.dtype != torch.bfloat16 or not 0 < x.shape[0] <= _MOST_TOKENS_BY_ROWS:
             return reference.linear(x, weight)
         x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
-        call = library.Linear(
-            weight=weight.data_ptr(), x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], inputs=weight.shape[1],
-            outputs=weight.shape[0], bf16=_is_bf16(x), level=self._level, threads=torch.get_num_threads(),
-        )  # fmt: skip
+        call = library.Linear.from_buffer_copy(self._linear)
+        call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
+        (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
+        call.bf16, call.threads = _is_bf16(x), torch.get_num_threads()
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store them, each once, at their slots; `tq4` in C++, `tbq4_0` as the reference does.
+        """Quantize K and V and store each once at its slots: `tq4` in C++, other formats by the reference.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
-            batch: says where they go.
+            batch: its slots are where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: those of `tq4`; a level may differ from the reference's where FP32 sums in another order decide.
+        Rounding points: those of `tq4`. FP32 sums are in another order, so a level may differ where a value is that close to a
+            boundary.
         """
-        call = self._prepared(cache, layer).store
-        if call is None:
+        prepared = self._prepared(cache, layer).store
+        if prepared is None:
             return reference.store_kv(k, v, cache, layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
-        call = library.Store.from_buffer_copy(call)
+        call = library.Store.from_buffer_copy(prepared)
         call.k, call.v, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
         call.k_bf16, call.v_bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
         if self._library.haarkv_store(ctypes.byref(call)):
-            # Nothing was written: the reference finds the fault again and names it.
+            # Nothing was written. The reference meets the same fault and names it.
             reference.store_kv(k, v, cache, layer, batch)
         return None
 
@@ -97,8 +101,8 @@ class CpuOps:
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
-        K and V exist un-packed in registers only. Sums do not depend on the number of threads, on the rest of the batch or on
-        how a prompt was cut: 1,024 keys at a time, merged in order.
+        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not depend
+        on the number of threads, on the rest of the batch or on how a prompt was split.
 
         Args:
             q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -107,20 +111,21 @@ class CpuOps:
             [T, Hq, D] of q's dtype.
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
-        of the rounded ones; blocks merged in FP32; the output to BF16. The rotated q stays in FP32.
+        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is that
+        of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
 
-        On level `avx512vnni` a bf16 q goes by sums of 16-bit integers, which are exact. Three more roundings, each by half a
-        step at most: centroids to `Layout.levels` (5e-5 of a coordinate's standard deviation); the rotated q to steps of
-        max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, the least s with sum|q| / s <= 2**31 / largest level;
-        p * v_scale of up to 128 keys likewise, by row. Logits are off by 2.4e-5 (q) and 3.1e-5 (centroids) of their standard
-        deviation over random keys, root mean square; that q is BF16 has cost 1.1e-3 of it before. 128 weights are off by
-        127 / 2 / 32,767 = 2e-3 of the largest together, at worst, where BF16 takes 2e-3 of each, or 2.3e-4 of their sum.
+        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a step:
+        centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of max|q| / 32,767 or,
+        where 32 coordinates could overflow 32 bits, to the least s with sum|q| / s <= 2**31 / largest integer; p * v_scale of up
+        to 128 keys likewise, by row. Over random keys, the root mean square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids)
+        of the logits' standard deviation, where rounding q to BF16 has already cost 1.1e-3. The error of 128 weights together is
+        at worst 127 / 2 / 32,767 = 2e-3 of the largest weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)
-        call = library.Attention.from_buffer_copy(self._prepared(cache, layer).attention)
+        prepared = self._prepared(cache, layer).attention
+        call = library.Attention.from_buffer_copy(prepared)
         call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
@@ -129,22 +134,27 @@ class CpuOps:
         return out
 
     def _prepared(self, cache: PagedKVCache, layer: int) -> _Prepared:
-        """The calls of one layer, made once a cache: filling them in takes longer than storing a token."""
+        """The calls of one layer of a cache, made once: filling them in takes longer than storing a token."""
         prepared = self._caches.setdefault(cache, {})
         if layer not in prepared:
-            prepared[layer] = _prepare(cache, layer, self._level)
+            prepared[layer] = _prepare(cache, layer, self._isa)
         return prepared[layer]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Calls with all that a cache and a layer decide; `store` is None if the kernels cannot quantize its formats."""
+    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to.
+
+    Attributes:
+        attention: for `paged_attention`.
+        store: for `store_kv`; None if the kernels cannot quantize these formats.
+    """
 
     attention: library.Attention
     store: library.Store | None
 
 
-def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
+def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
     """
     Raises:
         InputError: a plan or head_dim that the kernels cannot read.
@@ -158,22 +168,22 @@ def _prepare(cache: PagedKVCache, layer: int, level: int) -> _Prepared:
             k=_side(k_fields, keys), v=_side(v_fields, values),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, turn=keys.rotate.data_ptr(), turn_back=values.rotate_back.data_ptr(), block_table=0, query_start=0,
-        positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, level=level, threads=0,
+        q=0, out=0, rotation=keys.rotate, rotation_back=values.rotate_back, block_table=0, query_start=0,
+        positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
     if not one_quantizer(cache.plan.layers[layer], cache.head_dim):
         return _Prepared(attention, None)
     store = library.Store(
-        k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"].data_ptr(), v_codes=v_fields["codes"].data_ptr(),
-        k_scales=k_fields["scale"].data_ptr(), v_scales=v_fields["scale"].data_ptr(),
+        k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"], v_codes=v_fields["codes"],
+        k_scales=k_fields["scale"], v_scales=v_fields["scale"],
         k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
         k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
-            rotation=keys.rotation.data_ptr(), boundaries=keys.boundaries.data_ptr(), centroids=keys.centroids.data_ptr(),
+            rotation=keys.rotation, boundaries=keys.boundaries, centroids=keys.centroids,
             head_dim=cache.head_dim,
         ),
         slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
-        level=level, threads=0,
+        isa=isa, threads=0,
     )  # fmt: skip
     return _Prepared(attention, store)
 
@@ -188,10 +198,9 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
-    scale = fields["scale"]
+def _side(fields: dict[str, Tensor], rotated: Layout) -> library.SideArgs:
+    codes, scale = fields["codes"], fields["scale"]
     return library.SideArgs(
-        codes=fields["codes"].data_ptr(), scales=scale.data_ptr(), centroids=of.centroids.data_ptr(),
-        codes_stride=fields["codes"].stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=of.unit, levels=of.levels.data_ptr(),
+        codes=codes, scales=scale, centroids=rotated.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=rotated.unit, integers=rotated.levels,
     )  # fmt: skip

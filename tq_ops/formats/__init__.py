@@ -1,7 +1,10 @@
 """Every KV format by name.
 
-    formats.get("tq4").bytes_per_vector(128)        # 66.0
-    k_format, v_format = formats.parse("k=bf16,v=tq4")
+>>> from haarkv.tq_ops import formats
+>>> formats.get("tq4").bytes_per_vector(128)
+66.0
+>>> [f.name for f in formats.parse("k=bf16,v=tq4")]
+['bf16', 'tq4']
 
 To add one: a class with the members of `KVFormat`, or a `RotatedFormat` and its description, and an entry in `_FORMATS`.
 Executors that read its kind then run it; CONTRIBUTING.md lists the files.

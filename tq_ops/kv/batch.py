@@ -1,6 +1,14 @@
 """The tokens of one forward: where they stand in their sequences and where their K and V are stored.
 
 `PagedSequences` hands out blocks and builds a `Batch` for the next tokens of some sequences, prefill and decode alike.
+
+>>> paging = PagedSequences(num_blocks=4, block_size=2)
+>>> first, second = paging.add(), paging.add()
+>>> batch = paging.batch([first, second], [3, 1])
+>>> batch.positions.tolist(), batch.query_start_loc.tolist()
+([0, 1, 2, 0], [0, 3, 4])
+>>> batch.block_table.tolist(), batch.slot_mapping.tolist()
+([[0, 1], [2, -1]], [0, 1, 2, 4])
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SimRunner:
     device = torch.device("cpu")
     description = "PyPTO's interpreter (no NPU): right numbers, its times mean nothing"
     # The interpreter keeps every piece of a weight that a program looks at: 14 GB for the head of Qwen3-14B at once.
-    most_vocab = 16384
+    most_vocab: int | None = 16384
 
     def __init__(self) -> None:
         self._simulator = Simulator()
@@ -59,7 +59,7 @@ class NpuRunner:
     Written to PyPTO's documentation and never run: no NPU was at hand.
     """
 
-    most_vocab = None
+    most_vocab: int | None = None
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("npu", index)

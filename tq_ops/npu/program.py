@@ -32,6 +32,8 @@ class Program(Protocol):
         arguments: in the kernel's order.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def name(self) -> str: ...
 

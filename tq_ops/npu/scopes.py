@@ -76,7 +76,7 @@ def heads_at_once(num_kv_heads: int, most: int) -> int:
     return next(n for n in range(min(most, num_kv_heads), 0, -1) if num_kv_heads % n == 0)
 
 
-TUNED = {
+TUNED: dict[str, dict[str, Any]] = {
     "runtime_options": {"stitch_function_max_num": 128},
     "pass_options": {"vec_nbuffer_setting": {-1: 16}, "cube_nbuffer_setting": {-1: 1}},
 }

@@ -1,8 +1,11 @@
 """Fidelity of KV caches on a text: every cache against the same model with its cache in bf16, position by position.
 
-    setup = load_setup("tiny", ["tq4", "k=q8_0,v=tq4"])
-    plan = make_workload(setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings)
-    rows = evaluate(setup, plan)
+>>> from haarkv.validation.fidelity.setup import load_setup
+>>> setup = load_setup("tiny", ["tq4", "k=q8_0,v=tq4"])
+>>> ids = setup.base.tokenizer.encode("def main(argv):\\n    return len(argv)")
+>>> plan = make_workload(ids, setup.base.config.max_position_embeddings, prompts=0)
+>>> [(row.kv, row.bytes_per_token) for row in evaluate(setup, plan)]
+[('tq4', 1584.0), ('k=q8_0,v=tq4', 2424.0)]
 
 A row is of a *named cache*, which is a `Session`: whatever a session's cache comes to hold, it is measured here.
 """
@@ -19,7 +22,6 @@ from torch import Tensor
 from haarkv.engine.generation import generate
 from haarkv.engine.session import Session
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.validation.fidelity.partial import Partial
@@ -93,7 +95,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """One cache against the baseline; docs/evaluation.md has the formulas.
+    """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
         kv: the cache's name.
@@ -196,7 +198,7 @@ def evaluate(
 
 def _logits(model: DecoderModel, side: Session, plan: Workload, window: Span) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
-    return logits_after(model, side, embed(model, plan.fed(window)))
+    return logits_after(model, side, model.embed(plan.fed(window)))
 
 
 @torch.inference_mode()
@@ -211,7 +213,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield head(model, after.to(model.weights.lm_head.device), reference)
+        yield model.head(after.to(model.weights.lm_head.device), reference)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import Completion
+from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig
-from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -30,9 +31,9 @@ OnStep = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Contender:
-    """One side of a diff: who runs the forwards, and how K and V are stored (as `--kv` takes it)."""
+    """One side of a diff: the executor that runs the forwards, and how K and V are stored (as `--kv` takes it)."""
 
-    executor: str = "reference"
+    executor: str = catalog.AUTO
     kv: str = "tq4"
 
     def __str__(self) -> str:
@@ -115,21 +116,51 @@ class GreedyDiff:
 
 
 def parse_contender(spec: str) -> Contender:
-    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; the reference and tq4 unless named.
+    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named.
 
     Raises:
         InputError: none of these; the message lists the executors and formats there are.
     """
+    names = (catalog.AUTO, *catalog.NAMES)
     executor, colon, kv = spec.partition(":")
     if not colon:
-        executor, kv = (spec, Contender.kv) if spec in catalog.NAMES else (Contender.executor, spec)
+        executor, kv = (spec, Contender.kv) if spec in names else (Contender.executor, spec)
     side = Contender(executor, kv)
-    if side.executor not in catalog.NAMES or not ("=" in side.kv or side.kv in formats.names()):
+    if side.executor not in names or not ("=" in side.kv or side.kv in formats.names()):
         raise InputError(
             f"cannot read {spec!r}; write EXECUTOR, FORMAT or EXECUTOR:FORMAT with an executor of "
-            f"{', '.join(catalog.NAMES)} and a KV format of {', '.join(formats.names())} or k=NAME,v=NAME"
+            f"{', '.join(names)} and a KV format of {', '.join(formats.names())} or k=NAME,v=NAME"
         )
     return replace(side, kv=formats.describe(*formats.parse(side.kv)))
+
+
+def resolve_contenders(
+    model: str,
+    side_a: Contender,
+    side_b: Contender,
+    spec: KVSpec,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    layers: int | None = None,
+) -> tuple[Contender, Contender]:
+    """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
+
+    One executor for both, so that two formats are not told apart by who ran them.
+
+    Args:
+        model, device, dtype, layers, spec: as in `load_contenders`.
+    Raises:
+        InputError: as `executors.catalog.select`.
+    """
+    sides = (side_a, side_b)
+    if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
+        return sides
+    config = read_config(model, layers)
+    plans = [plan_for(replace(spec, kv=side.kv), config) for side in open_sides]
+    name = catalog.select(catalog.AUTO, config, plans, device=device, dtype=dtype).name
+    a, b = (replace(side, executor=name) if side in open_sides else side for side in sides)
+    return a, b
 
 
 def default_dtype(*sides: Contender) -> str:
@@ -151,6 +182,7 @@ def load_contenders(
     """Load a model once and set up both sides with it.
 
     Args:
+        side_a, side_b: with executors by name, as `resolve_contenders` gives them.
         model, layers, progress: as in `engine.session.load`.
         dtype: of both sides; float32 or bfloat16.
         device: of every executor but the reference, which has only one.
@@ -196,7 +228,12 @@ def greedy_diff(
     same_format = side_a.plan.describe() == side_b.plan.describe()
     bound = bounds.EXECUTOR_LOGITS[dtype]
     a, b = (
-        side.generate(prompts, max_new_tokens=max_new_tokens, on_token=lambda *_, name=name: on_step(f"{name} generates"))
+        side.generate(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(),
+            on_token=lambda *_, name=name: on_step(f"{name} generates"),
+        )
         for side, name in ((side_a, "A"), (side_b, "B"))
     )
     # The last token has been predicted and not been fed, unless another one ended the text after it.
@@ -255,8 +292,8 @@ def _chosen(
         if token in wanted and top[0][1] - logit <= tolerance:
             return token
     raise InputError(
-        f"{who}, new token {position + 1}: fed the same tokens again it does not choose the same; "
-        "what it computes is not repeatable and cannot be compared"
+        f"{who}, new token {position + 1}: when fed the same tokens again, it chooses another; "
+        "its results are not repeatable, so they cannot be compared"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which caches an evaluation compares, and who runs them."""
+"""Which caches an evaluation compares, and which executor runs them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from haarkv.engine.session import Session, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.weights import Progress
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -31,7 +31,10 @@ def parse_list(specs: Sequence[str]) -> list[str]:
 
         list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
 
-    A part with `=` in it takes the next part with it: `bf16,k=q8_0,v=tq4,tq2` is three formats.
+    A part with `=` in it takes the next part with it:
+
+    >>> parse_list(["bf16,k=q8_0,v=tq4", "tq2"])
+    ['bf16', 'k=q8_0,v=tq4', 'tq2']
 
     Returns:
         as `formats.describe` writes them, each once, in the order given.
@@ -55,7 +58,7 @@ def load_setup(
     *,
     spec: KVSpec | None = None,
     plans: Mapping[str, KVSpec] | None = None,
-    executor: str = "reference",
+    executor: str = catalog.AUTO,
     device: str | None = None,
     dtype: str | None = None,
     layers: int | None = None,
@@ -66,24 +69,28 @@ def load_setup(
     The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
 
     Args:
-        kvs: formats as `formats.parse` takes them; every format that the model and the executor take unless these or `plans`
-            are given.
+        kvs: formats as `formats.parse` takes them; without these and `plans`, every format that the model and the executor
+            take.
         spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
         plans: other caches, by the name that their rows get.
-        model, executor, device, dtype, layers, progress: as in `engine.session.load`.
+        model, device, dtype, layers, progress: as in `engine.session.load`.
+        executor: one for all caches; `auto` is the fastest that reads every one of them.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
-    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
-    tokenizer, config, spec = load_tokenizer(model, loaded.config), loaded.config, spec or KVSpec()
+    config, spec = read_config(model, layers), spec or KVSpec()
     wanted = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
         n: plan_for(s, config) for n, s in (plans or {}).items()
     }
+    must_read = list((wanted or _all(config, spec)).values())
+    executor = catalog.select(executor, config, must_read, device=device, dtype=dtype).name
+    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
+    tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
     # One executor serves every cache; the default format stands for the others until they are known.
     runner = catalog.create(
         executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(formats.names()[0]), config)), device
     )
-    wanted = wanted or _all(runner, config, spec)
+    wanted = wanted or {name: plan for name, plan in _all(config, spec).items() if runner.supports(config, plan) is None}
     for plan in wanted.values():
         if reason := runner.supports(config, plan):
             raise InputError(f"executor {executor} cannot run this: {reason}")
@@ -102,14 +109,12 @@ def load_setup(
     return Setup(ends, base, caches, weights_fingerprint(loaded))
 
 
-def _all(runner: Executor, config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:
-    """Every format that has a layout for this model, and that this executor runs."""
+def _all(config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:
+    """Every format that has a layout for this model."""
     plans = {}
     for name in formats.names():
         with suppress(InputError):  # of a format that cannot hold this head_dim or needs a longer tail
-            plan = plan_for(replace(spec, kv=name), config)
-            if runner.supports(config, plan) is None:
-                plans[name] = plan
+            plans[name] = plan_for(replace(spec, kv=name), config)
     return plans
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache as memoised
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.trial import Stored, put
 
 Table = Mapping[str, Callable[..., Any]]
@@ -49,7 +48,7 @@ class Fault:
 
 def table_with(ops: Table) -> OpTable:
     """The reference's op table with some of its ops replaced."""
-    return cast(OpTable, SimpleNamespace(**{name: ops.get(name, getattr(reference, name)) for name in OP_NAMES}))
+    return with_ops(cast(OpTable, reference), ops)
 
 
 def planted(model: DecoderModel, layer: int) -> list[Fault]:
@@ -60,7 +59,7 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
         layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
     """
     dim, group = model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
-    down = model.weights.layers[layer].down_proj
+    mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
 
     def turned(x: Tensor, index: int) -> Tensor:
         # Rotated as usual, this is x turned by the transposed rotation.
@@ -79,7 +78,7 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
         _attending("the first two of five Q heads corrupted", layer, lambda out: _first_two_heads(out, group)),
         _storing("K and V not written", layer, None),
         _attending("one NaN", layer, _one_nan),
-        Fault("an MLP left out", layer, "down_proj", "attention_mlp", {"linear": _without(down)}),
+        Fault("an MLP left out", layer, mlp_out, "attention_mlp", {"linear": _without(down)}),
     ]
 
 

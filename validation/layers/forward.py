@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,13 +11,12 @@ from torch import Tensor
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.model import run_layers
 from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.trial import Stored, Trial, load, new_cache_like, put, snapshot, take
 
@@ -128,7 +125,7 @@ class Reference:
         before, batch = snapshot(self.cache, index), forward.batch
         cache = self.cache if self._whole is None else self._scratch
         load(cache, index, before)
-        out = run_layers(self.model, hidden, range(index, index + 1), batch, cache, self.recorder.ops)
+        out = self.model.layers(hidden, range(index, index + 1), batch, cache, self.recorder.ops)
         calls = self.recorder.taken()
         if self._whole is not None:
             outcome = self._whole.layer(hidden, index, batch)
@@ -157,9 +154,8 @@ class Reference:
         """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to."""
         load(self._scratch, index, made.before)
         put(self._scratch, index, batch.slot_mapping, stored)
-        table = {name: getattr(self.ops, name) for name in OP_NAMES} | {"store_kv": _keep}
-        ops = cast(OpTable, SimpleNamespace(**table))
-        return run_layers(self.model, made.hidden_in, range(index, index + 1), batch, self._scratch, ops)
+        ops = with_ops(self.ops, {"store_kv": _keep})
+        return self.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, ops)
 
 
 def _keep(*_: object) -> None:

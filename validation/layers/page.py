@@ -1,9 +1,9 @@
-"""A report as one HTML page that needs nothing but itself: verdict, plots by layer, stages beside their bounds, every row."""
+"""A report as one self-contained HTML page: verdict, how it was made, plots by layer, stages beside their bounds, every row."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -42,7 +42,26 @@ polyline { fill: none !important; stroke-width: 2; } polyline.a { stroke-width: 
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; } summary { cursor: pointer; margin: .5rem 0; }
+td.made { white-space: pre-wrap; overflow-wrap: anywhere; } th { vertical-align: top; }
 """
+
+
+@dataclass(frozen=True)
+class About:
+    """How a report was made.
+
+    Attributes:
+        command: as it was typed.
+        versions, machine: by name.
+        date: of the run, with its time zone.
+    """
+
+    model: str
+    command: str
+    prompts: Sequence[str]
+    versions: Mapping[str, str]
+    machine: Mapping[str, str]
+    date: str
 
 
 @dataclass(frozen=True)
@@ -55,8 +74,8 @@ class _Line:
     values: dict[int, float]
 
 
-def page(report: Report) -> str:
-    """One self-contained HTML page, for light and dark screens."""
+def page(report: Report, about: About) -> str:
+    """One self-contained HTML page, for light and dark screens. The same arguments give the same page."""
     title = f"{report.candidate} against {report.reference}"
     word, colour = ("passed", "good") if report.passed else ("failed", "bad")
     prompts = ", ".join(map(str, report.prompt_tokens))
@@ -64,13 +83,15 @@ def page(report: Report) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}: {word}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(title)} <span class="verdict {colour}">{word}</span></h1>
-<p class="soft">KV cache {escape(report.kv)}, model in {escape(report.dtype)}; prompts of {prompts} tokens,
+<p class="soft">{escape(about.model)} in {escape(report.dtype)}, KV cache {escape(report.kv)}; prompts of {prompts} tokens,
 {report.steps} decode steps.</p>
 {_first_divergence(report)}
+<h2>How it was made</h2>
+{_about_table(about, report)}
 <h2>By layer, the worst of all forwards</h2>
 <div class="plots">{_match_plot(report)}{_cosine_plot(report)}</div>
-<p class="soft">Teacher-forced: each layer is fed the reference's input and cache, so a bad point is that layer's own doing.
-Free-running: each layer is fed what the executor made of the layer before, so errors add up.</p>
+<p class="soft">Teacher-forced: each layer gets the reference's input and cache, so a bad point is that layer's own fault.
+Free-running: each layer gets what the executor made of the layer before, so errors add up.</p>
 <h2>Stages, teacher-forced: the largest error beside its bound</h2>
 {_stage_table(report)}
 <h2>Logits, free-running</h2>
@@ -83,13 +104,33 @@ Free-running: each layer is fed what the executor made of the layer before, so e
 def _first_divergence(report: Report) -> str:
     found = report.first_divergence
     if found is None:
-        return "<p>There is not a bit of difference.</p>"
+        return "<p>Every bit is equal.</p>"
     where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
     colour = "bad" if found.reason == "fault" else ""
     return (
         f'<p>First divergence: <strong class="{colour}">{escape(where)}: {found.reason}</strong> '
         f"in {found.phase} {found.step}.</p><p class='soft'>{escape(found.detail)}</p>"
     )
+
+
+# Characters of a prompt that the page shows.
+_SHOWN = 200
+
+
+def _about_table(about: About, report: Report) -> str:
+    def listed(facts: Mapping[str, str]) -> str:
+        return escape(", ".join(f"{name} {value}" for name, value in facts.items()))
+
+    prompts = "".join(
+        f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({tokens} tokens)</div>"
+        for text, tokens in zip(about.prompts, report.prompt_tokens, strict=True)
+    )
+    rows = (
+        ("model", escape(about.model)), ("command", f"<code>{escape(about.command)}</code>"), ("prompts", prompts),
+        ("versions", listed(about.versions)), ("machine", listed(about.machine)), ("date", escape(about.date)),
+    )  # fmt: skip
+    cells = "".join(f'<tr><th class="left">{name}</th><td class="left made">{value}</td></tr>' for name, value in rows)
+    return f'<div class="table"><table>{cells}</table></div>'
 
 
 # -- Plots -----------------------------------------------------------------------------------------------------------------

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
-from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.models.weights import TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
 STAGES = (
     "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots", "store_kv.k",
@@ -51,37 +50,37 @@ class Recorder:
     """
 
     def __init__(self, ops: OpTable, weights: Weights) -> None:
-        self.calls: list[Call] = []
-        self._names = {id(weights.final_norm): "final_norm", id(weights.lm_head): "head"}
-        for layer in weights.layers:
-            self._names |= {id(getattr(layer, field.name)): field.name for field in fields(layer)}
-        self.ops = cast(OpTable, SimpleNamespace(**{name: self._recorded(name, getattr(ops, name)) for name in OP_NAMES}))
+        self._calls: list[Call] = []
+        ends = [("final_norm", weights.final_norm), ("head", weights.lm_head)]
+        of_layers = [(field, tensor) for layer in weights.layers for field, _, tensor in layer.named()]
+        self._stages = TensorNames([*ends, *of_layers])
+        self.ops = with_ops(ops, {name: self._recorded(name, getattr(ops, name)) for name in OP_NAMES})
 
     def _recorded(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            result = op(*args)
-            self.calls.append(Call(name, self._stage(name, args), args, result))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = op(*args, **kwargs)
+            given = arguments(name, *args, **kwargs)
+            stage = self._stages.of(given["weight"]) if "weight" in given else None
+            self._calls.append(Call(name, stage or name, tuple(given.values()), result))
             return result
 
         return run
 
-    def _stage(self, name: str, args: tuple[Any, ...]) -> str:
-        if name in ("linear", "rms_norm"):
-            return self._names.get(id(args[1]), name)
-        if name == "rope":
-            norm = next((call.stage for call in reversed(self.calls) if call.result is args[0]), "")
-            return norm.replace("norm", "rope") or name
-        return name
-
     def taken(self) -> list[Call]:
         """The calls since the last time this was asked."""
-        calls = self.calls[:]
-        self.calls.clear()
-        return calls
+        calls, self._calls = self._calls, []
+        keys = [call.args[0] for call in calls if call.op == "store_kv"]
+
+        def stage_of(call: Call) -> str:
+            # RoPE is given no weight: its result is stored as K, or it is Q's.
+            is_k = any(call.result is k for k in keys)
+            return call.stage if call.op != "rope" else "k_rope" if is_k else "q_rope"
+
+        return [replace(call, stage=stage_of(call)) for call in calls]
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's own."""
-        return id(tensor) in self._names
+        return self._stages.of(tensor) is not None
 
 
 def table_of(executor: Executor) -> OpTable | None:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.model import embed, head
-from haarkv.models.qwen3_14b.weights import Weights
+from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation import bounds
@@ -114,7 +113,7 @@ class _Validation:
 
     def _forward(self, forward: Forward) -> Tensor:
         """One forward by everybody; the reference's logits [B, vocab]."""
-        hidden = embed(self.model, forward.token_ids)
+        hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         free, drift = hidden, torch.zeros(len(hidden))
         for index in range(self.model.config.num_layers):
@@ -192,7 +191,7 @@ class _Validation:
         """The head, and the candidate's own prefill or decode against its own layers one by one."""
         last = forward.batch.query_start_loc[1:].long() - 1
         recorder, trial, slots = self.reference.recorder, self.whole, forward.batch.slot_mapping
-        ours = head(self.model, hidden[last], recorder.ops)
+        ours = self.model.head(hidden[last], recorder.ops)
         if not (ours.amax(-1) > ours.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
         calls = recorder.taken() if self.ops is not None else []
@@ -201,7 +200,7 @@ class _Validation:
         outcome = trial.forward(forward.token_ids, forward.batch, forward.phase, self.model.config.vocab_size)
         stage = "head" if self.ops is None else "forward"
         verdicts += self._whole_stored(stage, slots)
-        expected = head(self.model, free[last], self.reference.ops)
+        expected = self.model.head(free[last], self.reference.ops)
         verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
         self._settle(verdicts, None, forward)
         compared = compare_vectors(ours, outcome.result)

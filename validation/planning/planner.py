@@ -7,7 +7,7 @@
     verified = verify(setup, unseen, best.plan, rivals_of(...))   # on another text, beside uniform formats
 
 A *place* is K or V of one layer. That the costs of places add up is an assumption; it ranks the plans of one tail, and
-nothing else is made of it. docs/plan.md says how far it holds.
+nothing else is made of it. docs/fidelity.md says how far it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from haarkv.engine.session import Session, plan_for
 from haarkv.models.base import DecoderConfig
-from haarkv.models.qwen3_14b.model import embed, head
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Side
@@ -205,7 +204,7 @@ class _Entering:
     """What enters every layer in one window of the baseline, and its logits; computed when first asked for."""
 
     def __init__(self, setup: Setup, calibration: Workload, window: Span) -> None:
-        self._setup, self._hidden = setup, [embed(setup.model, calibration.fed(window))]
+        self._setup, self._hidden = setup, [setup.model.embed(calibration.fed(window))]
         self._base: Tensor | None = None
 
     def _at(self, layer: int) -> Tensor:
@@ -221,7 +220,7 @@ class _Entering:
         """The baseline's logits [length, vocab] fp32."""
         if self._base is None:
             model = self._setup.model
-            self._base = head(model, self._at(model.config.num_layers).to(model.weights.lm_head.device), reference)
+            self._base = model.head(self._at(model.config.num_layers).to(model.weights.lm_head.device), reference)
         return self._base
 
     def logits(self, side: Session, layer: int) -> Iterator[Tensor]:

@@ -10,8 +10,8 @@ import torch
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
-from haarkv.models.qwen3_14b.weights import assemble, checkpoint_shapes
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

@@ -1,11 +1,13 @@
 """Final norm and LM head as one PyPTO program."""
 
+from typing import Any
+
 import pypto
 
 from haarkv.tq_ops.npu.kernels.linear import Tiles, hidden_norm
 
 
-def build(shape, options):
+def build(shape: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated head for a `HeadProgram`: tiles of tokens, and within each the vocabulary a piece at a time."""
     hidden_size, eps, vocab, piece, rows = shape.hidden_size, shape.rms_norm_eps, shape.vocab_size, shape.piece, shape.rows
     tiles = Tiles(rows)

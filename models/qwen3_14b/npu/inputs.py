@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
+from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.program import ordered
@@ -80,7 +82,7 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
 
 def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
     """A layer's arguments that never change: weights and rotation, on the model's device."""
-    weights = model.weights.layers[index]
+    weights = cast(LayerWeights, model.weights.layers[index])
     transform = READS.built_in(model.config.head_dim).transform
     rotation = transform.matrix(index, model.config.head_dim).to(weights.q_proj.device).contiguous()
     return {

@@ -3,6 +3,8 @@
 Loops must stand in the jit body; what happens within one iteration is in the helpers above it.
 """
 
+from typing import Any
+
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import Packed, Place, attend_step, bf16_as_fp16, rotate_queries, softmaxes, unrotate
@@ -77,7 +79,7 @@ def _finish(softmax, rotation_fp16, attended, first_row, first_head, shape):
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
 
 
-def build(layer, options):
+def build(layer: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated layer for a `LayerProgram`.
 
     Tokens come in tiles of `layer.rows`; a tile's rows are consecutive tokens of one sequence in prefill, one token of each

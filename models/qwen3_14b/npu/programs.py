@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.weights import needs_other_tensors
 from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.npu.program import Argument, Kernel
 from haarkv.tq_ops.npu.reads import READS
@@ -105,6 +107,8 @@ def head_program(config: DecoderConfig, most_vocab: int | None = None) -> HeadPr
 
 def unsupported(config: DecoderConfig) -> str | None:
     """None, or in one sentence why no program can be built for such a model."""
+    if other := needs_other_tensors(config, LayerWeights):
+        return f"its programs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
     if reason := wrong_head_dim(READS, config.head_dim):
         return reason
     for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes, rotation_name
-from haarkv.models.qwen3_14b.weights import EMBEDDING, FINAL_NORM, HEAD, layer_names, layer_shapes
+from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, needs_other_tensors
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported as unreadable
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
@@ -74,6 +77,13 @@ class GraphSpec:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
+def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    """In one sentence why there is no graph for a model with such a cache, or None."""
+    if other := needs_other_tensors(config, LayerWeights):
+        return f"its graphs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
+    return unreadable(READS, plan, config.head_dim)
+
+
 def cache_name(layer: int, stored: str) -> str:
     """Name of the input that is a layer's stored field."""
     return f"layers.{layer}.{stored}"
@@ -95,8 +105,7 @@ def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -
     tables = TensorType(_FLOAT, (config.max_position_embeddings, config.head_dim // 2))
     types |= {ROPE_COS: tables, ROPE_SIN: tables}
     for layer in span:
-        names = layer_names(layer)
-        types |= {names[name]: TensorType(element, shape) for name, shape in layer_shapes(config).items()}
+        types |= {tensor.name: TensorType(element, tensor.shape) for tensor in layer_tensors(config, layer).values()}
         types[rotation_name(layer)] = TensorType(_FLOAT, (config.head_dim, config.head_dim))
     if head:
         types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
@@ -263,8 +272,8 @@ class _Model:
         )  # fmt: skip
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
-        names = layer_names(layer)
-        weights = {f"{name}.weight": self._weight(names[name]) for name in layer_shapes(self.config)}
+        tensors = layer_tensors(self.config, layer)
+        weights = {f"{field}.weight": self._weight(tensor.name) for field, tensor in tensors.items()}
         fields = {stored: cache_name(layer, stored) for stored in FIELDS}
         hidden, *new = self.g.call(
             f"layers.{layer}", "DecoderLayer", self.scopes.layer, hidden=hidden, **fields, **shared,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from npu_programs import needs_pypto
+from npu_verify import check_verified
 from small_models import cache_tensors, new_cache
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -13,7 +14,6 @@ from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.sim.verify import check_verified
 from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = needs_pypto

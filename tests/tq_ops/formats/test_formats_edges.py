@@ -24,6 +24,7 @@ ALONE = [name for name in formats.names() if formats.get(name).group_tokens == 1
 MODEL = small_model(SMALL)
 MODELS = {shape: small_model(CONFIGS[shape]) for shape in ("mha_d64", "gqa2_d256_tied")}
 DOCS = ROOT / "docs" / "formats.md"
+LOG = ROOT / "benchmarks" / "LOG.md"
 
 
 def gaussian(*shape, seed=0):
@@ -345,15 +346,15 @@ def test_what_is_too_large_names_its_place():
 
 
 # -- The page ---------------------------------------------------------------------------------------------------------------
-def table(heading):
-    """Rows of the first table below a heading of docs/formats.md, by their first cell."""
-    text = DOCS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+def table(page, heading):
+    """Rows of the first table below a heading of a page, by their first cell."""
+    text = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return {row[0].strip("`"): row[1:] for row in rows[2:]}
 
 
 def test_the_page_lists_every_format_with_its_bytes():
-    rows = table("All formats")
+    rows = table(DOCS, "All formats")
     assert list(rows) == formats.names()
     for name, row in rows.items():
         for head_dim, cell in zip((64, 128, 256), row[:3], strict=True):
@@ -377,7 +378,7 @@ def errors(name, side, x, outliers):
 
 
 def test_the_page_tells_the_errors_that_are_measured():
-    rows = table("Round trips")
+    rows = table(LOG, "Round trips")
     x = gaussian(2048, 128)
     with_outliers = gaussian(2048, 128, seed=1)
     with_outliers[:, 3] *= 50

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from npu_programs import needs_pypto, rotation
+from npu_verify import check_verified
 
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -13,7 +14,6 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import VARIANTS, AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.sim.verify import check_verified
 
 pytestmark = needs_pypto
 HEADS, KV_HEADS, LAYER = 10, 2, 1

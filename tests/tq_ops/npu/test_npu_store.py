@@ -3,10 +3,10 @@
 import pytest
 import torch
 from npu_programs import Case, empty_cache, needs_pypto, rotation, scatter, verify
+from npu_verify import VerificationError, check_verified
 
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.sim.verify import VerificationError, check_verified
 
 pytestmark = needs_pypto
 BLOCKS = 3

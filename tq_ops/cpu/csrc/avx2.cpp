@@ -1,4 +1,4 @@
-#include <immintrin.h>
+#include "intrinsics.h"
 
 #include <cmath>
 #include <cstring>
@@ -8,13 +8,15 @@
 
 namespace haarkv {
 namespace {
-#include "level.h"
-#include "projection.h"
-#include "vectors.h"
+#include "common.h"
 #include "exponential.h"
 #include "simd_avx2.h"
+#include "float_products.h"
+#include "attention.h"
+#include "projection.h"
+#include "vectors.h"
 template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
-} // namespace
+}  // namespace
 
 const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
@@ -23,4 +25,4 @@ const Kernels& avx2_kernels() {
     return kernels;
 }
 
-} // namespace haarkv
+}  // namespace haarkv

@@ -1,4 +1,4 @@
-#include <immintrin.h>
+#include "intrinsics.h"
 
 #include <cmath>
 #include <cstring>
@@ -8,14 +8,15 @@
 
 namespace haarkv {
 namespace {
-#include "level.h"
+#include "common.h"
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "simd_avx512.h"
 #include "simd_vnni.h"
 #include "integer_products.h"
+#include "attention.h"
 
-// FP32 activations stay in FP32.
+// Only BF16 activations become integers; FP32 stays FP32.
 void attend_either(const Cache& cache, const Tile& tile, float* scratch) {
     if (tile.bf16) return attend<Avx512, IntegerProducts>(cache, tile, scratch);
     avx512_kernels().attend(cache, tile, scratch);
@@ -25,7 +26,7 @@ int64_t scratch_of_either(const Cache& cache) {
     const int64_t floats = avx512_kernels().scratch_floats(cache), integers = scratch_floats<IntegerProducts>(cache);
     return floats > integers ? floats : integers;
 }
-} // namespace
+}  // namespace
 
 const Kernels& avx512vnni_kernels() {
     static const Kernels kernels = {
@@ -34,4 +35,4 @@ const Kernels& avx512vnni_kernels() {
     return kernels;
 }
 
-} // namespace haarkv
+}  // namespace haarkv

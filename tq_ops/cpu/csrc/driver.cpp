@@ -1,5 +1,5 @@
-// The C interface: cuts ops into items, runs them on the pool, and owns scratch. Arrays are contiguous; nothing is checked that
-// the caller can see for itself.
+// The C interface: cuts each op into items, runs them on the pool, and owns scratch. Arrays are contiguous. The caller checks
+// whatever it can see for itself, such as shapes and dtypes.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -16,13 +16,13 @@
 namespace haarkv {
 namespace {
 
-// Keys of one item. Fixed, so that sums are the same for any number of threads and whatever else is in the batch.
+// Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
 constexpr int64_t kWeightBytesPerItem = 128 * 1024;
 
-enum Level { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3 };
+enum Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3 };
 
-int best_level() {
+Isa best_isa() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -36,17 +36,17 @@ int best_level() {
 #endif
 }
 
-const Kernels& kernels_of(int level) {
+const Kernels& kernels_of(int isa) {
 #if defined(__x86_64__)
-    if (level == kAvx512Vnni) return avx512vnni_kernels();
-    if (level == kAvx512) return avx512_kernels();
-    if (level == kAvx2) return avx2_kernels();
+    if (isa == kAvx512Vnni) return avx512vnni_kernels();
+    if (isa == kAvx512) return avx512_kernels();
+    if (isa == kAvx2) return avx2_kernels();
 #endif
-    (void)level;
+    (void)isa;
     return portable_kernels();
 }
 
-// x [n] BF16 or FP32 to FP32.
+// Converts x [n], BF16 or FP32, to FP32.
 void widen(const void* x, bool bf16, int64_t n, float* out) {
     if (!bf16) {
         std::memcpy(out, x, n * sizeof(float));
@@ -55,7 +55,7 @@ void widen(const void* x, bool bf16, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[i]);
 }
 
-// Whether none of n numbers, given as bits, has an exponent of ones.
+// Whether n numbers, given as bits, are finite: `exponent` masks the bits that are all ones in an infinity or a NaN.
 template <class T> bool finite(const T* x, int64_t n, T exponent) {
     T bad = 0;
     for (int64_t i = 0; i < n; ++i) bad |= static_cast<T>((x[i] & exponent) == exponent);
@@ -69,7 +69,7 @@ struct Free {
 };
 using Floats = std::unique_ptr<float[], Free>;
 
-// On a cache line's boundary: a load across two costs two.
+// Aligned to a cache line: a load that straddles two lines costs two.
 Floats floats(int64_t n) {
     void* p = std::aligned_alloc(64, static_cast<size_t>((n * 4 + 63) / 64 * 64));
     if (p == nullptr) throw std::bad_alloc();
@@ -78,8 +78,8 @@ Floats floats(int64_t n) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-} // namespace
-} // namespace haarkv
+}  // namespace
+}  // namespace haarkv
 
 using namespace haarkv;
 
@@ -89,45 +89,45 @@ struct HaarkvAttention {
     Cache cache;
     const void* q;               // [T, Hq, D] BF16 or FP32
     void* out;                   // [T, Hq, D] of the same
-    const float* turn;           // [D, D]: q @ turn is rotated, in word order
-    const float* turn_back;      // [D, D]: from plane order to the model's own domain
+    const float* rotation;       // [D, D]: q @ rotation is the rotated query in word order
+    const float* rotation_back;  // [D, D]: from the rotated domain in plane order to the model's own
     const int32_t* block_table;  // [B, max_blocks]
     const int32_t* query_start;  // [B + 1]
     const int64_t* positions;    // [T]
     int32_t sequences, max_blocks, num_heads, bf16;
     float softmax_scale;
-    int32_t level, threads;
+    int32_t isa, threads;
 };
 
 struct HaarkvStore {
-    const void *k, *v;          // [T, Hkv, D] BF16 or FP32
+    const void *k, *v;  // [T, Hkv, D] BF16 or FP32
     int32_t k_bf16, v_bf16;
-    uint8_t *k_codes, *v_codes; // as in Side, and so are the strides
+    uint8_t *k_codes, *v_codes;  // as in Side, and so are the strides
     uint16_t *k_scales, *v_scales;
     int64_t k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride;
     Quantizer quantizer;
-    const int64_t* slots;       // [T]
+    const int64_t* slots;  // [T]
     int64_t tokens, num_slots;
-    int32_t num_kv_heads, block_size, level, threads;
+    int32_t num_kv_heads, block_size, isa, threads;
 };
 
 struct HaarkvLinear {
-    const uint16_t* weight;   // [out, in] BF16
-    const void* x;            // [T, in] BF16 or FP32
-    float* y;                 // [T, out]
+    const uint16_t* weight;  // [out, in] BF16
+    const void* x;           // [T, in] BF16 or FP32
+    float* y;                // [T, out]
     int64_t tokens, in, out;
-    int32_t bf16, level, threads;
+    int32_t bf16, isa, threads;
 };
 
-__attribute__((visibility("default"))) int haarkv_best_level() { return best_level(); }
+__attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
 
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
-    const Kernels& kernels = kernels_of(a->level);
+    const Kernels& kernels = kernels_of(a->isa);
     const int dim = a->cache.head_dim, kv_heads = a->cache.num_kv_heads, group = a->num_heads / kv_heads;
     const int blocks_per_split = std::max(1, kSplitKeys / a->cache.block_size);
     const int64_t tokens = a->query_start[a->sequences];
 
-    // A tile's splits lie one after the other, `first` in the list of all.
+    // The splits of a tile are consecutive in the list of all; `first` is the index of its first.
     struct RowTile {
         Tile tile;
         int64_t first, splits, row[kMaxRows];
@@ -175,7 +175,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
         float* x = scratch.get() + thread * scratch_size;
         const int64_t row = item * kMaxRows, rows = std::min<int64_t>(kMaxRows, tokens * a->num_heads - row);
         widen(at(a->q, a->bf16, row * dim), a->bf16, rows * dim, x);
-        kernels.rotate(x, static_cast<int>(rows), a->turn, dim, rotated.get() + row * dim);
+        kernels.rotate(x, static_cast<int>(rows), a->rotation, dim, rotated.get() + row * dim);
     };
     parallel_for(a->threads, divide_up(tokens * a->num_heads, kMaxRows), rotate);
 
@@ -206,7 +206,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
             }
             for (int d = 0; d < dim; ++d) sum[d] /= total;
         }
-        kernels.rotate(merged, t.tile.rows, a->turn_back, dim, out);
+        kernels.rotate(merged, t.tile.rows, a->rotation_back, dim, out);
         for (int r = 0; r < t.tile.rows; ++r) {
             if (!a->bf16) {
                 std::memcpy(static_cast<float*>(a->out) + t.row[r] * dim, out + r * dim, dim * sizeof(float));
@@ -218,7 +218,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     parallel_for(a->threads, static_cast<int64_t>(tiles.size()), merge);
 }
 
-// 0, or 1 where a slot lies outside the cache or a number is not finite; then nothing was stored.
+// Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is not finite.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t dim = s->quantizer.head_dim, heads = s->num_kv_heads;
     for (int64_t t = 0; t < s->tokens; ++t)
@@ -232,13 +232,13 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             return 1;
         }
     }
-    const Kernels& kernels = kernels_of(s->level);
+    const Kernels& kernels = kernels_of(s->isa);
     const int64_t tiles = divide_up(heads, kMaxRows);
     auto quantize = [&](int64_t item, int) {
         const bool v = item & 1;
         const int64_t token = item / 2 / tiles, head = item / 2 % tiles * kMaxRows;
         const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, heads - head));
-        alignas(64) float x[3 * kMaxRows * kMaxDim]; // memory from the heap takes longer to get than a token to store
+        alignas(64) float x[3 * kMaxRows * kMaxDim];  // on the stack: the heap would take longer than storing a token
         const bool bf16 = v ? s->v_bf16 : s->k_bf16;
         widen(at(v ? s->v : s->k, bf16, (token * heads + head) * dim), bf16, rows * dim, x);
         uint8_t* codes[kMaxRows];
@@ -246,7 +246,8 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         const int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
         for (int r = 0; r < rows; ++r) {
             const int64_t vector = (head + r) * s->block_size + offset;
-            codes[r] = (v ? s->v_codes + block * s->v_codes_stride : s->k_codes + block * s->k_codes_stride) + vector * (dim / 2);
+            codes[r] =
+                (v ? s->v_codes + block * s->v_codes_stride : s->k_codes + block * s->k_codes_stride) + vector * (dim / 2);
             scales[r] = (v ? s->v_scales + block * s->v_scales_stride : s->k_scales + block * s->k_scales_stride) + vector;
         }
         kernels.quantize(s->quantizer, x, rows, x + kMaxRows * dim, codes, scales);
@@ -256,7 +257,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
 }
 
 __attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* p) {
-    const Kernels& kernels = kernels_of(p->level);
+    const Kernels& kernels = kernels_of(p->isa);
     const int64_t half = p->in / 2;
     const Floats numbers = floats(p->tokens * (p->in + 2 * half));
     float *x = numbers.get(), *even = x + p->tokens * p->in, *odd = even + p->tokens * half;
@@ -272,4 +273,4 @@ __attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* p)
     parallel_for(p->threads, divide_up(p->out, rows), project);
 }
 
-} // extern "C"
+}  // extern "C"

@@ -1,4 +1,4 @@
-// FP16 and BF16 by integer arithmetic, for any machine. Included inside each level's namespace.
+// FP16 and BF16 by integer arithmetic, for any machine.
 #pragma once
 
 #include <cstdint>
@@ -45,5 +45,5 @@ inline uint16_t float_to_half(float x) {
     return static_cast<uint16_t>((u + 0xfffu + ((u >> 13) & 1u)) >> 13);
 }
 
-} // namespace
-} // namespace haarkv
+}  // namespace
+}  // namespace haarkv

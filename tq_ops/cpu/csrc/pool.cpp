@@ -17,7 +17,7 @@
 namespace haarkv {
 namespace {
 
-// Between two ops of a layer a worker looks out for work so long before it sleeps: waking one takes about as long.
+// A worker polls this long for the next op of a layer before it sleeps; waking it would take about as long.
 constexpr auto kAwake = std::chrono::microseconds(60);
 
 inline void pause() {
@@ -41,7 +41,7 @@ class Pool {
         }
         work_.notify_all();
         take(0);
-        // A worker that has not woken by now finds no seat: nobody waits for it.
+        // A worker that has not woken by now gets no seat, and nobody waits for it.
         std::unique_lock<std::mutex> lock(mutex_);
         seats_ = 0;
         done_.wait(lock, [this] { return active_ == 0; });
@@ -91,8 +91,8 @@ class Pool {
 // GNU OpenMP's entry to a parallel region, as compilers call it.
 using Region = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-// That of the OpenMP which torch has loaded, under whatever name. Its threads spin for milliseconds after each of torch's own
-// loops; beside them on the same cores a second set of threads would get half of the time.
+// The entry of the OpenMP library that torch has loaded, under whatever name. Its threads spin for milliseconds after each of
+// torch's loops, so a second set of threads on the same cores would get half of the time.
 Region loaded_openmp() {
 #ifdef __linux__
     auto find = [](dl_phdr_info* info, size_t, void* region) -> int {
@@ -125,7 +125,7 @@ void take_part(void* argument) {
         loop.body(loop.context, item, thread);
 }
 
-} // namespace
+}  // namespace
 
 void parallel_for(int threads, int64_t items, Body body, void* context) {
     if (threads <= 1 || items <= 1) {
@@ -138,7 +138,7 @@ void parallel_for(int threads, int64_t items, Body body, void* context) {
         openmp(take_part, &loop, static_cast<unsigned>(threads), 0);
         return;
     }
-    // Never destroyed: its threads live as long as the process. A fork has none of them and gets a pool of its own.
+    // Never destroyed: its threads live as long as the process. A forked child has no threads and gets a pool of its own.
     static std::mutex mutex;
     static Pool* pool = nullptr;
     static pid_t owner = 0;
@@ -151,4 +151,4 @@ void parallel_for(int threads, int64_t items, Body body, void* context) {
     here->run(threads, items, body, context);
 }
 
-} // namespace haarkv
+}  // namespace haarkv

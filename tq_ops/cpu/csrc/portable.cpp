@@ -1,3 +1,6 @@
+// GCC warns that without AVX the calling convention for vectors differs. No function that takes one leaves this unit.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 #include <cmath>
 #include <cstring>
 
@@ -6,13 +9,15 @@
 
 namespace haarkv {
 namespace {
-#include "level.h"
-#include "projection.h"
-#include "vectors.h"
+#include "common.h"
 #include "exponential.h"
 #include "simd_portable.h"
+#include "float_products.h"
+#include "attention.h"
+#include "projection.h"
+#include "vectors.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
-} // namespace
+}  // namespace
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
@@ -21,4 +26,4 @@ const Kernels& portable_kernels() {
     return kernels;
 }
 
-} // namespace haarkv
+}  // namespace haarkv

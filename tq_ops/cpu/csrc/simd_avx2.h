@@ -1,4 +1,4 @@
-// Eight lanes of AVX2 with FMA and F16C; where AVX-512VL is there too, one instruction looks up all 16 centroids.
+// Eight lanes of AVX2 with FMA and F16C. With AVX-512VL as well, one instruction looks up all 16 centroids.
 struct Avx2 {
     static constexpr int width = 8;
 #ifdef __AVX512VL__
@@ -13,7 +13,9 @@ struct Avx2 {
     };
 
     static F load(const float* p) { return _mm256_loadu_ps(p); }
-    static F load(const uint16_t* bf16) { return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16)))); }
+    static F load(const uint16_t* bf16) {
+        return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16))));
+    }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static F set1(float x) { return _mm256_set1_ps(x); }
     static F zero() { return _mm256_setzero_ps(); }
@@ -54,7 +56,7 @@ struct Avx2 {
 #ifdef __AVX512VL__
         return _mm256_permutex2var_ps(t.low, x, t.high);
 #else
-        // Bit 3 becomes the sign, by which the half is chosen.
+        // Moves bit 3 to the sign, which selects the half.
         const F upper = _mm256_castsi256_ps(_mm256_slli_epi32(x, 28));
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, x), _mm256_permutevar8x32_ps(t.high, x), upper);
 #endif
@@ -65,14 +67,16 @@ struct Avx2 {
     }
     static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
         int i = 0;
-        for (; i + width <= n; i += width) store(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
+        for (; i + width <= n; i += width)
+            store(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
         for (int j = 0; j < words; j += 8) {
             I r[8], t[8];
             for (int i = 0; i < 8; ++i) r[i] = load_words(codes + (smaller(i, keys - 1) * words + j) * 4);
-            for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+            for (int i = 0; i < 8; i += 2)
+                t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
             for (int i = 0; i < 8; i += 4)
                 for (int c = 0; c < 2; ++c) {
                     r[i + 2 * c] = _mm256_unpacklo_epi64(t[i + c], t[i + c + 2]);

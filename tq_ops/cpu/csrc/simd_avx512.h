@@ -1,4 +1,5 @@
-// Sixteen lanes of AVX-512 F, BW, DQ and VL: `vpermps` looks up all 16 centroids and reads only the low 4 bits of an index.
+// Sixteen lanes of AVX-512 F, BW, DQ and VL. `vpermps` looks up all 16 centroids and ignores all but the low 4 bits of an
+// index.
 struct Avx512 {
     static constexpr int width = 16, registers = 32;
     typedef __m512 F;
@@ -6,7 +7,9 @@ struct Avx512 {
     typedef __m512 Table;
 
     static F load(const float* p) { return _mm512_loadu_ps(p); }
-    static F load(const uint16_t* bf16) { return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16)))); }
+    static F load(const uint16_t* bf16) {
+        return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16))));
+    }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static F set1(float x) { return _mm512_set1_ps(x); }
     static F zero() { return _mm512_setzero_ps(); }
@@ -38,13 +41,15 @@ struct Avx512 {
     }
     static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
         int i = 0;
-        for (; i + width <= n; i += width) store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))));
+        for (; i + width <= n; i += width)
+            store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))));
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
         alignas(64) uint8_t copy[width * 128];
         if (keys < width) {
-            for (int i = 0; i < width; ++i) std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
+            for (int i = 0; i < width; ++i)
+                std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
             codes = copy;
         }
         if (words == 8) return transpose_words<8>(codes, out, stride);
@@ -55,8 +60,8 @@ struct Avx512 {
   private:
     static __m128i quarter(const uint8_t* codes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)); }
 
-    // Four words of 16 keys at a time. Keys 4 L + i, L = 0 ... 3, are put together as they are loaded, which any port can do; only the
-    // last two steps shuffle.
+    // Four words of 16 keys at a time. Loads gather keys i, 4 + i, 8 + i and 12 + i into one register, which any port can do,
+    // so only the last two steps shuffle.
     template <int WORDS> static void transpose_words(const uint8_t* codes, uint32_t* out, int stride) {
         constexpr int kBytes = WORDS * 4;
 #pragma GCC unroll 1

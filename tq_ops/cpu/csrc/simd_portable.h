@@ -1,4 +1,4 @@
-// Eight lanes in the compiler's own vectors, for any machine.
+// Eight lanes in the compiler's own vector types, for any machine.
 struct Portable {
     static constexpr int width = 8, registers = 16;
     typedef float F __attribute__((vector_size(32)));
@@ -23,20 +23,20 @@ struct Portable {
     static F add(F a, F b) { return a + b; }
     static F mul(F a, F b) { return a * b; }
     static F fma(F a, F b, F c) { return a * b + c; }
-    // As x86 does: b where either is a NaN.
+    // As x86 does: b if either is a NaN.
     static F max(F a, F b) {
         F m;
         for (int i = 0; i < 8; ++i) m[i] = a[i] > b[i] ? a[i] : b[i];
         return m;
     }
     static F round(F x) {
-        const F magic = set1(12582912.0f); // 1.5 * 2**23: adding it leaves an integer
+        const F magic = set1(12582912.0f);  // 1.5 * 2**23: the sum has no bits for a fraction
         return (x + magic) - magic;
     }
     static F times_power_of_two(F x, F n) {
         F y;
         for (int i = 0; i < 8; ++i) {
-            // A NaN's n is no integer; the product with x, a NaN too, stays one.
+            // For a NaN n is no integer; x is a NaN too, and so is the product.
             const int exponent = n[i] == n[i] ? static_cast<int>(n[i]) : 0;
             y[i] = x[i] * float_of(static_cast<uint32_t>(exponent + 127) << 23);
         }
@@ -93,9 +93,10 @@ struct Portable {
     static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
         for (int i = 0; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
-    // Words of up to `width` keys, [key][word] to [word][key]; the last key stands for those behind it.
+    // Transposes words of up to `width` keys, [key][word] to [word][key]; the last key fills the lanes after it.
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
         for (int i = 0; i < width; ++i)
-            for (int j = 0; j < words; ++j) std::memcpy(out + j * stride + i, codes + (smaller(i, keys - 1) * words + j) * 4, 4);
+            for (int j = 0; j < words; ++j)
+                std::memcpy(out + j * stride + i, codes + (smaller(i, keys - 1) * words + j) * 4, 4);
     }
 };

@@ -1,6 +1,7 @@
 """Decode attention alone, as one PyPTO program, three ways: to verify the scope and to compare designs in the cost model."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pypto
 
@@ -89,7 +90,7 @@ def _finish(softmax, rotation_fp16, out, row, variant, shape):
         pypto.assemble(unrotate(rotated, rotation_fp16), [row, 0], out)
 
 
-def build(program, options):
+def build(program: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated kernel of an `AttentionProgram`."""
     shape, variant, rows = program.shape, program.variant, program.rows
     heads, step, at_once = shape.num_heads, shape.step_tokens, shape.heads_at_once

@@ -1,11 +1,13 @@
 """Quantize and append alone, as one PyPTO program: scope 2a of a layer, to be verified by itself."""
 
+from typing import Any
+
 import pypto
 
 from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HALF, HEAD_DIM, append, quantize
 
 
-def build(shape, options):
+def build(shape: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated kernel of a `StoreProgram`: tiles of `shape.rows` tokens."""
     rows, kv_heads = shape.rows, shape.num_kv_heads
     vectors = rows * kv_heads

@@ -1,0 +1,160 @@
+"""A model's weights from Hugging Face safetensors, memory-mapped, or random of the true shapes. It knows no family."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from haarkv.models.base import DecoderConfig
+from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes
+from haarkv.tq_ops.errors import InputError
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors done, tensors in all) while weights load."""
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
+    """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint."""
+    return _gathered(config, random_tensors(config, dtype, seed), progress)
+
+
+def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in checkpoint_shapes(config).items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, dtype=dtype)
+        else:
+            yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+
+
+def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
+    """Load a checkpoint folder, one file or sharded.
+
+    Files are memory-mapped: a tensor whose dtype is already `dtype` stays in the file's pages and takes no memory of its
+    own; others are converted one at a time.
+
+    Args:
+        dtype: of the weights in memory, torch.float32 or torch.bfloat16.
+    Raises:
+        InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
+    """
+    return _gathered(config, stored_tensors(folder, config, dtype), progress)
+
+
+def stored_tensors(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+
+    Raises:
+        InputError: as `load_weights`.
+    """
+    shapes = checkpoint_shapes(config)
+    files = _files_of_tensors(folder)
+    _compare_names(folder, shapes, files, tied=config.tie_word_embeddings)
+    headers = {path: read_header(path) for path in sorted(set(files.values()))}
+    for name, shape in shapes.items():
+        _check_tensor(name, shape, files[name], headers[files[name]])
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(_open(path)) for path in headers}
+        for name in shapes:
+            yield name, opened[files[name]].get_tensor(name).to(dtype)
+
+
+def _gathered(config: DecoderConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+    """A whole model of a stream of its tensors."""
+    total, found = len(checkpoint_shapes(config)), {}
+    for done, (name, tensor) in enumerate(tensors, 1):
+        found[name] = tensor
+        if progress:
+            progress(done, total)
+    return assemble(config, found.__getitem__)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): folder / str(file) for name, file in names.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InputError(f"{index} is not an index of safetensors shards: {error}") from None
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                first = next(name for name, file in files.items() if file == path)
+                raise InputError(f"{path} is missing; {index.name} says that it holds {first}")
+        return files
+    single = folder / _SINGLE
+    if not single.is_file():
+        raise InputError(f"{folder} has a config but no weights: neither {_SINGLE} nor {_INDEX} is there")
+    return dict.fromkeys(read_header(single), single)
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file, offsets from the file's beginning.
+
+    Raises:
+        InputError: not a safetensors file, or its header is cut off.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for entry in header.values():
+                begin, end = entry["data_offsets"]
+                entry["data_offsets"] = [begin + 8 + length, end + 8 + length]
+                entry["dtype"], entry["shape"] = str(entry["dtype"]), list(entry["shape"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise InputError(f"{path} is not a safetensors file") from None
+    return dict(header)
+
+
+def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict[str, Path], *, tied: bool) -> None:
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config asks for")
+    # Some checkpoints of tied models carry a copy of the embedding as a head; it is not read.
+    extra = [name for name in files if name not in shapes and not (tied and name == HEAD)]
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise InputError(f"{files[extra[0]]} holds {extra[0]}{more}, which the config does not know")
+
+
+def _check_tensor(name: str, shape: tuple[int, ...], path: Path, header: dict[str, dict[str, Any]]) -> None:
+    entry = header.get(name)
+    if entry is None:
+        raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")
+    if tuple(entry["shape"]) != shape:
+        raise InputError(f"{path}: {name} has shape {list(entry['shape'])}, the config asks for {list(shape)}")
+    if entry["dtype"] not in _WIDTHS:
+        raise InputError(f"{path}: {name} is stored as {entry['dtype']}; BF16, F16 or F32 can be read")
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * _WIDTHS[entry["dtype"]]:
+        raise InputError(f"{path}: {name} takes {end - begin} bytes, its shape asks for another number; the file is damaged")
+    if end > path.stat().st_size:
+        raise InputError(f"{path} is truncated: {name} ends at byte {end}, the file at {path.stat().st_size}; fetch it again")
+
+
+_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}

@@ -1,0 +1,210 @@
+"""A model's weights: what every family's are alike, and the Hugging Face name of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from haarkv.models.base import DecoderConfig
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = "model.layers.{}.{}"
+
+
+def stored(name: str, *axes: str, only_if: str = "") -> Any:
+    """Declare one tensor of a layer, as a field of its dataclass; those with `only_if` stand last.
+
+    Args:
+        name: Hugging Face's name within the layer, such as `self_attn.q_proj.weight`.
+        axes: for each axis, the attribute of `DecoderConfig` that holds its size.
+        only_if: an attribute of `DecoderConfig`; where it is false there is no such tensor, and the field is None.
+    """
+    metadata = {"name": name, "axes": axes, "only_if": only_if}
+    return field(default=None, metadata=metadata) if only_if else field(metadata=metadata)
+
+
+def repeated(name: str, of: type[LayerWeights], count: str) -> Any:
+    """Declare a tuple of equal groups of tensors, such as experts.
+
+    Args:
+        name: Hugging Face's name of the list within the layer, such as `mlp.experts`.
+        of: the class of one group.
+        count: the attribute of `DecoderConfig` that holds how many there are.
+    """
+    return field(metadata={"name": name, "of": of, "count": count})
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that a layer's checkpoint must hold: its Hugging Face name within the layer, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class LayerWeights:
+    """One decoder layer's weights, or one group of them. A family's is a frozen dataclass of `stored` tensors.
+
+    Projections are [out, in], as Hugging Face stores them. Every family's layer has the attribute below; the others are
+    between a family's weights and its layer.
+
+    Attributes:
+        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
+    """
+
+    o_proj: Tensor
+
+    @classmethod
+    def tensors_of(cls, config: DecoderConfig) -> dict[str, StoredTensor]:
+        """Every tensor that a layer of this config has, by its field; `experts.3.up_proj` in a group."""
+        found: dict[str, StoredTensor] = {}
+        for of in fields(cls):  # type: ignore[arg-type]
+            name, count = of.metadata["name"], of.metadata.get("count")
+            if count is not None:
+                group = of.metadata["of"].tensors_of(config)
+                for index in range(getattr(config, count)):
+                    for path, part in group.items():
+                        found[f"{of.name}.{index}.{path}"] = StoredTensor(f"{name}.{index}.{part.name}", part.shape)
+            elif not of.metadata["only_if"] or getattr(config, of.metadata["only_if"]):
+                found[of.name] = StoredTensor(name, tuple(getattr(config, axis) for axis in of.metadata["axes"]))
+        return found
+
+    @classmethod
+    def assembled(cls, config: DecoderConfig, get: Callable[[str], Tensor]) -> Self:
+        """One layer, from a lookup by Hugging Face name within the layer."""
+        values: dict[str, Any] = {}
+        for of in fields(cls):  # type: ignore[arg-type]
+            name, count = of.metadata["name"], of.metadata.get("count")
+            if count is not None:
+                group: type[LayerWeights] = of.metadata["of"]
+                values[of.name] = tuple(
+                    group.assembled(config, lambda part, prefix=f"{name}.{index}": get(f"{prefix}.{part}"))  # type: ignore[misc]
+                    for index in range(getattr(config, count))
+                )
+            elif not of.metadata["only_if"] or getattr(config, of.metadata["only_if"]):
+                values[of.name] = get(name)
+        return cls(**values)
+
+    def named(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(field, Hugging Face name within the layer, tensor) of each tensor that is there."""
+        for of in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, of.name)
+            if isinstance(value, Tensor):
+                yield of.name, of.metadata["name"], value
+            for index, group in enumerate(value if isinstance(value, tuple) else ()):
+                for path, name, tensor in group.named():
+                    yield f"{of.name}.{index}.{path}", f"{of.metadata['name']}.{index}.{name}", tensor
+
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        """A copy in which each tensor is what `change` makes of its field's name and of itself."""
+
+        def of(path: str, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(path, value)
+            if isinstance(value, tuple):
+                return tuple(
+                    group.changed(lambda name, tensor, prefix=f"{path}.{index}": change(f"{prefix}.{name}", tensor))
+                    for index, group in enumerate(value)
+                )
+            return value
+
+        values = {f.name: of(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **values)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model; `lm_head` is `embedding` itself where the head is tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) in the order in which a forward meets them."""
+        yield EMBEDDING, self.embedding
+        for index in range(len(self.layers)):
+            yield from self.of_layer(index)
+        yield FINAL_NORM, self.final_norm
+        if self.lm_head is not self.embedding:
+            yield HEAD, self.lm_head
+
+    def of_layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of one layer."""
+        for _, name, tensor in self.layers[index].named():
+            yield _LAYER.format(index, name), tensor
+
+    def to(self, device: torch.device) -> Weights:
+        """Copies on another device; a tied head stays tied."""
+        embedding = self.embedding.to(device)
+        layers = tuple(layer.changed(lambda _, tensor: tensor.to(device)) for layer in self.layers)
+        head = embedding if self.lm_head is self.embedding else self.lm_head.to(device)
+        return Weights(embedding, layers, self.final_norm.to(device), head)
+
+
+class TensorNames:
+    """Names of tensors, by the memory that they are: another tensor over the same numbers has the same name.
+
+    Args:
+        named: (name, tensor); of two names for one tensor the first counts. Names hold as long as the tensors live.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._names: dict[tuple[object, ...], str] = {}
+        for name, tensor in named:
+            self._names.setdefault(_memory(tensor), name)
+
+    def of(self, tensor: Tensor) -> str | None:
+        """The name of a tensor, None if it is none of those."""
+        return self._names.get(_memory(tensor))
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
+    """Every tensor of one layer, by its field, under its full Hugging Face name."""
+    of_one = config.family.LayerWeights.tensors_of(config)
+    return {path: StoredTensor(_LAYER.format(index, part.name), part.shape) for path, part in of_one.items()}
+
+
+def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights]) -> str | None:
+    """For a builder of whole layers: what sets a config's layer apart from the one it builds, such as "has q_bias"; or None.
+
+    Args:
+        built: the weights of the layer that is built.
+    """
+    ours, theirs = built.tensors_of(config), config.family.LayerWeights.tensors_of(config)
+    more, less = [f for f in theirs if f not in ours], [f for f in ours if f not in theirs]
+    apart = [f"has {field}" for field in more] + [f"has no {field}" for field in less]
+    return ", ".join(apart[:3]) or None
+
+
+def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that a checkpoint of this config must hold."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for index in range(config.num_layers):
+        shapes |= {part.name: part.shape for part in layer_tensors(config, index).values()}
+    shapes[FINAL_NORM] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def assemble(config: DecoderConfig, get: Callable[[str], Tensor]) -> Weights:
+    """Build `Weights` from a lookup by Hugging Face name."""
+    embedding, of = get(EMBEDDING), config.family.LayerWeights
+
+    def layer(index: int) -> LayerWeights:
+        return of.assembled(config, lambda name: get(_LAYER.format(index, name)))
+
+    layers = tuple(layer(index) for index in range(config.num_layers))
+    final_norm = get(FINAL_NORM)
+    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(HEAD))

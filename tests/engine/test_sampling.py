@@ -1,0 +1,94 @@
+"""Sampling against transformers' own logits processors, and the seeds."""
+
+import itertools
+
+import pytest
+import torch
+
+from haarkv.engine.sampling import Sampler, Sampling
+from haarkv.tq_ops.errors import InputError
+
+VOCABULARY = 211
+
+
+def logits_of(seed):
+    return 3 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def theirs(sampling, logits, said):
+    """The distribution that transformers draws from, its processors in the order of `GenerationMixin`."""
+    from transformers.generation import logits_process as hf
+
+    processors = [
+        # In fp32, as the logits are.
+        lambda ids, scores: hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores).double(),
+        hf.TemperatureLogitsWarper(sampling.temperature),
+        *([hf.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+        hf.TopPLogitsWarper(sampling.top_p),
+        hf.MinPLogitsWarper(sampling.min_p),
+    ]
+    scores = logits[None]
+    for processor in processors:
+        scores = processor(torch.tensor([said]), scores)
+    return torch.softmax(scores[0], -1)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "penalty"),
+    [*itertools.product((0, 1, 7), (1.0, 0.8, 0.05), (0.0, 0.1, 1.0), (1.0, 1.3)), (VOCABULARY + 5, 0.9, 0.02, 0.7)],
+)
+def test_the_distribution_is_that_of_transformers(top_k, top_p, min_p, penalty):
+    pytest.importorskip("transformers")
+    said = [3, 5, 5, 70, 210]
+    for seed, temperature in enumerate((0.6, 1.0, 2.5)):
+        sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=penalty)
+        ours = Sampler(sampling, prompt=said).probabilities(logits_of(seed))
+        expected = theirs(sampling, logits_of(seed), said)
+        assert torch.equal(ours > 0, expected > 0)
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_tokens_are_drawn_from_that_distribution():
+    sampling, logits = Sampling(1.0, top_k=5, min_p=0.2), logits_of(0) / 4
+    expected = Sampler(sampling).probabilities(logits)
+    sampler = Sampler(sampling)
+    counts = torch.bincount(torch.tensor([sampler.next(logits) for _ in range(4000)]), minlength=VOCABULARY) / 4000
+    assert 1 < (expected > 0).sum() <= 5
+    torch.testing.assert_close(counts.double(), expected, rtol=0, atol=0.03)
+
+
+def test_a_penalty_counts_the_prompt_and_each_new_token_also_when_greedy():
+    logits = torch.tensor([4.0, 3.5, 3.0, -1.0])
+    sampler = Sampler(Sampling(repetition_penalty=1.5), prompt=[0])
+    assert [sampler.next(logits) for _ in range(3)] == [1, 2, 0]
+    assert logits.tolist() == [4.0, 3.5, 3.0, -1.0]  # the caller's own
+
+
+def test_a_penalty_makes_negative_logits_more_negative():
+    logits = torch.tensor([-1.0, -1.2])
+    assert Sampler(Sampling(repetition_penalty=1.5), prompt=[0]).next(logits) == 1
+    assert Sampler(Sampling(repetition_penalty=0.5), prompt=[1]).next(logits) == 1
+
+
+def test_a_sequence_draws_the_same_whatever_runs_beside_it():
+    sampling = Sampling(1.0, seed=7)
+    assert [Sampler(sampling, 1).next(logits_of(0)) for _ in range(5)] == [
+        Sampler(Sampling(1.0, seed=8)).next(logits_of(0))
+    ] * 5
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", float("inf")),
+        ("repetition_penalty", float("nan")),
+    ],
+)
+def test_a_value_outside_its_range_is_refused(setting, value):
+    with pytest.raises(InputError, match=setting.replace("_p", ".p")):
+        Sampling(**{setting: value})

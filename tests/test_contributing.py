@@ -1,0 +1,87 @@
+"""CONTRIBUTING.md lists every file that a new format, model family or executor touches: nothing else knows them by name."""
+
+import ast
+import re
+from fnmatch import fnmatch
+
+import pytest
+from places import ROOT
+from sources import sources
+
+from haarkv.executors import catalog
+from haarkv.tq_ops import formats
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an executor"
+# The default, and the two that are no formats but what formats are measured against.
+COMMON = {"tq4", "bf16", "fp32"}
+# What is measured or tried is chosen by name: a new format or executor is not touched by being left out.
+CHOOSES = ("benchmarks/*", "validation/planning/planner.py")
+# Tables of signs and levels are called after the format that brought them.
+TABLES = ("codebooks/*",)
+
+
+def listed(section):
+    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)
+
+
+def allowed(section, *more):
+    patterns = [entry.replace("NAME", "*") for entry in listed(section)]
+    return lambda place: any(fnmatch(place, pattern) for pattern in (*patterns, *more))
+
+
+def texts(node):
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def place(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def name_lists(tree, names):
+    """Tuples, lists, sets and dictionaries that hold two or more of the names."""
+    for node in ast.walk(tree):
+        held = (
+            node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else node.keys if isinstance(node, ast.Dict) else []
+        )
+        found = {n.value for n in held if isinstance(n, ast.Constant)} & names
+        if len(found) > 1:
+            yield found
+
+
+@pytest.mark.parametrize("section", [FORMAT, FAMILY, EXECUTOR])
+def test_at_most_eight_files_and_they_exist(section):
+    files = listed(section)
+    assert 4 <= len(files) <= 8
+    assert len(set(files)) == len(files)
+    for file in files:
+        assert list(ROOT.glob(file.replace("NAME", "*"))), file
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=place)
+def test_only_listed_files_know_a_format_by_name(path):
+    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & (set(formats.names()) - COMMON)
+    assert not found or allowed(FORMAT, *CHOOSES, *TABLES)(place(path)), found
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=place)
+def test_only_listed_files_know_a_model_type(path):
+    registry = pytest.importorskip("haarkv.models.registry")
+    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(registry.FAMILIES)
+    assert not found or allowed(FAMILY, *CHOOSES)(place(path)), found
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=place)
+def test_only_listed_files_have_a_list_of_executors(path):
+    found = list(name_lists(ast.parse(path.read_text(encoding="utf-8")), set(catalog.NAMES)))
+    assert not found or allowed(EXECUTOR, *CHOOSES)(place(path)), found
+
+
+def test_the_rules_would_see_names_elsewhere():
+    tree = ast.parse('kv = {"q4_0": 1}\nwho = ("cpu", "npu")\nfine = ("cpu",)')
+    assert texts(tree) >= {"q4_0"}
+    assert list(name_lists(tree, set(catalog.NAMES))) == [{"cpu", "npu"}]
+    assert not allowed(FORMAT)("executors/npu.py")
+    assert allowed(FORMAT)("tq_ops/formats/ggml.py")
+    assert not allowed(EXECUTOR)("tq/options.py")

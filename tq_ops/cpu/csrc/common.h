@@ -1,0 +1,54 @@
+// Pieces that all kernels share. Each instruction set is one translation unit, which includes these headers inside its own
+// unnamed namespace: the linker must not merge functions that were compiled for different instructions. For the same reason
+// the headers instantiate nothing of std::.
+//
+// The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
+// (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
+// times_power_of_two, expf, round_bf16, first(n, a, b), reduce_add, reduce_max; table, load_words, shift<N>, lookup (by the
+// low 4 bits of each word), low_bf16, high_bf16, widen_halves and transpose.
+
+// A compile-time number as a value, for generic lambdas.
+template <int N> struct Int {
+    static constexpr int value = N;
+};
+
+// Accumulators that fit in the register file beside their operands.
+template <class Simd> constexpr int kAccumulators = Simd::registers - 8;
+
+constexpr int kLine = 64;  // bytes of a cache line
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
+
+// Codes and scales of one block and KV head, where they lie in the cache.
+struct Place {
+    const uint8_t* codes;
+    const uint16_t* scales;
+};
+
+inline Place place(const Side& side, const Cache& cache, int block, int head) {
+    const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
+    return {side.codes + block * side.codes_stride + vector * (cache.head_dim / 2),
+            side.scales + block * side.scales_stride + vector * side.scales_per_vector};
+}
+
+inline void fetch_scales(Place at, int n) {
+    for (int i = 0; i < n; i += kLine / 2) fetch(at.scales + i);
+}
+
+// Widens the scales of n vectors to [scales_per_vector, padded] FP32; the padding is zero.
+template <class Simd> void widen_scales(const uint16_t* scales, int per_vector, int n, int stride, float* out) {
+    if (per_vector == 1) return Simd::widen_halves(scales, n, stride, out);
+    for (int s = 0; s < per_vector; ++s)
+        for (int i = 0; i < stride; ++i) out[s * stride + i] = i < n ? half_to_float(scales[i * per_vector + s]) : 0.0f;
+}
+
+// Centroids of level LEVEL of each word. The lookup ignores the upper bits, so an unaligned load replaces most shifts, which
+// would compete with the multiply-adds for a port. That load reads up to 3 bytes past the last word: PAST says whether it may.
+template <class Simd, int LEVEL, bool PAST>
+inline typename Simd::F centroids_of(typename Simd::Table table, const void* words) {
+    if constexpr (!PAST) return Simd::lookup(table, Simd::template shift<4 * LEVEL>(Simd::load_words(words)));
+    return Simd::lookup(table,
+                        Simd::template shift<LEVEL % 2 * 4>(Simd::load_words(static_cast<const char*>(words) + LEVEL / 2)));
+}
