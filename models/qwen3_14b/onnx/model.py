@@ -17,8 +17,6 @@ from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, needs_other_tensors
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported as unreadable
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
@@ -77,11 +75,11 @@ class GraphSpec:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
-    """In one sentence why there is no graph for a model with such a cache, or None."""
+def unsupported(config: DecoderConfig) -> str | None:
+    """In one sentence why there are no graphs of such a model, or None."""
     if other := needs_other_tensors(config, LayerWeights):
         return f"its graphs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
-    return unreadable(READS, plan, config.head_dim)
+    return None
 
 
 def cache_name(layer: int, stored: str) -> str:
