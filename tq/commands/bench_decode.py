@@ -55,7 +55,7 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
     """Measure decode latency by context, batch, executor and format: attention of one layer, and whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
-    in the same run: moving the bytes at the speed of a copy or computing at the speed of a matrix product, whichever is longer.
+    in the same run: moving the bytes at the speed of a copy or computing at that of a matrix product, whichever is longer.
     auto is the fastest executor here that reads one of the formats; a format that an executor does not read is left out.
     """
     from haarkv.benchmarks import decode_plot
@@ -168,9 +168,7 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
         print_table(f"{request.model}, {request.dtype}: {title}, median of {request.repeats}; {limits}", columns, cells)
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
-    print(
-        "speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed or its operations, the longer time"
-    )
+    print("speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer")
 
 
 def _best_peer(rows: Sequence[CostRow], like: CostRow) -> float | None:

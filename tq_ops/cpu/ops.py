@@ -1,4 +1,4 @@
-"""The op table of CPUs. Attention over packed codes, quantize-append and BF16 projections are C++; the reference does the rest.
+"""The op table of CPUs: attention over packed codes, quantize-append and BF16 projections in C++, the rest from the reference.
 
 Signatures and rounding points are those of `tq_ops.reference`, except where a docstring says otherwise.
 """
@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import Layout, layout, unsupported
+from haarkv.tq_ops.cpu.layout import READS, Layout, layout, one_quantizer
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.turboquant import codebook_on
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.reads import unsupported
 
 # With more tokens than this, torch's matrix product is faster than reading the weight row by row.
 _MOST_TOKENS_BY_ROWS = 64
@@ -102,8 +101,8 @@ class CpuOps:
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
-        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not depend
-        on the number of threads, on the rest of the batch or on how a prompt was split.
+        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not
+        depend on the number of threads, on the rest of the batch or on how a prompt was split.
 
         Args:
             q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -112,15 +111,16 @@ class CpuOps:
             [T, Hq, D] of q's dtype.
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is that
-        of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
+        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
+        that of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
 
-        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a step:
-        centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of max|q| / 32,767 or,
-        where 32 coordinates could overflow 32 bits, to the least s with sum|q| / s <= 2**31 / largest integer; p * v_scale of up
-        to 128 keys likewise, by row. Over random keys, the root mean square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids)
-        of the logits' standard deviation, where rounding q to BF16 has already cost 1.1e-3. The error of 128 weights together is
-        at worst 127 / 2 / 32,767 = 2e-3 of the largest weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
+        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a
+        step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of
+        max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, to the least s with
+        sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
+        square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
+        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,767 = 2e-3 of the largest
+        weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
@@ -160,29 +160,27 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
     Raises:
         InputError: a plan or head_dim that the kernels cannot read.
     """
-    if reason := unsupported(cache.plan, cache.head_dim):
+    if reason := unsupported(READS, cache.plan, cache.head_dim):
         raise InputError(reason)
-    names = (cache.k_format(layer).name, cache.v_format(layer).name)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(name, layer, cache.head_dim) for name in names)
+    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys), v=_side(v_fields, values),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=keys.turn, rotation_back=values.turn_back, block_table=0, query_start=0,
+        q=0, out=0, rotation=keys.rotate, rotation_back=values.rotate_back, block_table=0, query_start=0,
         positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
-    if set(names) != {"tq4"}:
+    if not one_quantizer(cache.plan.layers[layer], cache.head_dim):
         return _Prepared(attention, None)
-    book = codebook_on(cache.head_dim, cache.device)
     store = library.Store(
         k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"], v_codes=v_fields["codes"],
         k_scales=k_fields["scale"], v_scales=v_fields["scale"],
         k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
         k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
-            rotation=haar_rotation(layer, cache.head_dim), boundaries=book.boundaries, centroids=book.centroids,
+            rotation=keys.rotation, boundaries=keys.boundaries, centroids=keys.centroids,
             head_dim=cache.head_dim,
         ),
         slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
@@ -201,9 +199,9 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], rotated: Layout) -> library.SideArgs:
+def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
     codes, scale = fields["codes"], fields["scale"]
     return library.SideArgs(
-        codes=codes, scales=scale, centroids=rotated.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=rotated.unit, integers=rotated.levels,
+        codes=codes, scales=scale, centroids=of.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=of.unit, integers=of.levels,
     )  # fmt: skip
