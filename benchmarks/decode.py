@@ -22,13 +22,15 @@ from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turn
 from haarkv.engine.session import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
+from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Request:
         executors, kvs: each executor is run with each KV format that it supports.
         peers: SDPA, and transformers' caches where they are installed.
         kinds: attention alone, whole steps, or both.
+        isa: the instruction set of the CPU executor's kernels; the best unless given.
     """
 
     model: str
@@ -53,6 +56,7 @@ class Request:
     peers: bool = True
     kinds: Sequence[Kind] = ("attention", "step")
     repeats: int = 7
+    isa: str | None = None
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------------
@@ -99,7 +103,7 @@ def sides_of(request: Request, model: DecoderModel) -> Sides:
         for kv in request.kvs:
             plan = plan_for(KVSpec(kv), model.config)
             try:
-                executor = executor or catalog.create(name, model, plan, None if name == "reference" else request.device)
+                executor = executor or _executor(request, name, model, plan)
             except InputError as error:
                 refused = str(error)
                 continue
@@ -110,6 +114,16 @@ def sides_of(request: Request, model: DecoderModel) -> Sides:
     if not sides:
         raise InputError(refused)
     return sides
+
+
+def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan) -> Executor:
+    if request.isa is None:
+        return catalog.create(name, model, plan, None if name == "reference" else request.device)
+    if name != CpuExecutor.name:
+        raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
+    executor = CpuExecutor(model)
+    executor.ops = CpuOps(request.isa)
+    return executor
 
 
 def _step_rows(

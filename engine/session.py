@@ -159,6 +159,8 @@ class Session:
         def push(index: int, token: int) -> bool:
             if on_token:
                 on_token(index, token)
+            if not (stops or on_text):
+                return False
             if (text := growing[index].push(token)) and on_text:
                 on_text(index, text)
             return growing[index].stopped
@@ -168,7 +170,7 @@ class Session:
         completions, timing = generate(
             self.executor, cache, paging, ids,
             max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-            sampling=sampling, on_prefill=on_prefill, on_token=push if stops or on_text else on_token,
+            sampling=sampling, on_prefill=on_prefill, on_token=push,
         )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):

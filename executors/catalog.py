@@ -140,7 +140,7 @@ def select(
     names = [name for name in FASTEST_FIRST if device is None or _knows(name, device)]
     if not names:
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
-    refused = []
+    refused: list[str] = []
     for name in names:
         if device is None and not _HERE[name]():
             continue
@@ -220,5 +220,5 @@ _UNSUPPORTED: dict[str, Callable[[], Unsupported]] = {
     "cuda": _cuda_unsupported,
     "npu": _npu_unsupported,
     "cpu": _cpu_unsupported,
-    "reference": lambda: lambda config, plan: None,
+    "reference": lambda: lambda *_: None,
 }

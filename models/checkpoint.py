@@ -32,7 +32,7 @@ def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> 
     """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
     generator = torch.Generator().manual_seed(seed)
     for name, shape in checkpoint_shapes(config).items():
-        if len(shape) == 1:
+        if len(shape) == 1 and not name.endswith(".bias"):
             yield name, torch.ones(shape, dtype=dtype)
         else:
             yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)

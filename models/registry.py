@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "qwen3": "haarkv.models.qwen3_14b",
+    "llama": "haarkv.models.llama",
+    "mistral": "haarkv.models.llama",
+    "qwen2": "haarkv.models.llama",
 }
 """The module of each `model_type`; what it must hold says `models.base.Family`."""
 

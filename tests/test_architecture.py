@@ -5,6 +5,8 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from importlib.util import find_spec
 
 import pytest
@@ -155,6 +157,25 @@ def test_the_environment_is_never_read():
         "codebooks/__main__.py",
         "tq_ops/npu/sim/worker.py",
     ]
+
+
+def test_mypy_leaves_out_kernel_files_only():
+    """What is not typed is compiled by triton or pypto."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    left_out = [m for o in settings["tool"]["mypy"]["overrides"] if o.get("ignore_errors") for m in o["module"]]
+    assert left_out
+    for module in left_out:
+        files = [p for p in sources() if fnmatch(module_name(p), module) and p.name != "__init__.py"]
+        assert files, module
+        for path in files:
+            assert {"triton", "pypto"} & set(imported(path)), path
+
+
+def test_a_commit_is_checked_by_what_lint_runs():
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    tool = r"(?:\$\(BIN\)|\.venv/bin)/([a-z-]+(?: (?:check|format))?)"
+    assert set(re.findall(tool, lint)) == set(re.findall(tool, hooks)) == {"ruff check", "ruff format", "mypy", "clang-format"}
 
 
 def test_everything_imports_without_the_extras():

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.batch import Batch, PagedSequences
     from haarkv.tq_ops.kv.cache import PagedKVCache
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-    from tq.hf.cache import TQCache
-    from tq.hf.generate import generate
+    from tq.hf.cache import TQCache as TQCache
+    from tq.hf.generate import generate as generate
 
 try:
     __version__ = version("haarkv")

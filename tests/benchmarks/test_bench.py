@@ -222,6 +222,8 @@ def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
         (["--executor", "gpu"], ["gpu", "choose from"]),
         (["--executor", "npu", "--kv", "bf16", "--device", "sim"], ["cannot run"]),
         (["--contexts", "999999"], ["room for", "999999"]),
+        (["--executor", "cpu", "--isa", "sse9"], ["sse9", "choose from"]),
+        (["--isa", "avx2"], ["reference", "--isa"]),
         (["--plot", "absent/p.svg"], ["absent/p.svg", "does not exist"]),
     ],
 )

@@ -89,8 +89,8 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
 @pytest.mark.parametrize(
     ("entries", "word"),
     [
-        ({"model_type": "llama"}, "llama"),
-        ({"model_type": "qwen3_moe"}, "qwen3_moe"),
+        ({"model_type": "gpt2"}, "gpt2 model; this project runs model_type qwen3, llama, mistral, qwen2"),
+        ({"model_type": ["qwen3"]}, "qwen3"),
         ({"model_type": None}, "nameless"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "llama3"),

@@ -182,7 +182,7 @@ REFUSED = {
     "no_such_model": (["--model", "nothing/here"], ["no such model"]),
     "no_such_executor": (["--executor", "abacus"], ["abacus", "reference"]),
     "device": (["--device", "moon"], ["moon", "cpu, cuda"]),
-    "device_of_another": (["--device", "sim"], ["npu cannot run this", "tq4"]),
+    "device_of_another": (["--device", "sim"], ["npu cannot run this"]),
     "device_of_the_reference": (["--executor", "reference", "--device", "sim"], ["sim", "cpu"]),
     "plot_folder": (["--plot", "nothing/here.svg"], ["here.svg", "does not exist"]),
     "resume_folder": (["--resume", "nothing/here.json"], ["here.json", "does not exist"]),

@@ -74,7 +74,7 @@ def test_a_plan_is_written_and_every_command_takes_it(tq, tmp_path, checkpoint):
     assert [row["kv"] for row in rows] == ["tq4", "new"]
     assert rows[1]["kl_mean"] == measured["verified"][0]["kl_mean"]
     assert tq("generate", "--kv-plan", "new.json", "--prompt", "def", "--max-new-tokens", 3, "--json")[0] == 0
-    code, out, _ = tq("validate", "--kv-plan", "new.json", "--prompt", "def", "--steps", 1)
+    code, out, _ = tq("validate", "--executor", "reference", "--kv-plan", "new.json", "--prompt", "def", "--steps", 1)
     assert code == 0, out
 
 
@@ -114,7 +114,7 @@ def test_what_beats_no_uniform_format_is_written_by_force_only(tq, tmp_path):
     code, out, err = plan(tq, "--candidates", "tq2")
     assert (code, err) == (1, "")
     assert "has the same mean KL as tq2" in out
-    assert "new.json is not written, for tq2 of the same bytes is no worse; --force writes it" in out
+    assert "new.json is not written, because tq2 of the same bytes is no worse; --force writes it" in out
     assert not (tmp_path / "new.json").exists()
     code, out, _ = plan(tq, "--candidates", "tq2", "--force")
     assert code == 0

@@ -1,7 +1,10 @@
 """`tq validate`: what it prints and writes, and that it says yes, no and "this cannot be compared" with 0, 1 and 2."""
 
 import csv
+import html
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
 from refusals import assert_refused
 
+import tq
 import tq.files
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
@@ -226,6 +230,61 @@ def test_ctrl_c_stops_it_without_a_file(run, checkpoint, monkeypatch, tmp_path):
     code, _, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
+
+
+def piped(*args, reader="head -1", before=""):
+    """A shell's pipe from `tq validate`, whose output nobody reads to the end: (exit code of tq, what was read, stderr)."""
+    command = shlex.join(["validate", *map(str, args)])
+    code = f"{before}from tq.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    # The reader is gone before anything is printed.
+    script = (
+        f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {command} | {reader}; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+PLANT = (
+    "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
+    "from haarkv.validation.layers.faults import planted; "
+    "catalog.NAMES += ('faulty',); catalog._BUILDERS['faulty'] = lambda model, device: ReferenceExecutor("
+    "model, next(f for f in planted(model, 1) if f.name == 'zero output').table()); "
+)
+
+
+@pytest.mark.parametrize(("executor", "code"), [("reference", 0), ("faulty", 1)])
+@pytest.mark.parametrize("reader", ["head -1", "true"])
+@pytest.mark.parametrize("flag", ["--verbose", "--json"])
+def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
+    files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")
+    args = ("--model", checkpoint, "--executor", executor, "--prompt", "spam " * 40, "--steps", 1, flag, *files)
+    got, out, err = piped(*args, reader=reader, before=PLANT)
+    assert (got, err) == (code, "")
+    assert out.count("\n") == (reader != "true")
+    assert names_in(tmp_path) == ["page.html", "rows.csv"]
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").endswith("</html>\n")
+
+
+def test_a_reader_that_leaves_the_self_test_early_does_not_make_it_pass(tmp_path):
+    """It prints as it goes: a fault that is missed after the reader has left still counts."""
+    row = "SelfTestRow('float32', 'ops', 'a fault', '-', '-', 'nothing', i < 2000)"
+    fake = (
+        "import haarkv.validation.layers.self_test as m; from haarkv.validation.layers.self_test import SelfTestRow; "
+        f"m.self_test = lambda models, prompts, on_row: [(on_row({row}), {row})[1] for i in range(2001)]; "
+    )
+    code, out, err = piped("--self-test", "--dtype", "float32", before=fake)
+    assert (code, out.count("\n"), err) == (1, 1, "")
+
+
+def test_the_page_names_model_command_prompt_versions_machine_and_date(run, checkpoint, tmp_path):
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--html", "page.html")
+    assert run(*args)[0] == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert str(checkpoint) in text
+    assert html.escape(shlex.join(["tq", "validate", *map(str, args)])) in text
+    for fact in ("spam &amp; eggs</code> (11 tokens)", f"haarkv {tq.__version__}", f"torch {torch.__version__}", "threads 1"):
+        assert fact in text
+    assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
 def test_the_command_starts_without_loading_torch():

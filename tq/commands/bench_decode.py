@@ -50,11 +50,12 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches."
 )
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
+@click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, and whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
-    in the same run: moving the bytes at the speed of a copy or computing at the speed of a matrix product, whichever is longer.
+    in the same run: moving the bytes at the speed of a copy or computing at that of a matrix product, whichever is longer.
     auto is the fastest executor here that reads one of the formats; a format that an executor does not read is left out.
     """
     from haarkv.benchmarks import decode_plot
@@ -65,7 +66,7 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
     if plot_file is not None:
         decode_plot.require_matplotlib()
         check_writable(plot_file)
-    request = _request(given, kinds=[kind] if kind else ["attention", "step"], peers=peers)
+    request = _request(given, kinds=[kind] if kind else ["attention", "step"], peers=peers, isa=given["isa"])
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     if plot_file is not None:
@@ -97,7 +98,13 @@ def ops(**given: Any) -> None:
 
 
 def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence[OpRow]) -> dict[str, Any]:
-    settings = {"model": request.model, "dtype": request.dtype, "layers": request.layers, "repeats": request.repeats}
+    settings = {
+        "model": request.model,
+        "dtype": request.dtype,
+        "layers": request.layers,
+        "repeats": request.repeats,
+        "isa": request.isa,
+    }
     return settings | {"machine": asdict(machine), "rows": [r.as_json() for r in rows]}
 
 
@@ -161,9 +168,7 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
         print_table(f"{request.model}, {request.dtype}: {title}, median of {request.repeats}; {limits}", columns, cells)
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
-    print(
-        "speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed or its operations, the longer time"
-    )
+    print("speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer")
 
 
 def _best_peer(rows: Sequence[CostRow], like: CostRow) -> float | None:

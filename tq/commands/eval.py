@@ -158,10 +158,10 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
     for number, part in enumerate([divergence, of_text] if narrow else [divergence + of_text]):
         columns, cells = zip(name, *part, strict=True)
         print_table("" if number else title, columns, list(zip(*cells, strict=True)))
-    print("bits: a value, scales and everything else included, as allocated for a window; KL in nats")
+    print("bits: a value, scales included, as allocated for a window; KL in nats")
     if plan.prompts:
         count, length = len(plan.prompts), len(plan.prompts[0])
-        print(f"greedy: of {plan.new_tokens} new tokens, how many equal bf16's; mean of {count} prompts of {length} tokens")
+        print(f"greedy: of {plan.new_tokens} new tokens, those equal to bf16's; {count} prompts of {length} tokens")
 
 
 def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:

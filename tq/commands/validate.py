@@ -171,8 +171,8 @@ def _print_verdict(report: Report, note: str) -> None:
     rows = [
         ("verdict", "passed" if report.passed else "FAILED"),
         ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
-        ("rows", f"{len(report.rows)} of layers, {len(outside)} outside their bounds"),
-        ("next tokens", f"the same in {same} of {len(report.logits)} forwards, free-running"),
+        ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
+        ("next tokens", f"the same in {same} of {len(report.logits)} forwards"),
     ]
     if note:
         rows.append(("executor", f"{report.candidate} ({note})"))

@@ -1,4 +1,4 @@
-"""`TQCache`: the low-bit KV cache as transformers' `generate` takes it."""
+"""`TQCache`: the low-bit KV cache for transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TQCache(Cache):  # type: ignore[misc]
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
             if (kv, tail, sink, tuple(skip_layers)) != ("tq4", None, 0, ()):
-                raise InputError("a plan file says all about the cache; leave out kv, tail, sink and skip_layers")
+                raise InputError("a plan file sets the whole cache; leave out kv, tail, sink and skip_layers")
             spec = load(plan)
         else:
             spec = KVSpec(kv, tail, sink, skip_layers, plan or {})
@@ -61,7 +61,7 @@ class TQCache(Cache):  # type: ignore[misc]
         for layer, (kv_formats, their) in enumerate(zip(chosen.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
                 for kv_format, head_dim in zip(kv_formats, head_dims(decoder, layer), strict=True):
-                    kv_format.fields(head_dim)  # raises where it has no layout
+                    kv_format.fields(head_dim)  # raises without a layout for head_dim
                 k_tail, v_tail = (chosen.tail(kv_format) for kv_format in kv_formats)
                 window = getattr(their, "sliding_window", None)
                 layers.append(TQLayer(*kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window))
@@ -77,7 +77,7 @@ class TQCache(Cache):  # type: ignore[misc]
 
 
 def _their_layers(decoder: Any) -> list[Any]:
-    """transformers' own cache layers for a model, of which ours take the place.
+    """transformers' own cache layers for a model, which ours replace.
 
     Raises:
         InputError: a layer is none of attention over all tokens, over a window, or over another layer's.

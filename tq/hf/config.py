@@ -1,4 +1,4 @@
-"""What a Hugging Face config says about a cache."""
+"""What a cache needs from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
     own = getattr(config, "per_layer_config", None)
     described = own[layer] if own is not None else config
     if getattr(described, "qk_nope_head_dim", None) is not None:
-        # Latent attention: head_dim is there as well, but counts only the part that is turned by RoPE.
+        # Latent attention: head_dim exists too, but counts only the part that RoPE rotates.
         return described.qk_nope_head_dim + described.qk_rope_head_dim, described.v_head_dim
     head_dim = getattr(described, "head_dim", None)
     if head_dim is None:
@@ -43,6 +43,6 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
 
 
 def model_shape(config: Any, num_layers: int) -> ModelShape:
-    """What a plan file is compared with."""
+    """The shapes that a plan file must match."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return ModelShape(num_layers, heads, head_dims(config, 0)[0], config.hidden_size, config.vocab_size)

@@ -55,9 +55,9 @@ def generate(
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     rows: list[list[int]] = [tokenizer(text).input_ids for text in prompts]
     if not rows or not all(rows):
-        raise InputError("there is no prompt, or one of no tokens")
+        raise InputError("there is no prompt, or a prompt has no tokens")
     width = max(map(len, rows))
-    # Padding is masked, so any token will do where the tokenizer names none.
+    # Padding is masked, so any token serves if the tokenizer names none.
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)

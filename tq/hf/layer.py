@@ -34,7 +34,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
         self.is_sliding = window is not None
-        # Tokens that have left the tail do not come back into it.
+        # A token that has left the tail never returns to it.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
         self.sides: tuple[SideStore, ...] = ()
@@ -57,11 +57,11 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         self.is_initialized = True
 
-    # Memory that is written again later must not belong to an inference mode that may have ended by then.
+    # This memory is written again later, so it must not belong to an inference mode that may have ended.
     @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens and return all that attention may look at.
+        """Store new tokens and return every token that attention may see.
 
         What is returned is what is stored, for the new tokens as well; it is a temporary of the caller.
 
@@ -77,7 +77,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         states = (key_states, value_states)
         self._check_shapes(states)
-        # Formats choose their own precision, also inside a model that runs under autocast.
+        # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
             keys, values = self._update(states)
         return keys, values
@@ -104,16 +104,16 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
                 )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that the next `update` of so many returns, and the position of the first."""
+        """How many tokens the next `update` with this many new ones returns, and the position of the first."""
         visible = self._wanted(self._seen)
         return visible + query_length, self._seen - visible
 
     def get_seq_length(self) -> int:
-        """Tokens seen, also those that a window has left behind."""
+        """Tokens seen, including those outside the window now."""
         return self._seen
 
     def get_max_length(self) -> int:
-        """The window; -1 without one."""
+        """The sliding window in tokens; -1 without one."""
         return -1 if self.sliding_window is None else self.sliding_window
 
     def activate_past_recording(self) -> None:
@@ -127,7 +127,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens; nothing that stays is quantized again.
+        """Forget the newest `-tokens_to_remove` tokens; the others are not quantized again.
 
         Raises:
             InputError: a positive number, or tokens that a window has left behind would have to come back.
@@ -168,7 +168,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             side.apply(change)
 
     def _wanted(self, seen: int) -> int:
-        """Of so many tokens, those that the next one may look at."""
+        """Of this many tokens, those that the next one may see."""
         return seen if self.sliding_window is None else min(seen, self.sliding_window - 1)
 
     def _forget(self) -> None:

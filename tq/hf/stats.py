@@ -1,4 +1,4 @@
-"""Bytes that a cache holds, layer by layer."""
+"""The bytes of a cache, layer by layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CacheStats:
 
     @property
     def allocated(self) -> int:
-        """Bytes of memory taken."""
+        """Bytes allocated."""
         return sum(row.allocated for row in self.layers)
 
     @property
@@ -57,12 +57,12 @@ class CacheStats:
 
     @property
     def ratio(self) -> float:
-        """Bytes in use over those of BF16; 0 of an empty cache."""
+        """Bytes in use, relative to BF16; 0 for an empty cache."""
         return self.used / self.bf16 if self.bf16 else 0.0
 
     @property
     def ratio_fp32(self) -> float:
-        """Bytes in use over those of FP32; 0 of an empty cache."""
+        """Bytes in use, relative to FP32; 0 for an empty cache."""
         return self.used / self.fp32 if self.fp32 else 0.0
 
 

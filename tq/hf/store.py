@@ -1,4 +1,4 @@
-"""What K or V of one layer keeps: the first tokens as they are, packed groups, the recent tokens as they are. Plain torch."""
+"""The store of K or V of one layer: first tokens in full precision, packed groups, recent tokens in full precision."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 
 READ_TOKENS = 1024
-"""Tokens that are restored at a time, so that a read needs little beside its result."""
+"""Tokens restored at a time, so that a read needs little memory besides its result."""
 SPARE_FRACTION, SPARE_TOKENS = 32, 32
-"""Memory is taken for a 32nd more tokens than there are, and for 32 more at least."""
+"""Memory is allocated for 1/32 more tokens than there are, and for at least 32 more."""
 
 
 class Packed:
-    """Groups of a format, appended at the end and dropped at either end, in memory that is taken ahead.
+    """Groups of a format, appended at the end and dropped at either end, in memory allocated ahead.
 
     Each field is one tensor [B, Hkv, capacity, *field.shape], of which the groups `begin` to `end` are in use. A token is
     copied about 32 times while a cache grows to any length, and no group is ever quantized again: of one that `drop_newest`
@@ -45,7 +45,7 @@ class Packed:
 
     @property
     def capacity(self) -> int:
-        """Groups there is memory for."""
+        """Groups that the allocated memory can hold."""
         return next(iter(self.fields.values())).shape[2]
 
     @property
@@ -80,7 +80,7 @@ class Packed:
             yield vectors
 
     def drop_newest(self, tokens: int) -> None:
-        """Drop so many tokens at the end, which must be there."""
+        """Drop this many tokens at the end; they must exist."""
         group = self.kv_format.group_tokens
         while tokens:
             whole = tokens // group if not self._short else 0
@@ -96,7 +96,7 @@ class Packed:
         self._give_back()
 
     def drop_oldest(self, tokens: int) -> None:
-        """Drop the groups that lie wholly within the first so many tokens."""
+        """Drop the groups that lie wholly within the first `tokens` tokens."""
         group = self.kv_format.group_tokens
         while self.begin < self.end:
             whole = min(tokens // group, self.end - self.begin) if not self._short else 0
@@ -111,7 +111,7 @@ class Packed:
         self._give_back()
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every field by what `change`, which knows the first axis only, makes of it."""
+        """Replace every field by `change` of it; `change` works on the first axis."""
         self.fields = {name: change(tensor) for name, tensor in self.fields.items()}
 
     def _spare(self, groups: int) -> int:
@@ -123,7 +123,7 @@ class Packed:
             self._move(0)
 
     def _move(self, more: int) -> None:
-        """To new memory with room for `more` groups and some to spare."""
+        """Move to new memory with room for `more` groups and some to spare."""
         groups = self.end - self.begin
         room = groups + more + self._spare(groups + more)
         for name, old in self.fields.items():
@@ -144,7 +144,7 @@ class Prepared:
 
 
 class SideStore:
-    """K or V of one layer: `sink` tokens as handed in, then packed ones, then up to `tail` tokens as handed in.
+    """K or V of one layer: `sink` tokens unchanged, then packed ones, then up to `tail` tokens unchanged.
 
     Tokens leave the tail in groups of the format, oldest first, as soon as it would hold more than `tail`.
 
@@ -166,11 +166,11 @@ class SideStore:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are held."""
+        """Tokens held."""
         return self.sink.shape[2] + self.packed.tokens + self.tail.shape[2]
 
     def prepare(self, x: Tensor, seen: int) -> Prepared:
-        """Quantize what leaves the tail when x [B, Hkv, n, D] arrives after `seen` tokens; nothing is stored yet.
+        """Quantize the tokens that leave the tail as x [B, Hkv, n, D] arrives after `seen` tokens; store nothing yet.
 
         Raises:
             NonFiniteError: naming layer, side, row, KV head and position.
@@ -200,7 +200,7 @@ class SideStore:
             self.packed.append(prepared.packed)
 
     def read(self, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The newest so many tokens [B, Hkv, tokens, D], restored into a tensor of their own."""
+        """The newest `tokens` tokens [B, Hkv, tokens, D], restored into a new tensor."""
         batch, heads, _, head_dim = self.tail.shape
         result = self.tail.new_empty(batch, heads, tokens, head_dim, dtype=dtype)
         place = tokens - self.tokens
@@ -211,7 +211,7 @@ class SideStore:
         return result
 
     def drop_newest(self, tokens: int) -> None:
-        """Drop so many tokens at the end, which must be there."""
+        """Drop this many tokens at the end; they must exist."""
         from_tail = min(tokens, self.tail.shape[2])
         from_packed = min(tokens - from_tail, self.packed.tokens)
         from_sink = tokens - from_tail - from_packed
@@ -223,7 +223,7 @@ class SideStore:
             self.sink = self.sink[:, :, : self.sink.shape[2] - from_sink].clone()
 
     def keep_newest(self, tokens: int) -> None:
-        """Drop what lies before the newest so many tokens, as far as whole groups allow."""
+        """Drop everything before the newest `tokens` tokens, as far as whole groups allow."""
         unwanted = self.tokens - tokens
         if unwanted <= 0:
             return
@@ -236,12 +236,12 @@ class SideStore:
             self.tail = self.tail[:, :, from_tail:].clone()
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by what `change`, which knows the first axis only, makes of it."""
+        """Replace every tensor by `change` of it; `change` works on the first axis."""
         self.sink, self.tail = change(self.sink), change(self.tail)
         self.packed.apply(change)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that is held."""
+        """All tensors."""
         return [self.sink, self.tail, *self.packed.fields.values()]
 
     @property
@@ -253,7 +253,7 @@ class SideStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that is taken, room to grow included."""
+        """Bytes allocated, room to grow included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     def _located(self, error: NonFiniteVectorError, first: int) -> NonFiniteError:

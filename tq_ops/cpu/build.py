@@ -1,8 +1,8 @@
 """Compile the kernels with the system's C++ compiler, as installing the package does: `python -m haarkv.tq_ops.cpu.build`.
 
-Each instruction set (`isa`) is one translation unit with flags of its own; the library picks one when it runs. Only a compiler
-is needed, no headers of torch or Python: the library has a plain C interface. This file imports nothing of the project, so that
-it can run before the project is installed.
+Each instruction set (`isa`) is one translation unit with flags of its own; the library picks one when it runs. Only a
+compiler is needed, no headers of torch or Python: the library has a plain C interface. This file imports nothing of the
+project, so that it can run before the project is installed.
 
 With `--werror` a compiler warning is an error, for whoever changes the sources.
 """

@@ -1,4 +1,4 @@
-"""The op table of CPUs. Attention over packed codes, quantize-append and BF16 projections are C++; the reference does the rest.
+"""The op table of CPUs: attention over packed codes, quantize-append and BF16 projections in C++, the rest from the reference.
 
 Signatures and rounding points are those of `tq_ops.reference`, except where a docstring says otherwise.
 """
@@ -102,8 +102,8 @@ class CpuOps:
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
-        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not depend
-        on the number of threads, on the rest of the batch or on how a prompt was split.
+        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not
+        depend on the number of threads, on the rest of the batch or on how a prompt was split.
 
         Args:
             q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -112,15 +112,16 @@ class CpuOps:
             [T, Hq, D] of q's dtype.
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is that
-        of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
+        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
+        that of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
 
-        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a step:
-        centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of max|q| / 32,767 or,
-        where 32 coordinates could overflow 32 bits, to the least s with sum|q| / s <= 2**31 / largest integer; p * v_scale of up
-        to 128 keys likewise, by row. Over random keys, the root mean square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids)
-        of the logits' standard deviation, where rounding q to BF16 has already cost 1.1e-3. The error of 128 weights together is
-        at worst 127 / 2 / 32,767 = 2e-3 of the largest weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
+        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a
+        step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of
+        max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, to the least s with
+        sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
+        square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
+        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,767 = 2e-3 of the largest
+        weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: verdict, how it was made, plots by layer, stages beside their bounds, every row."""
+"""A report as one self-contained HTML page: verdict, how it was made, plots by layer, stages with their bounds, every row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def page(report: Report, about: About) -> str:
 <title>{escape(title)}: {word}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(title)} <span class="verdict {colour}">{word}</span></h1>
 <p class="soft">{escape(about.model)} in {escape(report.dtype)}, KV cache {escape(report.kv)}; prompts of {prompts} tokens,
-{report.steps} decode steps.</p>
+{report.steps} decode step{"s" * (report.steps != 1)}.</p>
 {_first_divergence(report)}
 <h2>How it was made</h2>
 {_about_table(about, report)}

@@ -1,4 +1,7 @@
-"""The Triton op table against the reference: compiled where there is a GPU, in Triton's interpreter elsewhere."""
+"""What only some inputs show of the Triton op table, which also passes the contract of `test_op_tables.py`.
+
+Compiled where there is a GPU, in Triton's interpreter elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_tables import LAYER, Case, filled, poisoned_cache, relative
-from small_models import cache_tensors
+from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda.layout import layout_of, unsupported
@@ -25,17 +27,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-CASES = [
-    Case("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1), (BF16,)),
-    Case("tq4", 128, 1, 1, 8, (30, 0, 9), (5, 11, 1)),
-    Case("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 126, 127, 128, 140), (1,) * 8),
-    Case("tq4", 64, 5, 1, 24, (0, 30), (13, 5), (BF16,)),
-    Case("tq4", 256, 2, 1, 128, (128, 0), (1, 1)),
-    Case("tbq4_0", 128, 2, 1, 128, (128, 0), (1, 1)),
-    Case("k=tbq4_0,v=tq4", 128, 8, 1, 8, (20,), (1,), (FP32,)),
-    Case("tq4", 64, 5, 2, 128, (0, 130), (1, 1), (BF16,), pages=True),
-    Case("tq4", 128, 1, 2, 8, (30,), (5,), (FP32,), pages=True),
-]
 LONG = [
     Case("tq4", head_dim, group, 2, 128, (2047, 512, 128, 1), new)
     for head_dim in (64, 128, 256) for group in (1, 2, 5, 8) for new in ((1, 1, 1, 1), (1, 130, 7, 64))
@@ -54,17 +45,12 @@ def check_attention(case: Case) -> None:
     copy = on_device(made, case)
     scale = case.head_dim**-0.5
     queries = 2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)
-    for dtype in case.dtypes:
+    for dtype in (FP32, BF16):
         q = queries.to(dtype)
         theirs = reference.paged_attention(q, made, LAYER, batch, scale)
         ours = ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), scale)
         assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
         assert relative(ours, theirs) <= (bounds.LAYER_FP32 if dtype == FP32 else bounds.LAYER_BF16).attention
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_equals_the_references(case):
-    check_attention(case)
 
 
 @pytest.mark.cuda
@@ -193,29 +179,7 @@ def test_a_slot_outside_the_cache_is_refused():
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
 
 
-# -- Everything else ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_norm_rope_swiglu_and_projection_equal_the_references(dtype):
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int):
-        return torch.randn(shape, generator=generator)
-
-    bound = bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op
-    x, weight = random(3, 5, 80).to(dtype), random(80).to(dtype)
-    ours = ops.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
-    assert ours.dtype == dtype
-    assert relative(ours, reference.rms_norm(x, weight, 1e-6)) <= bound
-    x, cos, sin = random(4, 5, 64), random(4, 32), random(4, 32)
-    assert relative(ops.rope(*(t.to(DEVICE) for t in (x, cos, sin))), reference.rope(x, cos, sin)) <= bounds.LAYER_FP32.op
-    both = random(2, 2 * 1100)
-    gate, up = both.chunk(2, dim=-1)
-    halves = both.to(DEVICE).chunk(2, dim=-1)
-    assert relative(ops.silu_mul(*halves, dtype), reference.silu_mul(gate, up, dtype)) <= bound
-    x, weight = random(3, 96).to(dtype), random(40, 96).to(dtype)
-    assert relative(ops.linear(x.to(DEVICE), weight.to(DEVICE)), reference.linear(x, weight)) <= bounds.LAYER_FP32.op
-
-
+# -- What they read, and the lookup -------------------------------------------------------------------------------------
 def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
     def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
         return unsupported((KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)

@@ -1,0 +1,39 @@
+"""Shapes of a Llama, Mistral or Qwen2, read from its `config.json`."""
+
+from __future__ import annotations
+
+from haarkv.models.base import DecoderConfig
+from haarkv.models.hf_config import HFConfig
+
+SIZES: dict[str, DecoderConfig] = {}
+"""No member is made by `random:SIZE`."""
+
+
+def read_config(file: HFConfig) -> DecoderConfig:
+    """Shapes from a `config.json`; defaults are those of transformers' config of the same `model_type`.
+
+    Raises:
+        InputError: an entry that cannot be, or a feature that is not built (sliding windows, biases of Llama), by name.
+    """
+    model_type = file.raw["model_type"]
+    file.refuse(
+        {
+            "sliding-window attention": _slides(file) or file.windowed(),
+            "attention biases": file.raw.get("attention_bias"),
+            "MLP biases": file.raw.get("mlp_bias"),
+        }
+    )
+    return file.decoder(
+        head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
+        max_positions={"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type],
+        qkv_bias=model_type == "qwen2",
+    )
+
+
+def _slides(file: HFConfig) -> bool:
+    """Whether some token would not see all before it. A window as wide as the context hides nothing."""
+    if file.raw["model_type"] == "mistral":
+        window = file.raw.get("sliding_window", 4096)
+    else:
+        window = file.raw.get("sliding_window", 4096) if file.raw.get("use_sliding_window") else None
+    return window is not None and not (isinstance(window, int) and window >= file.count("max_position_embeddings", 131072))

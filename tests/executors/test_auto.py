@@ -1,0 +1,138 @@
+"""`auto`: the fastest executor that this machine has and that can run what was asked for; cheap, and honest about the rest."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import SMALL, small_model
+
+import tq
+from haarkv.executors import catalog
+from haarkv.executors.catalog import AUTO, select
+from haarkv.models.catalog import read_config
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+
+TINY = read_config("tiny")
+EVERYTHING = ("cuda", "npu", "cpu", "reference")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine that has these executors."""
+
+    def has(*names):
+        monkeypatch.setattr(catalog, "_HERE", {name: lambda name=name: name in names for name in catalog.FASTEST_FIRST})
+
+    return has
+
+
+def chosen(kv="tq4", config=TINY, **given):
+    spec = kv if isinstance(kv, KVSpec) else KVSpec(kv)
+    return select(AUTO, config, [spec.plan(config.num_layers)], **given)
+
+
+@pytest.mark.parametrize(
+    ("here", "kv", "name", "why"),
+    [
+        (EVERYTHING, "tq4", "cuda", ""),
+        (("npu", "cpu", "reference"), "tq4", "npu", ""),
+        (("cpu", "reference"), "tq4", "cpu", ""),
+        (("reference",), "tq4", "reference", ""),
+        (EVERYTHING, "tbq4_0", "cuda", ""),
+        (("npu", "cpu", "reference"), "tbq4_0", "cpu", "npu cannot run this: .*tbq4_0"),
+        (("cpu", "reference"), "bf16", "reference", "cpu cannot run this: .*bf16"),
+        # The fastest of those that were passed over is the one that is missed.
+        (EVERYTHING, "bf16", "reference", "cuda cannot run this"),
+        (("cpu", "reference"), KVSpec("tq4", tail=8), "reference", "cpu cannot run this: .*tail"),
+    ],
+)
+def test_the_fastest_that_reads_the_cache(machine, here, kv, name, why):
+    machine(*here)
+    found = chosen(kv)
+    assert found.name == name
+    assert re.match(why, found.passed_over) if why else found.passed_over == ""
+
+
+def test_every_cache_must_be_read(machine):
+    machine("cpu", "reference")
+    plans = [KVSpec(kv).plan(TINY.num_layers) for kv in ("tq4", "bf16")]
+    assert select(AUTO, TINY, plans[:1]).name == "cpu"
+    assert select(AUTO, TINY, plans).name == "reference"
+
+
+def test_the_model_counts_too(machine):
+    machine(*EVERYTHING)
+    assert chosen(config=replace(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
+
+
+def test_a_dtype_counts_too(machine):
+    machine("npu", "cpu", "reference")
+    found = chosen(dtype="float32")
+    assert (found.name, found.passed_over) == ("cpu", "npu cannot run this: it runs bfloat16 only")
+    assert chosen(dtype="bfloat16").name == "npu"
+
+
+def test_a_device_leaves_only_executors_that_know_it(machine):
+    machine(*EVERYTHING)
+    assert [chosen(device=word).name for word in ("cpu", "cuda:1", "npu:0", "sim")] == ["cpu", "cuda", "npu", "npu"]
+    assert chosen("bf16", device="cpu").name == "reference"
+    with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
+        chosen(device="moon")
+    with pytest.raises(InputError, match=r"executor npu cannot run this: .*bf16"):
+        chosen("bf16", device="sim")
+    machine("cpu", "reference")  # whether the device is there, its executor says
+    assert chosen(device="cuda:0").name == "cuda"
+
+
+def test_without_its_kernels_the_cpu_is_passed_over(machine, monkeypatch):
+    def missing():
+        raise library.KernelsMissingError("not built")
+
+    machine("cpu", "reference")
+    monkeypatch.setattr(library, "load", missing)
+    found = chosen()
+    assert (found.name, found.passed_over) == ("reference", "cpu cannot run this: not built")
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_a_name_stands_for_itself(machine, name):
+    machine()
+    assert select(name, TINY, [KVSpec("bf16").plan(TINY.num_layers)]) == catalog.Selection(name)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(InputError, match="unknown executor 'abacus'; choose from auto, reference, cpu, cuda"):
+        select("abacus", TINY, [])
+
+
+def test_create_takes_auto(machine):
+    machine("cpu", "reference")
+    assert catalog.create(AUTO, small_model(), KVSpec("tq4").plan(SMALL.num_layers)).name == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
+def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
+    session = tq.load("tiny")
+    assert (session.executor.name, session.passed_over) == ("cpu", "")
+    session = tq.load("tiny", kv="bf16")
+    assert session.executor.name == "reference"
+    assert "cpu cannot run this" in session.passed_over
+
+
+def test_looking_for_a_device_imports_neither_triton_nor_pypto():
+    code = (
+        "import sys\n"
+        "from haarkv.executors.catalog import AUTO, select\n"
+        "from haarkv.models.catalog import read_config\n"
+        "from haarkv.tq_ops.kv.plan import KVSpec\n"
+        "config = read_config('tiny')\n"
+        "select(AUTO, config, [KVSpec(kv).plan(config.num_layers) for kv in ('tq4', 'bf16')])\n"
+        "print([name for name in ('triton', 'pypto', 'torch_npu', 'onnxruntime') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

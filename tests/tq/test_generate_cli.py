@@ -1,0 +1,284 @@
+"""`tq generate`: the model's own sampling, stop texts, system messages, warnings, progress and what the cost line says."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checkpoints import CONFIG, saying, write_checkpoint
+from refusals import assert_refused
+
+import tq
+from haarkv.engine.sampling import Sampling
+from tq.cli import main
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 256}
+
+
+@pytest.fixture
+def run(capsys):
+    def run(folder, *args):
+        code = main(["generate", "--model", str(folder), "--prompt", "ab", "--max-new-tokens", "12", *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def found(run):
+    """Its JSON."""
+
+    def found(folder, *args):
+        code, out, err = run(folder, *args, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return found
+
+
+# -- generation_config.json -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("sampled") / "m", generation=QWEN3)
+
+
+def line(err, name):
+    """The cost line of that name."""
+    return next(text.split(None, 1)[1].strip() for text in err.splitlines() if text.split()[:1] == [name])
+
+
+def test_the_models_own_sampling_counts_and_is_said(run, found, sampled, tmp_path):
+    result = found(sampled, "--seed", 3)
+    assert {key: result["sampling"][key] for key in ("temperature", "top_k", "top_p")} == {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+    }  # fmt: skip
+    plain = write_checkpoint(tmp_path / "plain")
+    explicit = ("--temperature", 0.6, "--top-k", 20, "--top-p", 0.95, "--seed", 3)
+    assert found(plain, *explicit)["token_ids"] == result["token_ids"]
+    assert found(plain, "--seed", 3)["token_ids"] != result["token_ids"]
+    said = line(run(sampled)[2], "sampling")
+    assert said == "temperature 0.6, top-k 20, top-p 0.95 from generation_config.json"
+
+
+def test_an_explicit_option_wins(run, found, sampled, tmp_path):
+    greedy = found(sampled, "--temperature", 0)
+    assert greedy["token_ids"] == found(write_checkpoint(tmp_path / "plain"))["token_ids"]
+    assert line(run(sampled, "--temperature", 0)[2], "sampling") == "greedy"
+    said = line(run(sampled, "--top-k", 5)[2], "sampling")
+    assert said == "top-k 5; temperature 0.6, top-p 0.95 from generation_config.json"
+    assert found(sampled, "--top-k", 0)["sampling"]["top_k"] == 0
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
+def test_without_do_sample_a_model_is_greedy(found, tmp_path, do_sample):
+    folder = write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **do_sample})
+    sampling = found(folder)["sampling"]
+    assert (sampling["temperature"], sampling["top_k"]) == (0, 0)
+
+
+def test_a_repetition_penalty_counts_for_a_greedy_model(run, found, tmp_path):
+    plain = write_checkpoint(tmp_path / "plain")
+    folder = write_checkpoint(tmp_path / "m", generation={"repetition_penalty": 100.0})
+    tokens = found(folder, "--max-new-tokens", 40)["token_ids"]
+    assert len(set(tokens)) == 40 > len(set(found(plain, "--max-new-tokens", 40)["token_ids"]))
+    assert tokens == found(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
+    assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
+
+
+def test_do_sample_alone_is_temperature_1(found, tmp_path):
+    assert found(write_checkpoint(tmp_path / "m", generation={"do_sample": True}))["sampling"]["temperature"] == 1
+
+
+def test_the_library_takes_the_models_sampling_unless_another_is_given(sampled):
+    session = tq.load(sampled)
+    assert session.generate("ab", max_new_tokens=2).sampling == Sampling(0.6, 20, 0.95)
+    assert session.generate("ab", max_new_tokens=2, sampling=Sampling()).sampling == Sampling()
+
+
+def test_diff_stays_greedy(sampled, capsys):
+    args = ["diff", "--model", str(sampled), "--a", "tq4", "--b", "tq4", "--prompt", "ab", "--json"]
+    assert main([*args, "--max-new-tokens", "8"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["prompts"]
+    greedy = tq.load(sampled).generate("ab", max_new_tokens=8, sampling=Sampling()).completions[0].token_ids
+    assert row["a"]["token_ids"] == greedy
+
+
+def test_tiny_is_greedy_as_its_own_file_says(capsys):
+    assert main(["generate", "--prompt", "def main(", "--max-new-tokens", "2"]) == 0
+    assert line(capsys.readouterr().err, "sampling") == "greedy"
+
+
+# -- Stop texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alphabet(tmp_path_factory):
+    """Continues `ab` with cdef…z."""
+    return write_checkpoint(tmp_path_factory.mktemp("alphabet") / "m", mutate=saying("abcdefghijklmnopqrstuvwxyz"))
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "finish"),
+    [
+        (["f"], "cde", "stop"),
+        (["ef"], "cd", "stop"),
+        (["xyz", "fgh", "gh"], "cde", "stop"),
+        (["cd"], "", "stop"),
+        (["mnop"], "cdefghijklmn", "length"),  # begun, and not finished
+        (["mn"], "cdefghijkl", "stop"),  # with the last token
+        (["no"], "cdefghijklmn", "length"),
+    ],
+)
+def test_a_text_ends_before_the_stop(run, found, alphabet, stops, text, finish):
+    args = [arg for stop in stops for arg in ("--stop", stop)]
+    result = found(alphabet, *args)
+    assert (result["text"], result["finish"]) == (text, finish)
+    assert run(alphabet, *args)[1] == text + "\n"
+
+
+def test_a_stop_ends_one_prompt_and_not_the_other(alphabet):
+    streamed = {0: "", 1: ""}
+
+    def on_text(index, text):
+        streamed[index] += text
+        # Nothing of the stop is shown while it may still become whole.
+        assert "f" not in streamed[0]
+
+    result = tq.load(alphabet).generate(["ab", "h"], max_new_tokens=6, stop="fg", on_text=on_text)
+    assert result.texts == ["cde", "ijklmn"] == list(streamed.values())
+    assert [c.finish for c in result.completions] == ["stop", "length"]
+
+
+def test_what_on_token_returns_does_not_matter(alphabet):
+    assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: True).texts == ["cdef"]
+
+
+# -- The system message ---------------------------------------------------------------------------------------------------
+
+
+def test_a_system_message_is_what_transformers_makes_of_it(found, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tq.load(folder).encode(["ab"], system="Be brief.") == [list(expected.encode())]
+    assert found(folder, "--system", "Be brief.")["prompt_tokens"] == len(expected)
+
+
+def test_a_system_message_that_goes_nowhere_is_refused(run, tmp_path):
+    folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
+    assert_refused(run(folder, "--system", "Be brief.", "--no-chat"), "--system", "--no-chat")
+    assert_refused(run(folder, "--system", "\udcff"), "system message", "UTF-8")
+    deaf = write_checkpoint(tmp_path / "deaf", tokenizer_config={"chat_template": "{{ messages[-1].content }}"})
+    assert_refused(run(deaf, "--system", "Be brief."), "ignores system messages", "--system")
+
+
+# -- Warnings and cost ----------------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_the_context_will_cut_is_announced(run, found, alphabet):
+    code, out, err = run(alphabet, "--max-context", 5)
+    assert (code, out) == (0, "cdef\n")
+    first = err.splitlines()[0]
+    assert first.startswith("tq: warning: the context ends after 4 of 12 new tokens: ")
+    assert "raise --max-context" in first
+    assert len(found(alphabet, "--max-context", 5)["token_ids"]) == 4
+    # The last token is predicted and never stored.
+    assert "warning" not in run(alphabet, "--max-context", 13)[2]
+    assert "warning" in run(alphabet, "--max-context", 12)[2]
+    code, _, err = run(alphabet, "--prompt", "x" * 1020)
+    assert code == 0
+    assert "after 5 of 12 new tokens" in err
+    assert "shorten the prompt" in err
+
+
+def test_the_cost_names_the_executor_and_tokens_a_second(run, alphabet):
+    err = run(alphabet)[2]
+    assert line(err, "executor").startswith("reference (cpu cannot run this: ")
+    assert re.fullmatch(r"2 tokens in [\d.,]+ ms, [\d.,]+ tokens/s", line(err, "prompt"))
+    assert re.fullmatch(r"12 tokens, [\d.]+ ms a decode step, [\d.,]+ tokens/s \(length\)", line(err, "new"))
+
+
+def test_one_string_is_one_prompt(alphabet):
+    session = tq.load(alphabet)
+    assert session.generate("ab", max_new_tokens=3).texts == session.generate(["ab"], max_new_tokens=3).texts == ["cde"]
+
+
+# -- In a terminal --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A checkpoint that takes seconds to read 4,000 tokens."""
+    config = {"max_position_embeddings": 8192, "num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 1024}
+    assert CONFIG.keys() >= config.keys()
+    return write_checkpoint(tmp_path_factory.mktemp("long") / "m", config=config, mutate=lambda _: None)
+
+
+def in_terminal(folder, tmp_path):
+    """The command with 4,000 prompt tokens and stderr a terminal: (process, the terminal's other end)."""
+    (tmp_path / "prompt.txt").write_text("spam " * 800, encoding="utf-8")
+    ours, theirs = pty.openpty()
+    code = (
+        "import signal, sys, torch; signal.signal(signal.SIGINT, signal.default_int_handler); torch.set_num_threads(1); "
+        "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    args = ["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def read_until(terminal, word, seconds):
+    """What a terminal shows until a word comes."""
+    shown, until = b"", time.monotonic() + seconds
+    while word not in shown and time.monotonic() < until:
+        if select.select([terminal], [], [], 0.05)[0]:
+            try:
+                piece = os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+            shown += piece
+    return shown
+
+
+@pytest.mark.slow
+def test_a_long_prompt_shows_progress_and_can_be_interrupted(long, tmp_path):
+    process, terminal = in_terminal(long, tmp_path)
+    try:
+        assert b"loading" in read_until(terminal, b"loading", 60)
+        shown = read_until(terminal, b"reading the prompt", 60)
+        assert b"reading the prompt" in shown
+        began = time.monotonic()
+        assert b"/4000" in shown or b"/4000" in read_until(terminal, b"/4000", 1)
+        assert time.monotonic() - began < 1
+        process.send_signal(signal.SIGINT)
+        rest = read_until(terminal, b"interrupted", 60)
+        assert b"tq: interrupted" in rest
+        assert process.wait(60) == 130
+        assert process.stdout.read() == b""
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+        os.close(terminal)
+
+
+def test_progress_counts_every_prompt_token(alphabet):
+    seen = []
+    tq.load(alphabet).generate(["a" * 700, "b" * 30], max_new_tokens=1, on_prefill=lambda *at: seen.append(at))
+    assert seen == [(0, 730), (542, 730), (730, 730)]

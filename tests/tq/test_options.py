@@ -1,0 +1,144 @@
+"""Options mean and read the same in every command, and every public name is explained."""
+
+import pydoc
+import subprocess
+import sys
+
+import click
+import pytest
+
+import tq
+from tq.cli import _COMMANDS, cli
+
+# In this order wherever they stand together.
+ORDER = (
+    "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",
+    "--kv-plan", "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
+)  # fmt: skip
+# What differs, and why.
+OWN = {
+    ("eval", "--kv"): "a list",
+    ("bench decode", "--kv"): "a list",
+    ("bench ops", "--kv"): "a list",
+    ("export", "--kv"): "one format only",
+    ("eval", "--kv-plan"): "another row, not the cache",
+    ("bench decode", "--executor"): "several",
+    ("bench ops", "--executor"): "several",
+    ("export", "--dtype"): "float16 too, and a default by target",
+    ("export", "--layers"): "a slice",
+    ("bench decode", "--dtype"): "another default",
+    ("bench ops", "--dtype"): "another default",
+    ("bench decode", "--model"): "another default",
+    ("bench ops", "--model"): "another default",
+    ("diff", "--prompt"): "without one there are four",
+    ("plan", "--text"): "to choose by, not to score",
+    ("eval", "--window"): "the text's windows",
+    ("plan", "--window"): "windows of one measurement",
+    ("eval", "--tokens"): "all unless given",
+    ("plan", "--tokens"): "4096 unless given",
+    ("eval", "--plot"): "of KL",
+    ("bench decode", "--plot"): "of time",
+    ("bench npu", "--plot"): "of cycles",
+    ("bench npu", "--contexts"): "another default",
+    ("bench npu", "--batches"): "another default",
+    ("bench npu", "--save"): "point by point",
+    ("plan", "--out"): "a file",
+    ("export", "--out"): "a folder",
+    ("plan", "--force"): "writes a plan",
+    ("export", "--force"): "replaces a folder",
+    ("serve", "--kv"): "tq4 or vLLM's own",
+}
+
+
+def commands():
+    context = click.Context(cli)
+    for name in _COMMANDS:
+        command = cli.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {sub}", command.commands[sub]) for sub in command.commands)
+        else:
+            yield name, command
+
+
+COMMANDS = dict(commands())
+
+
+def options(command):
+    return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+
+
+def test_an_option_means_and_reads_the_same_in_every_command():
+    seen = {}
+    for name, command in COMMANDS.items():
+        for option in options(command):
+            if (name, option.opts[0]) in OWN:
+                continue
+            reads = (option.opts, option.help, option.metavar, repr(option.type), option.default, option.show_default)
+            first, expected = seen.setdefault(option.opts[0], (name, reads))
+            assert reads == expected, f"{option.opts[0]} of {name} is not that of {first}"
+    assert len(seen) > 30
+    assert {(name, option.opts[0]) for name, command in COMMANDS.items() for option in options(command)} >= OWN.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_stand_in_one_order(name):
+    shared = [option.opts[0] for option in options(COMMANDS[name]) if option.opts[0] in ORDER]
+    assert shared == sorted(shared, key=ORDER.index)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_and_command_is_explained(name):
+    assert COMMANDS[name].help
+    for option in options(COMMANDS[name]):
+        if option.opts[0] not in ("--max-new-tokens", "--seed"):  # which say it all by name and default
+            assert option.help or option.show_default, f"{option.opts[0]} of {name}"
+
+
+def test_device_has_one_alias_everywhere():
+    aliases = {tuple(option.opts) for command in COMMANDS.values() for option in options(command) if "--device" in option.opts}
+    assert aliases == {("--device", "--provider")}
+
+
+def test_auto_is_the_default_wherever_there_is_an_executor():
+    defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
+    assert defaults.keys() == {"generate", "validate", "eval", "plan", "bench decode", "bench ops"}
+    assert all(default in ("auto", ["auto"]) for default in defaults.values())
+
+
+# -- import tq ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_every_public_name_with_a_line_of_its_own():
+    pytest.importorskip("transformers")
+    shown = pydoc.render_doc(tq, renderer=pydoc.plaintext)
+    described = {
+        line.split()[0]: line.split(None, 1)[1] for line in tq.__doc__.splitlines() if line.endswith(".") and "  " in line
+    }
+    assert described.keys() == {*tq.__all__, "TQCache", "generate"} == set(tq._PUBLIC)
+    for name, purpose in described.items():
+        assert name in dir(tq)
+        assert getattr(tq, name) is not None
+        assert f"{name} " in shown
+        assert purpose in shown
+    # Classes and functions with their own help, too.
+    for name in ("Session", "KVSpec", "load"):
+        assert getattr(tq, name).__doc__.splitlines()[0] in shown
+
+
+def test_help_works_without_transformers():
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
+        "sys.modules['transformers'] = None\n"
+        "import pydoc, tq\n"
+        "shown = pydoc.render_doc(tq, renderer=pydoc.plaintext)\n"
+        "print('PagedKVCache' in dir(tq), 'TQCache' in dir(tq), 'class Session' in shown)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True False True\n", done.stderr
+
+
+def test_python_m_tq_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "tq", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"haarkv, version {tq.__version__}\n")

@@ -1,0 +1,349 @@
+"""One case of one op: its inputs, and whether a table gets what the reference gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_stored
+
+LAYER = 1
+"""Of every cache: not the first, so that a layer's own rotation counts."""
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one case.
+
+    Attributes:
+        error: the largest distance of a result from what it should be, relative to its length.
+        bound: what it may be.
+        fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
+    """
+
+    error: float
+    bound: float
+    fault: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        return self.error <= self.bound and self.fault is None
+
+
+class OpCase(Protocol):
+    """One case of an op; `str` names it.
+
+    Attributes:
+        op: of `OP_NAMES`.
+        small: quick enough for an interpreter.
+        plan, head_dim: of its cache; None where the op reads none.
+    """
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def small(self) -> bool: ...
+    @property
+    def plan(self) -> KVPlan | None: ...
+    @property
+    def head_dim(self) -> int | None: ...
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """What the op is called with, the same each time; a cache is new each time."""
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """Run the op of a table and compare."""
+
+
+# -- Ops without a cache -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plain:
+    """An op without a cache, against its formula in float64.
+
+    Attributes:
+        shape: what the op's sizes are, in the order of its docstring.
+        dtype: of the activations, and of the result where the op rounds.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    small: bool = True
+    plan: ClassVar[None] = None
+    head_dim: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        return f"{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype).removeprefix('torch.')}"
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """Random inputs; the two of `silu_mul` are halves of one tensor."""
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+        *rows, last = self.shape
+        if self.op == "rms_norm":
+            return random(*rows, last), random(last), 1e-6
+        if self.op == "linear":
+            return random(rows[0], rows[1]), random(last, rows[1])
+        if self.op == "rope":
+            angles = random(rows[0], last // 2, dtype=FP32)
+            return random(*rows, last, dtype=FP32), angles.cos(), angles.sin()
+        return (*random(*rows, 2 * last, dtype=FP32).chunk(2, dim=-1), self.dtype)
+
+    def expected(self) -> Tensor:
+        """The formula in float64."""
+        a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (*self.arguments(torch.device("cpu")), None)[:3])
+        if self.op == "rms_norm":
+            return a * torch.rsqrt((a * a).mean(-1, keepdim=True) + c) * b
+        if self.op == "linear":
+            return a @ b.T
+        if self.op == "rope":
+            low, high = a.chunk(2, dim=-1)
+            b, c = b.unsqueeze(1), c.unsqueeze(1)
+            return torch.cat([low * b - high * c, high * b + low * c], dim=-1)
+        return a / (1 + torch.exp(-a)) * b
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """Against the formula; one rounding is allowed where the op rounds to BF16."""
+        arguments, before = self.arguments(device), self.arguments(device)
+        ours, expected = getattr(table, self.op)(*arguments), self.expected()
+        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul")
+        fault = _misshapen(ours, expected, BF16 if rounds else FP32) or _changed(arguments, before)
+        return Finding(relative(ours, expected), bounds.LAYER_BF16.rounded_op if rounds else bounds.LAYER_FP32.op, fault)
+
+
+# -- Caches --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
+
+    Attributes:
+        kv: formats, as `--kv` takes them.
+        group: query heads of a KV head.
+        pages: the cache lies in pages of another owner, which are apart.
+    """
+
+    kv: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    block_size: int
+    stored: tuple[int, ...]
+    new: tuple[int, ...]
+    pages: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
+        return name + "-pages" * self.pages
+
+    @cached_property
+    def plan(self) -> KVPlan:
+        """Of as many layers as `LAYER` needs."""
+        return KVSpec(self.kv).plan(LAYER + 1)
+
+
+def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
+    """(layer, side, field, the very tensor) of everything that a cache stores."""
+    for layer in made.held:
+        for side, tensors in (("k", made.k_fields(layer)), ("v", made.v_fields(layer))):
+            for name, tensor in tensors.items():
+                yield layer, side, name, tensor
+
+
+def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
+    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
+    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
+    shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
+    # Another layer's pages lie between.
+    pages = torch.empty(blocks, 2, page_bytes(case.plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
+    owned = {LAYER: pages[:, 1]} if case.pages else None
+    made = PagedKVCache(case.plan, num_blocks=blocks, device=device, pages=owned, **shape)
+    for _, _, name, tensor in cache_tensors(made):
+        tensor.fill_(float("nan") if name == "scale" else 255)
+    return made
+
+
+def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
+    """A cache with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
+    generator = torch.Generator().manual_seed(0)
+    made = poisoned_cache(case)
+    order = torch.randperm(made.num_blocks, generator=generator).tolist()
+    paging = PagedSequences(made.num_blocks, case.block_size, order=order)
+    ids = [paging.add() for _ in case.new]
+    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
+    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
+        batch = paging.batch(*zip(*pairs, strict=True))
+        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=generator)
+        reference.store_kv(k, v, made, LAYER, batch)
+    if torch.device(device).type == "cpu":
+        return made, batch
+    copy = poisoned_cache(case, device)
+    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+        ours.copy_(theirs)
+    return copy, batch.to(device)
+
+
+_filled_once = cache(filled)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`paged_attention` over stored codes, against the reference."""
+
+    cache: CacheCase
+    dtype: torch.dtype
+    small: bool = False
+    op: ClassVar[str] = "paged_attention"
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def plan(self) -> KVPlan:
+        """Of its cache."""
+        return self.cache.plan
+
+    @property
+    def head_dim(self) -> int:
+        """Of its cache."""
+        return self.cache.head_dim
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
+        made, batch = _filled_once(self.cache, device)
+        shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
+        q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
+        return q, made, LAYER, batch, self.cache.head_dim**-0.5
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """Each head's output of each token, against its own length."""
+        arguments = self.arguments(device)
+        before = arguments[0].clone()
+        stored = [tensor.clone() for *_, tensor in cache_tensors(arguments[1])]
+        ours, theirs = table.paged_attention(*arguments), _attended(self)
+        fault = _misshapen(ours, theirs, self.dtype) or _changed(arguments[:1], (before,))
+        if any(not _same(was, now) for was, (*_, now) in zip(stored, cache_tensors(arguments[1]), strict=True)):
+            fault = "it changed the cache"
+        return Finding(
+            relative(ours, theirs), (bounds.LAYER_FP32 if self.dtype == FP32 else bounds.LAYER_BF16).attention, fault
+        )
+
+
+@cache
+def _attended(case: Attention) -> Tensor:
+    return reference.paged_attention(*case.arguments(torch.device("cpu")))
+
+
+@dataclass(frozen=True)
+class Store:
+    """`store_kv` of new tokens into an untouched cache, against the reference."""
+
+    cache: CacheCase
+    dtype: torch.dtype = FP32
+    small: bool = False
+    op: ClassVar[str] = "store_kv"
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def plan(self) -> KVPlan:
+        """Of its cache."""
+        return self.cache.plan
+
+    @property
+    def head_dim(self) -> int:
+        """Of its cache."""
+        return self.cache.head_dim
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones and one along an axis."""
+        made = poisoned_cache(self.cache, device)
+        paging = PagedSequences(made.num_blocks, self.cache.block_size, order=list(reversed(range(made.num_blocks))))
+        batch = paging.batch([paging.add() for _ in self.cache.new], self.cache.new)
+        shape = (2, len(batch.positions), self.cache.kv_heads, self.cache.head_dim)
+        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        k[0, 0] = 0.0
+        v[0, 0] *= 1e-12  # its scale is below FP16
+        v[1, 0] = 0.0
+        v[1, 0, 3] = -2.5
+        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """Levels by what explains a difference, stored vectors by their length, and slots that must not change."""
+        arguments, theirs = self.arguments(device), self.arguments(torch.device("cpu"))
+        before = self.arguments(device)
+        table.store_kv(*arguments)
+        reference.store_kv(*theirs)
+        fault = _changed(arguments[:2], before[:2])
+        batch, error = theirs[4], 0.0
+        block, offset = batch.slot_mapping // self.cache.block_size, batch.slot_mapping % self.cache.block_size
+        for side, x in (("k", theirs[0]), ("v", theirs[1])):
+            mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
+            mine = {name: tensor.cpu() for name, tensor in mine.items()}
+            kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
+            new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
+            compared, length = compare_stored(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)
+            if compared.unexplained:
+                fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
+            error = max(error, float(length))
+        untouched = [_untouched(made, block, offset) for made in (arguments[2], before[2])]
+        if any(not _same(a, b) for a, b in zip(*untouched, strict=True)):
+            fault = fault or "it changed a slot of no token"
+        return Finding(error, bounds.LAYER_FP32.length, fault)
+
+
+def _untouched(made: PagedKVCache, block: Tensor, offset: Tensor) -> list[Tensor]:
+    """Whatever a cache holds outside the slots of a batch."""
+    parts = []
+    for layer, _, _, tensor in cache_tensors(made):
+        outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
+        if layer == LAYER:
+            outside[block, :, offset] = False
+        parts.append(tensor.cpu()[outside])
+    return parts
+
+
+# -- Comparing -----------------------------------------------------------------------------------------------------------
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest distance of a vector, relative to its length."""
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+
+def _misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    if ours.dtype == dtype and ours.shape == expected.shape:
+        return None
+    return f"it returns {ours.dtype} {tuple(ours.shape)}, not {dtype} {tuple(expected.shape)}"
+
+
+def _changed(now: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
+    pairs = [(a, b) for a, b in zip(now, before, strict=True) if isinstance(a, Tensor)]
+    return None if all(_same(a, b) for a, b in pairs) else "it changed its input"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

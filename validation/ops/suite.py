@@ -1,0 +1,182 @@
+"""The cases of the contract, and what runs them: test, time, support."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import OP_NAMES
+from haarkv.validation.ops.cases import BF16, FP32, Attention, CacheCase, Finding, OpCase, Plain, Store
+from haarkv.validation.ops.tables import REFERENCE, Table
+
+HEAD_DIMS = (64, 128, 256)
+"""For which support is asked, and every format that a table reads is run."""
+
+# Rows and numbers left over of what a kernel reads at once, an odd one too, one item and many.
+_PLAIN = {
+    "rms_norm": ((1, 64), (3, 5, 80), (2, 1000)),
+    "linear": ((1, 64, 3), (1, 1000, 700), (2, 37, 9), (3, 128, 24), (5, 66, 17), (8, 4096, 40), (12, 96, 8), (40, 32, 16)),
+    "rope": ((4, 5, 64), (1, 40, 128), (3, 2, 256)),
+    "silu_mul": ((2, 1100), (1, 7)),
+}
+# Every pair of format, head_dim, group, batch and length, as far as a format has the head_dim.
+ATTENTION = (
+    CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
+    CacheCase("tq4", 128, 1, 3, 128, (2047,), (1,)),
+    CacheCase("tq4", 128, 8, 1, 8, (127, 2), (1, 1)),
+    CacheCase("tq4", 128, 2, 2, 16, (0, 120), (9, 7)),
+    CacheCase("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 127, 128, 129, 500), (1,) * 8),
+    CacheCase("tq4", 64, 5, 2, 8, (0, 30), (13, 5)),
+    CacheCase("tq4", 64, 1, 1, 128, (2047, 3), (1, 1)),
+    CacheCase("tq4", 256, 2, 2, 128, (128, 512, 0), (1, 1, 3)),
+    CacheCase("tq4", 256, 5, 1, 24, (0, 40, 100), (11, 1, 2)),
+    CacheCase("tq4", 256, 8, 1, 128, (2047,), (1,)),
+    CacheCase("tbq4_0", 128, 5, 2, 128, (0, 126, 512), (3, 3, 1)),
+    CacheCase("tbq4_0", 128, 8, 1, 128, (2047,), (1,)),
+    CacheCase("tbq4_0", 128, 1, 2, 8, (0, 2, 120), (1, 1, 1)),
+    CacheCase("tbq4_0", 256, 2, 1, 128, (126, 127, 128), (1, 2, 1)),
+    CacheCase("tbq4_0", 256, 5, 2, 8, (0, 60), (17, 1)),
+    CacheCase("k=tbq4_0,v=tq4", 128, 2, 1, 128, (128, 30), (2, 20)),
+    CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 128, (200,), (1,)),
+    CacheCase("tq4", 128, 5, 2, 16, (0, 126, 300), (3, 1, 1), pages=True),
+    CacheCase("tbq4_0", 256, 2, 2, 128, (130,), (2,), pages=True),
+)
+# For interpreters, too: of each pair what is quick.
+SMALL_ATTENTION = (
+    Attention(CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)), BF16, small=True),
+    *(Attention(CacheCase("tq4", 128, 1, 1, 8, (30, 0, 9), (5, 11, 1)), dtype, small=True) for dtype in (FP32, BF16)),
+    *(
+        Attention(CacheCase("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 126, 127, 128, 140), (1,) * 8), dtype, small=True)
+        for dtype in (FP32, BF16)
+    ),
+    Attention(CacheCase("tq4", 64, 5, 1, 24, (0, 30), (13, 5)), BF16, small=True),
+    *(Attention(CacheCase("tq4", 256, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
+    *(Attention(CacheCase("tbq4_0", 128, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
+    Attention(CacheCase("k=tbq4_0,v=tq4", 128, 8, 1, 8, (20,), (1,)), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 5, 2, 128, (0, 130), (1, 1), pages=True), BF16, small=True),
+    Attention(CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True), FP32, small=True),
+)
+STORES = (
+    CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
+    CacheCase("tq4", 128, 1, 8, 128, (0, 0, 0), (1, 1, 1)),
+    CacheCase("tq4", 128, 1, 9, 16, (0,), (40,)),
+    CacheCase("tq4", 256, 1, 2, 128, (0,), (5,)),
+    CacheCase("tbq4_0", 128, 1, 2, 128, (0,), (5,)),
+    CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 8, (0,), (12,)),
+    CacheCase("tq4", 128, 1, 2, 16, (0, 0), (40, 3), pages=True),
+    CacheCase("tbq4_0", 128, 1, 2, 8, (0,), (12,), pages=True),
+)
+SMALL_STORES = (
+    CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
+    CacheCase("tq4", 256, 1, 1, 24, (0,), (5,)),
+    CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
+    CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+)
+# One layer of Qwen3-14B at batch 1, and 64 new tokens of a prompt.
+_TIMED: tuple[OpCase, ...] = tuple(
+    case
+    for tokens in (1, 64)
+    for case in (
+        Plain("rms_norm", (tokens, 5120), BF16),
+        Plain("linear", (tokens, 5120, 5120), BF16),
+        Plain("rope", (tokens, 40, 128), FP32),
+        Plain("silu_mul", (tokens, 17408), BF16),
+        *(Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,))) for kv in ("tq4", "tbq4_0")),
+        *(Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16) for kv in ("tq4", "tbq4_0")),
+    )
+)
+
+
+def named_cases() -> Iterator[OpCase]:
+    """Every case that is written down here."""
+    for op in OP_NAMES:
+        for shape in _PLAIN.get(op, ()):
+            for dtype in (FP32, BF16) if op != "rope" else (FP32,):
+                yield Plain(op, shape, dtype)
+    for shape in STORES:
+        yield from (Store(shape, dtype) for dtype in (FP32, BF16))
+    yield from (Store(shape, small=True) for shape in SMALL_STORES)
+    for shape in ATTENTION:
+        yield from (Attention(shape, dtype) for dtype in (FP32, BF16))
+    yield from SMALL_ATTENTION
+
+
+def format_cases(table: Table) -> Iterator[OpCase]:
+    """A small case of storing and attending for every format and head_dim that the table says it reads.
+
+    A format that a backend learns to read is thereby tested without being written down here.
+    """
+    for name in formats.names():
+        for head_dim in HEAD_DIMS:
+            plan = KVSpec(name).plan(1)
+            if table is not REFERENCE and table.unsupported(plan, head_dim) is None:
+                yield Store(CacheCase(name, head_dim, 1, 2, 8, (0,), (3,)), small=True)
+                yield Attention(CacheCase(name, head_dim, 2, 1, 8, (11,), (2,)), FP32, small=True)
+
+
+def cases(table: Table) -> list[OpCase]:
+    """What a table is to pass: everything that it reads, in an interpreter the small cases of it."""
+    found = dict.fromkeys((*named_cases(), *format_cases(table)))
+    return [
+        case for case in found
+        if (case.small or not table.interpreted)
+        and (case.plan is None or case.head_dim is None or table.unsupported(case.plan, case.head_dim) is None)
+    ]  # fmt: skip
+
+
+def run(table: Table, chosen: Sequence[OpCase] | None = None) -> Iterator[tuple[OpCase, Finding]]:
+    """Run a table's cases, one after the other."""
+    made = table.open()
+    for case in cases(table) if chosen is None else chosen:
+        yield case, case.check(made, table.device)
+
+
+def time_ops(table: Table, repeats: int = 7) -> Iterator[tuple[OpCase, float]]:
+    """Median milliseconds of every op, warm, in the shapes of one layer of Qwen3-14B."""
+    made = table.open()
+    for case in _TIMED:
+        if case.plan is not None and case.head_dim is not None and table.unsupported(case.plan, case.head_dim):
+            continue
+        arguments, op, seconds = case.arguments(table.device), getattr(made, case.op), []
+        for turn in range(-2, repeats):
+            began = time.perf_counter()
+            op(*arguments)
+            if table.device.type == "cuda":
+                torch.cuda.synchronize(table.device)
+            if turn >= 0:
+                seconds.append(time.perf_counter() - began)
+        yield case, 1e3 * statistics.median(seconds)
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a table runs an op on a cache of one format.
+
+    Attributes:
+        kv, head_dim: None for an op that reads no cache.
+        reason: None if it does, or why not.
+    """
+
+    table: str
+    op: str
+    kv: str | None
+    head_dim: int | None
+    reason: str | None
+
+
+def support(tables: Sequence[Table]) -> Iterator[Support]:
+    """Every op by table, format and head_dim."""
+    for table in tables:
+        for op in OP_NAMES:
+            if op not in ("store_kv", "paged_attention"):
+                yield Support(table.name, op, None, None, None)
+                continue
+            for kv in formats.names():
+                for head_dim in HEAD_DIMS:
+                    yield Support(table.name, op, kv, head_dim, table.unsupported(KVSpec(kv).plan(1), head_dim))

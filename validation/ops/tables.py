@@ -1,0 +1,84 @@
+"""The op tables of this project, where each can run, and which caches it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import cast
+
+import torch
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.cuda.available import unavailable
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """One op table.
+
+    Attributes:
+        name: `reference`, `cpu-ISA` or `cuda`.
+        device: where its tensors live.
+        interpreted: it runs, but slowly: in Triton's interpreter.
+        missing: None, or why it cannot run here.
+        open: the table itself, where it can run.
+        reads: None, or why it cannot read a cache of this plan and head_dim.
+    """
+
+    name: str
+    device: torch.device
+    interpreted: bool
+    missing: Callable[[], str | None]
+    open: Callable[[], OpTable]
+    reads: Callable[[KVPlan, int], str | None]
+
+    def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
+        """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
+        try:
+            plan.require_layout(head_dim)
+        except InputError as error:
+            return str(error)
+        return self.reads(plan, head_dim)
+
+
+def _reference() -> OpTable:
+    return cast(OpTable, reference)
+
+
+def _cuda() -> OpTable:
+    from haarkv.tq_ops.cuda import ops
+
+    return cast(OpTable, ops)
+
+
+@cache
+def _cpu(isa: str) -> OpTable:
+    from haarkv.tq_ops.cpu.ops import CpuOps
+
+    return CpuOps(isa)
+
+
+def _no_isa(isa: str) -> str | None:
+    try:
+        return None if isa in library.isas() else f"this CPU has no {isa}"
+    except library.KernelsMissingError as error:
+        return str(error)
+
+
+_HOST = torch.device("cpu")
+_GPU = torch.cuda.is_available()
+REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _head_dim: None)
+CPU = tuple(
+    Table(f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), cpu_layout.unsupported)
+    for isa in library.ISAS
+)
+CUDA = Table("cuda", torch.device("cuda") if _GPU else _HOST, not _GPU, unavailable, _cuda, cuda_layout.unsupported)
+TABLES = (REFERENCE, *CPU, CUDA)
+"""Every op table, the reference first."""
