@@ -1,8 +1,8 @@
 """Regenerate the shipped tables: `python -m haarkv.codebooks` writes them, `python -m haarkv.codebooks --check` compares only.
 
-The published Lloyd-Max table depends on the last bit of the math library's `exp` and `erf` (see `lloyd_max.py`). Its
-authors' bits come out of Intel MKL's machine-independent code path, so the work is done in a child process that asks MKL
-for that path. Where torch has no MKL the published tables cannot be regenerated to the bit, and the command says so.
+Rotations and signs come out the same on every machine. The published Lloyd-Max table depends on the last bit of the math
+library's `exp` and `erf` (see `lloyd_max.py`): its authors' bits come out of Intel MKL's machine-independent code path, so a
+child process does the work and asks MKL for that path. Where torch has no MKL, the shipped Lloyd-Max table is kept.
 """
 
 from __future__ import annotations
@@ -30,6 +30,17 @@ _SOLVERS: tuple[Solver, ...] = ("published", "converged")
 
 def build() -> dict[str, bytes]:
     """Contents of every file in `codebooks/data`, by name."""
+    rotations = torch.stack([compute_rotation(layer, 128) for layer in range(SHIPPED_LAYERS)])
+    files = {
+        LLOYD_MAX: _lloyd_max() if _has_mkl() else (DATA / LLOYD_MAX).read_bytes(),
+        HAAR: save({"rotation": rotations}),
+        HADAMARD: (json.dumps(sign_tables(), indent=1) + "\n").encode("ascii"),
+    }
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items())
+    return {**files, CHECKSUMS: sums.encode("ascii")}
+
+
+def _lloyd_max() -> bytes:
     codebooks = {}
     for solver in _SOLVERS:
         for head_dim in SHIPPED_HEAD_DIMS:
@@ -38,14 +49,11 @@ def build() -> dict[str, bytes]:
                 rows = {"centroids": book.centroids.tolist(), "boundaries": book.boundaries.tolist()}
                 codebooks[codebook_key(solver, bits, head_dim)] = rows
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows)}" for key, rows in codebooks.items())
-    rotations = torch.stack([compute_rotation(layer, 128) for layer in range(SHIPPED_LAYERS)])
-    files = {
-        LLOYD_MAX: f"{{\n{lines}\n}}\n".encode("ascii"),
-        HAAR: save({"rotation": rotations}),
-        HADAMARD: (json.dumps(sign_tables(), indent=1) + "\n").encode("ascii"),
-    }
-    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items())
-    return {**files, CHECKSUMS: sums.encode("ascii")}
+    return f"{{\n{lines}\n}}\n".encode("ascii")
+
+
+def _has_mkl() -> bool:
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -70,11 +78,11 @@ def main(argv: list[str] | None = None) -> int:
         child = [sys.executable, "-m", "haarkv.codebooks", "--into", scratch]
         subprocess.run(child, check=True, env={**os.environ, **_REPRODUCIBLE}, cwd=Path(__file__).parents[1])
         fresh = {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
+    if not _has_mkl():
+        print(f"this torch has no MKL, which gives the published bits of {LLOYD_MAX}: it is kept", file=sys.stderr)
     stale = [name for name, content in fresh.items() if not (DATA / name).is_file() or (DATA / name).read_bytes() != content]
     if args.check:
         print(f"stale: {', '.join(stale)}" if stale else f"current: {', '.join(fresh)}")
-        if stale and not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-            print("this torch has no MKL, so the published tables cannot be regenerated to the bit here", file=sys.stderr)
         return int(bool(stale))
     for name in stale:
         write_whole(DATA / name, fresh[name])

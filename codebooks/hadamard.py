@@ -1,4 +1,4 @@
-"""Sign vectors that turn a Walsh-Hadamard transform into a random-looking rotation, as other implementations fixed them."""
+"""Sign vectors that make a Walsh-Hadamard transform a random-looking rotation, as other implementations fixed them."""
 
 from __future__ import annotations
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cpu.layout import unsupported
+from haarkv.tq_ops.cpu.layout import READS
 from haarkv.tq_ops.cpu.library import KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable
 
 
 class CpuExecutor(ReferenceExecutor):
-    """Runs a model whose cache is `tq4` or `tbq4_0`, in its dtype; without the compiled kernels as the reference, and says so.
+    """Runs a model whose cache `READS` takes, in its dtype; without the compiled kernels as the reference, and says so.
 
     Args:
         model: weights and shapes.
@@ -37,4 +38,4 @@ class CpuExecutor(ReferenceExecutor):
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(plan, config.head_dim)
+        return unsupported(READS, plan, config.head_dim)

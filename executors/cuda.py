@@ -15,16 +15,17 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.weights import LayerWeights
-from haarkv.tq_ops.cuda.layout import NO_FAULT, layout_of, unsupported
+from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable, with_ops
 
 
 class CudaExecutor:
-    """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache of `tq4` or `tbq4_0`.
+    """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight.
@@ -67,14 +68,14 @@ class CudaExecutor:
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        if self._folded and [v.name for _, v in plan.layers] != [v.name for _, v in self._folded.layers]:
+        if self._folded and [v for _, v in plan.layers] != [v for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
         return self.unsupported(config, plan)
 
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(plan, config.head_dim)
+        return unsupported(READS, plan, config.head_dim)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

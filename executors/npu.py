@@ -14,7 +14,9 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.npu.device import Runner, open_runner
+from haarkv.tq_ops.npu.reads import READS
 
 
 class NpuExecutor:
@@ -59,12 +61,7 @@ class NpuExecutor:
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        for kv_format in plan.formats:
-            if kv_format.name != "tq4":
-                return f"its programs read and write tq4, not {kv_format.name}"
-        if plan.windowed:
-            return "its programs read tq4 alone, no tokens in BF16 beside it; leave out the tail and the sinks"
-        return programs.unsupported(config)
+        return unsupported(READS, plan, config.head_dim) or programs.unsupported(config)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -24,14 +24,16 @@ from haarkv.models.qwen3_14b.onnx.model import (
     build,
     cache_name,
     new_name,
-    unsupported,
     weight_values,
 )
+from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.reference import pad_queries
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
@@ -89,13 +91,15 @@ class OnnxExecutor:
         model: weights and shapes, FP32 or BF16.
         provider: cpu (the default), cuda or cann.
     Raises:
-        InputError: as `open_provider`.
+        InputError: a model that no graph can be built for, or as `open_provider`.
     """
 
     name = "onnx"
     ops = None
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
+        if reason := graphs_unsupported(model.config):
+            raise InputError(f"executor onnx cannot run this: {reason}")
         self._provider = open_provider(provider)
         self.config = model.config
         self.device = torch.device(self._provider.device)
@@ -105,7 +109,7 @@ class OnnxExecutor:
         self._sessions: dict[GraphSpec, _Session] = {}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        return unsupported(config, plan)
+        return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

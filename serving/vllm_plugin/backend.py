@@ -26,8 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import KV
-from haarkv.serving.vllm_plugin.limits import require_supported
-from haarkv.tq_ops.cpu.layout import HEAD_DIMS
+from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -209,7 +208,7 @@ class RotatedAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_DIMS)
+        return list(reads_here().head_dims)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:

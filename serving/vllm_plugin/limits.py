@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from haarkv.tq_ops.cpu.layout import HEAD_DIMS
+from haarkv.serving.vllm_plugin import KV
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.reads import Reads, unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +32,19 @@ def require_supported(vllm_config: VllmConfig) -> None:
         raise ValueError(f"a tq4 KV cache cannot serve {model.model}: {reason}")
 
 
+def reads_here() -> Reads:
+    """What the kernels of vLLM's device read: those of the CPU, or those of a GPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        from haarkv.tq_ops.cpu.layout import READS as ON_CPU
+
+        return ON_CPU
+    from haarkv.tq_ops.cuda.layout import READS as ON_GPU
+
+    return ON_GPU
+
+
 def _model(vllm_config: VllmConfig) -> str | None:
     """What about the model stands in the way."""
     model = vllm_config.model_config
@@ -47,9 +62,7 @@ def _model(vllm_config: VllmConfig) -> str | None:
         return "it has chunked local attention; full attention alone is served"
     if cap := getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return f"its attention caps logits at {cap}, which the kernels do not"
-    if (head_dim := model.get_head_size()) not in HEAD_DIMS:
-        return f"its head_dim is {head_dim}; the kernels are made for {', '.join(map(str, HEAD_DIMS))}"
-    return None
+    return unsupported(reads_here(), KVSpec(KV).plan(1), model.get_head_size())
 
 
 def _options(vllm_config: VllmConfig) -> str | None:

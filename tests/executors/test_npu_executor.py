@@ -115,9 +115,9 @@ def test_fp32_is_refused():
 @needs_pypto[1]
 def test_another_format_and_another_block_size_are_refused():
     model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="read and write tq4, not bf16"):
+    with pytest.raises(InputError, match="its programs read tq4, not bf16"):
         catalog.create("npu", model, KVSpec("k=tq4,v=bf16").plan(CONFIG.num_layers), "sim")
-    with pytest.raises(InputError, match=r"executor npu cannot run this: its programs read tq4 alone, no tokens in BF16"):
+    with pytest.raises(InputError, match=r"executor npu cannot run this: its programs read packed tokens alone, none in BF16"):
         catalog.create("npu", model, KVSpec("tq4", sink=1).plan(CONFIG.num_layers), "sim")
     executor = catalog.create("npu", model, TQ4, "sim")
     with pytest.raises(InputError, match="128-token blocks, not 8"):

@@ -13,9 +13,8 @@ import torch
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble
-from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import turboquant
-from haarkv.tq_ops.formats.turboquant import codebook_on, rotation_on
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -79,8 +78,13 @@ class Outcome:
         return fields["codes"][block, :, offset], fields["norm"][block, :, offset]
 
 
-def run_mini_model(data):
-    model, seed = mini_model(data), formats.get("tq4_seed")
+def run_mini_model(data, seed, rotation):
+    """
+    Args:
+        seed: the format, which has the golden's own rotation.
+        rotation: that rotation, by layer and head_dim.
+    """
+    model = mini_model(data)
     cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), num_kv_heads=2, head_dim=128, num_blocks=4)
     seen = {}
 
@@ -93,7 +97,7 @@ def run_mini_model(data):
         def store_kv(self, k, v, cache, layer, batch):
             for side, x in (("k", k), ("v", v)):
                 unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                seen[side, layer] = unit.bfloat16().float() @ rotation_on(layer, 128, x.device)
+                seen[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
             reference.store_kv(k, v, cache, layer, batch)
 
     def forward(hidden, ops, positions, slots, lengths, starts):
@@ -117,8 +121,9 @@ def run_mini_model(data):
 
 
 @pytest.fixture(scope="module")
-def run(golden):
-    return run_mini_model(golden("turboquant_qwen3_14b/mini_model_prefill_decode"))
+def run(golden, published_rotation):
+    data = golden("turboquant_qwen3_14b/mini_model_prefill_decode")
+    return run_mini_model(data, TurboQuant4Seed(published_rotation), published_rotation)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -150,16 +155,18 @@ def test_ties_do_not_explain_everything(run):
     assert compared.unexplained > 0.75 * compared.total
 
 
-def test_with_the_goldens_own_rounding_its_first_layer_is_reproduced_to_the_bit(golden, monkeypatch):
-    """Rounding the rotated vector to BF16, as the golden does, leaves no different level, tie or not."""
+class RoundedSeed(TurboQuant4Seed):
+    """The golden's own rounding: the rotated vector to BF16."""
 
-    def rounded(unit, layer):
-        y = (unit.bfloat16().float() @ rotation_on(layer, 128, unit.device)).bfloat16().float()
-        boundaries = codebook_on(128, unit.device).boundaries
-        return torch.bucketize(y, boundaries, right=True).to(torch.uint8)
+    def choose(self, unit, rotation):
+        y = (unit.bfloat16().float() @ rotation).bfloat16().float()
+        return torch.bucketize(y, codebook_on(128, unit.device).boundaries, right=True).to(torch.uint8)
 
-    monkeypatch.setattr(turboquant, "polar_quantize", rounded)
-    run = run_mini_model(golden("turboquant_qwen3_14b/mini_model_prefill_decode"))
+
+def test_with_the_goldens_own_rounding_its_first_layer_is_reproduced_to_the_bit(golden, published_rotation):
+    """No level is different, tie or not."""
+    data = golden("turboquant_qwen3_14b/mini_model_prefill_decode")
+    run = run_mini_model(data, RoundedSeed(published_rotation), published_rotation)
     for side in ("k", "v"):
         levels, norms = run.our_fields(side, 0)
         golden_levels, golden_norms = run.golden_fields(side, 0)

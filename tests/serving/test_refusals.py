@@ -37,7 +37,7 @@ MODELS = {
         {**QWEN, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 6},
         "it has sliding-window attention (of 64 tokens); full attention alone is served",
     ),
-    "head_dim_96": ({**QWEN, "head_dim": 96}, "its head_dim is 96; the kernels are made for 64, 128, 256"),
+    "head_dim_96": ({**QWEN, "head_dim": 96}, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
     "encoder_decoder": (
         {**QWEN, "is_encoder_decoder": True},
         "it is an encoder-decoder model; decoders alone are served",

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.rotated import RotatedFormat
 from haarkv.tq_ops.formats.turboquant import codebook_on
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
@@ -275,13 +277,13 @@ def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_noth
 
 
 @every_table
-def test_a_value_on_a_boundary_gets_the_level_above_it(table, monkeypatch):
-    ours, batch, k, v = new_tokens(STORES[1])
-    book = codebook_on(128, ours.device)
-    middle = book.boundaries.clone()
-    middle[7] = 0.0
-    for module in ("haarkv.tq_ops.formats.turboquant", f"{type(table.open()).__module__}"):
-        monkeypatch.setattr(f"{module}.codebook_on", lambda *_: book._replace(boundaries=middle))
+def test_a_value_on_a_boundary_gets_the_level_above_it(table):
+    _, batch, k, v = new_tokens(STORES[1])
+    tq4 = formats.get("tq4").description(128)
+    middle = replace(tq4, boundaries=(*tq4.boundaries[:7], 0.0, *tq4.boundaries[8:]))
+    kv_format = RotatedFormat("tq4_middle", "", 4, lambda _: middle)
+    plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
+    ours = PagedKVCache(plan, num_kv_heads=STORES[1].kv_heads, head_dim=128, num_blocks=5)
     table.open().store_kv(torch.zeros_like(k), torch.zeros_like(v), ours, LAYER, batch)
     block, offset = batch.slot_mapping // ours.block_size, batch.slot_mapping % ours.block_size
     assert (ours.k_fields(LAYER)["codes"][block, :, offset] == 0x88).all()

@@ -26,7 +26,7 @@ from haarkv.engine.generation import generate
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import turboquant
+from haarkv.tq_ops.formats.rotated import choose_levels
 from haarkv.validation import bounds
 
 
@@ -371,15 +371,13 @@ def test_stored_and_restored_vectors_equal_the_oracle(head_dim, kv):
     assert read.different <= 2
 
 
-def test_a_value_on_a_boundary_gets_the_level_above_it(monkeypatch):
+def test_a_value_on_a_boundary_gets_the_level_above_it():
     """With boundaries that BF16 holds exactly and a rotation that does nothing, values lie on them and not just beside."""
     book = lloyd_max(4, 64)
     on_bf16 = Codebook(book.centroids, book.boundaries.bfloat16().float())
-    monkeypatch.setattr(turboquant, "codebook_on", lambda head_dim, device, bits: on_bf16)
-    monkeypatch.setattr(turboquant, "rotation_on", lambda layer, head_dim, device: torch.eye(head_dim))
     unit = torch.zeros(64)
     unit[:15], unit[15:30] = on_bf16.boundaries, on_bf16.boundaries * (1 + 2.0**-7)
-    level = turboquant.polar_quantize(unit, 0)
+    level = choose_levels(unit, torch.eye(64), on_bf16.boundaries)
     assert level[:15].tolist() == list(range(1, 16))
     expected = (oracles.bf16(unit.numpy())[:, None] >= on_bf16.boundaries.double().numpy()).sum(axis=1)
     assert level.tolist() == expected.tolist()

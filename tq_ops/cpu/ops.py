@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import Layout, layout, unsupported
+from haarkv.tq_ops.cpu.layout import READS, Layout, layout, one_quantizer
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.turboquant import codebook_on
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.reads import unsupported
 
 # With more tokens than this, torch's matrix product is faster than reading the weight row by row.
 _MOST_TOKENS_BY_ROWS = 64
@@ -161,29 +160,27 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
     Raises:
         InputError: a plan or head_dim that the kernels cannot read.
     """
-    if reason := unsupported(cache.plan, cache.head_dim):
+    if reason := unsupported(READS, cache.plan, cache.head_dim):
         raise InputError(reason)
-    names = (cache.k_format(layer).name, cache.v_format(layer).name)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(name, layer, cache.head_dim) for name in names)
+    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys), v=_side(v_fields, values),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=keys.turn, rotation_back=values.turn_back, block_table=0, query_start=0,
+        q=0, out=0, rotation=keys.rotate, rotation_back=values.rotate_back, block_table=0, query_start=0,
         positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
-    if set(names) != {"tq4"}:
+    if not one_quantizer(cache.plan.layers[layer], cache.head_dim):
         return _Prepared(attention, None)
-    book = codebook_on(cache.head_dim, cache.device)
     store = library.Store(
         k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"], v_codes=v_fields["codes"],
         k_scales=k_fields["scale"], v_scales=v_fields["scale"],
         k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
         k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
         quantizer=library.Quantizer(
-            rotation=haar_rotation(layer, cache.head_dim), boundaries=book.boundaries, centroids=book.centroids,
+            rotation=keys.rotation, boundaries=keys.boundaries, centroids=keys.centroids,
             head_dim=cache.head_dim,
         ),
         slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
@@ -202,9 +199,9 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], rotated: Layout) -> library.SideArgs:
+def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
     codes, scale = fields["codes"], fields["scale"]
     return library.SideArgs(
-        codes=codes, scales=scale, centroids=rotated.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=rotated.unit, integers=rotated.levels,
+        codes=codes, scales=scale, centroids=of.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=of.unit, integers=of.levels,
     )  # fmt: skip

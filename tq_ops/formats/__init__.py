@@ -6,8 +6,8 @@
 >>> [f.name for f in formats.parse("k=bf16,v=tq4")]
 ['bf16', 'tq4']
 
-To add one: a class with the members of `KVFormat`, an entry in `_FORMATS`, and its origin's bytes in `tests/golden`;
-docs/formats.md says how.
+To add one: a class with the members of `KVFormat`, or a `RotatedFormat` and its description, and an entry in `_FORMATS`.
+Executors that read its kind then run it; CONTRIBUTING.md lists the files.
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from haarkv.tq_ops.formats.rotated import Description
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,18 @@ class KVFormat(Protocol):
     group_tokens: int
     lossy: bool
 
+    def __hash__(self) -> int:
+        """What a backend prepares for a format, it keeps by the format itself."""
+
     def fields(self, head_dim: int) -> dict[str, Field]:
         """Stored tensors of one group of one KV head.
+
+        Raises:
+            InputError: the format has no layout for this head_dim.
+        """
+
+    def description(self, head_dim: int) -> Description | None:
+        """What a backend has to know to read and write it; None of a format that is not one of rotated levels.
 
         Raises:
             InputError: the format has no layout for this head_dim.

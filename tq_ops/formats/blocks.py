@@ -10,6 +10,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import groups_of
+from haarkv.tq_ops.formats.rotated import Description
 
 
 class BlockFormat(ABC):
@@ -42,6 +43,9 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice: ...
+
+    def description(self, head_dim: int) -> Description | None:
+        return None  # not one of rotated levels
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return float(stored_bytes(self.fields(head_dim)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
+from haarkv.tq_ops.formats.rotated import Description
 
 LARGEST = 448.0
 
@@ -34,6 +35,9 @@ class FP8E4M3:
     purpose = "8-bit floats without a scale, to compare with"
     group_tokens = 1
     lossy = True
+
+    def description(self, head_dim: int) -> Description | None:
+        return None  # not one of rotated levels
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,))}

@@ -55,7 +55,7 @@ class BlockQ4(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """0 to 16, ascending with the number: the stored level, or 16 less it where d is negative.
 
-        Noise may decide whether a block's largest value or its opposite makes d; the stored levels then all turn over.
+        Noise may decide whether a block's largest value or its opposite makes d; the stored levels are then mirrored.
         """
         codes = self._codes(fields)
         return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
@@ -64,15 +64,15 @@ class BlockQ4(BlockFormat):
         blocks = self.split(x)
         value, scale = self._value(blocks)
         value = value.clamp(0, 15.5)
-        # Turned over with the levels: where d is negative a tie belongs to the level below.
+        # Mirrored with the levels: where d is negative a tie belongs to the level below.
         whole = value.trunc()
-        turned = 16 - whole + (1 - (value - whole)).clamp(max=1 - 2.0**-12)
+        mirrored = 16 - whole + (1 - (value - whole)).clamp(max=1 - 2.0**-12)
         reach = relative_reach(value, x, scale, noise)
         # Where largest and smallest are opposites up to noise, either may make d: those two and all ties move by a level.
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
         opposites = (blocks.amax(-1) + blocks.amin(-1)).abs() <= 2 * noise * length
         reach = torch.where(opposites.unsqueeze(-1), torch.ones_like(reach), reach)
-        value = torch.where(torch.signbit(scale), turned, value)
+        value = torch.where(torch.signbit(scale), mirrored, value)
         return LevelChoice(value.flatten(-2), reach.flatten(-2), torch.arange(1.0, 17.0, device=x.device))
 
 

@@ -1,4 +1,4 @@
-"""Formats of llama.cpp forks that turn blocks by a Walsh-Hadamard transform with signs: `tq3_0` and `tbq4_0`."""
+"""Formats of llama.cpp forks that rotate blocks by a Walsh-Hadamard transform with signs: `tq3_0` and `tbq4_0`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_ro
 from haarkv.tq_ops.formats.base import Field, LevelChoice
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
+from haarkv.tq_ops.formats.rotated import Description, Plane, Quantizer, Transform, centroids_at, numbers_on
 
 
 @cache
@@ -19,17 +20,12 @@ def _signs_on(name: str, device: torch.device) -> Tensor:
     return hadamard_signs(name).to(device)
 
 
-@cache
-def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
-
-
 def _at(numbers: tuple[float, ...], level: Tensor) -> Tensor:
-    return _numbers_on(numbers, level.device).index_select(0, level.flatten().int()).view(level.shape)
+    return centroids_at(level, numbers_on(numbers, level.device))
 
 
 class HadamardTQ3(BlockFormat):
-    """`tq3_0`: four levels of a turned block of 32, and a residual sign that nothing reads.
+    """`tq3_0`: four levels of a rotated block of 32, and a residual sign that nothing reads.
 
         y = WHT32(s * x) * 0.17677669;  d = max |y| / 1.510;  v = y * (1 / d)
         level = 0, 1, 2, 3 below -.9814, below 0, below .9814, from there on
@@ -67,7 +63,7 @@ class HadamardTQ3(BlockFormat):
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         y, value, scale = self._value(self.split(x))
         gamma = to_fp16(scale.squeeze(-1))
-        level = torch.bucketize(value, _numbers_on(self.boundaries, x.device), right=True, out_int32=True).to(torch.uint8)
+        level = torch.bucketize(value, numbers_on(self.boundaries, x.device), right=True, out_int32=True).to(torch.uint8)
         sign = (y - _at(self.centroids, level) * scale >= 0).to(torch.uint8)
         return {"codes": pack_stream(level, 2).flatten(-2), "signs": pack_stream(sign, 1).flatten(-2), "gamma": gamma}
 
@@ -86,15 +82,15 @@ class HadamardTQ3(BlockFormat):
     def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         _, value, scale = self._value(self.split(x))
         reach = relative_reach(value, x, scale, noise)
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))
 
 
 class HadamardTBQ4(BlockFormat):
-    """`tbq4_0`: 16 Lloyd-Max levels of a turned block of 128, the renormalisation folded into the scale as in `tq4`.
+    """`tbq4_0`: 16 Lloyd-Max levels of a rotated block of 128, the renormalisation folded into the scale as in `tq4`.
 
         y = s2 * WHT128(s1 * x * (1 / ||x||)) * 0.08838834764831845;  level = #{b : y >= b};  d = fp16(||x|| / ||c[level]||)
 
-    It stands for `d * c[level]` in the turned domain, where attention may be computed with q turned once. A block with
+    It stands for `d * c[level]` in the rotated domain, where attention may be computed with q rotated once. A block with
     ||x|| <= 1e-10 stores d 0 and level 8 and comes back as zeros; one whose squares overflow or whose d rounds to infinity is
     refused. 66 bytes a block: d first, then byte j / 2 with the even j in its low half.
     Rounding points: both sums of squares in order, each FP32 operation of the formula; d to FP16.
@@ -114,39 +110,50 @@ class HadamardTBQ4(BlockFormat):
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": Field(torch.float16, (blocks,))}
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Into the turned domain: s2 * WHT128(s1 * x) / sqrt(128), block by block. x: [..., D] fp32."""
-        return self._turned(self.split(x), "tbq4_0/before", "tbq4_0/after").flatten(-2)
+    def description(self, head_dim: int) -> Description:
+        blocks = self.count_blocks(head_dim)
+        return Description(
+            planes=(Plane(4, tuple(range(head_dim))),),
+            transform=_TBQ4_0,
+            centroids=self.centroids,
+            boundaries=self.boundaries,
+            quantizer=Quantizer(rounds_unit=False, smallest=self.smallest, saturates=False),
+            scales=blocks,
+        )
 
-    def turn_back(self, y: Tensor) -> Tensor:
-        """The inverse of `turn`."""
-        return self._turned(self.split(y), "tbq4_0/after", "tbq4_0/before").flatten(-2)
+    def rotate(self, x: Tensor) -> Tensor:
+        """Into the rotated domain: s2 * WHT128(s1 * x) / sqrt(128), block by block. x: [..., D] fp32."""
+        return self._rotated(self.split(x), "tbq4_0/before", "tbq4_0/after").flatten(-2)
 
-    def _turned(self, blocks: Tensor, before: str, after: str) -> Tensor:
+    def rotate_back(self, y: Tensor) -> Tensor:
+        """The inverse of `rotate`."""
+        return self._rotated(self.split(y), "tbq4_0/after", "tbq4_0/before").flatten(-2)
+
+    def _rotated(self, blocks: Tensor, before: str, after: str) -> Tensor:
         return fwht(blocks * _signs_on(before, blocks.device)) * self.norm * _signs_on(after, blocks.device)
 
     def _value(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """y [..., blocks, 128] and the norm [..., blocks, 1], both 0 where the norm is not above 1e-10."""
         norm = square_root(sum_in_order(blocks * blocks)).unsqueeze(-1)
         norm = torch.where(norm <= self.smallest, torch.zeros_like(norm), norm)
-        return self._turned(blocks * reciprocal(norm), "tbq4_0/before", "tbq4_0/after"), norm
+        return self._rotated(blocks * reciprocal(norm), "tbq4_0/before", "tbq4_0/after"), norm
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, norm = self._value(self.split(x))
-        level = torch.bucketize(value, _numbers_on(self.boundaries, x.device), right=True, out_int32=True).to(torch.uint8)
+        level = torch.bucketize(value, numbers_on(self.boundaries, x.device), right=True, out_int32=True).to(torch.uint8)
         centroids = _at(self.centroids, level)
         scale = to_fp16(norm.squeeze(-1) / square_root(sum_in_order(centroids * centroids)))
         return {"codes": pack_stream(level, 4).flatten(-2), "scale": scale}
 
-    def turned(self, fields: dict[str, Tensor]) -> Tensor:
-        """The vectors [..., D] fp32 in the turned domain: `d * c[level]`."""
+    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
+        """The vectors [..., D] fp32 in the rotated domain: `d * c[level]`."""
         level = groups_of(self.levels(fields), self.block)
         return (_at(self.centroids, level) * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.block)
-        # The origin's order: turned back at its own length, then scaled.
-        unit = self._turned(_at(self.centroids, level), "tbq4_0/after", "tbq4_0/before")
+        # The origin's order: rotated back at its own length, then scaled.
+        unit = self._rotated(_at(self.centroids, level), "tbq4_0/after", "tbq4_0/before")
         return (unit * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
@@ -158,6 +165,13 @@ class HadamardTBQ4(BlockFormat):
     def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
         value, norm = self._value(self.split(x))
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        # A block shorter than its vector turns by more; a turn spreads noise evenly, so what reaches a coordinate is noise.
+        # Noise rotates a short block by more than its vector. A rotation spreads it evenly: each coordinate gets the same.
         reach = torch.where(norm == 0, torch.zeros_like(value), ((noise * length).unsqueeze(-1) / norm).expand_as(value))
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), _numbers_on(self.boundaries, x.device))
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))
+
+
+def _tbq4_0_matrix(_layer: int, head_dim: int) -> Tensor:
+    return HadamardTBQ4().rotate(torch.eye(head_dim))
+
+
+_TBQ4_0 = Transform(_tbq4_0_matrix, per_layer=False, dtype=torch.float32)

@@ -13,6 +13,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
+from haarkv.tq_ops.formats.rotated import Description
 
 EPS = 1e-10
 
@@ -53,6 +54,9 @@ class _Kivi:
     def __init__(self, bits: int, group: int, name: str, purpose: str) -> None:
         self.name, self.purpose = name, purpose
         self.bits, self.group = bits, group
+
+    def description(self, head_dim: int) -> Description | None:
+        return None  # not one of rotated levels
 
     def _ranges(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero [...] of groups [..., G]."""

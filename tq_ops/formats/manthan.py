@@ -12,6 +12,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
+from haarkv.tq_ops.formats.rotated import Description
 
 BITS = 3
 CENTROIDS = (-2.151946, -1.343910, -0.756006, -0.245094, 0.245094, 0.756006, 1.343910, 2.151946)
@@ -46,6 +47,9 @@ class Manthan3:
     purpose = "3 bits, no rotation: outlier channels ruin it"
     group_tokens = 1
     lossy = True
+
+    def description(self, head_dim: int) -> Description | None:
+        return None  # not one of rotated levels
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:

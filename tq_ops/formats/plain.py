@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of
+from haarkv.tq_ops.formats.rotated import Description
 
 
 class Plain:
@@ -18,6 +19,9 @@ class Plain:
         self.name = name
         self.purpose = purpose
         self._dtype = dtype
+
+    def description(self, head_dim: int) -> Description | None:
+        return None  # not one of rotated levels
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"data": Field(self._dtype, (head_dim,))}

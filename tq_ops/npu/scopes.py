@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
+from haarkv.tq_ops.npu.reads import HEAD_DIM
 
-_HEAD_DIM, _BLOCK = 128, 128
+_BLOCK = 128
 _L0B, _BF16 = 64 * 2**10, 2
 _LONGEST_CUBE = 2048
 
@@ -156,14 +157,14 @@ class AttentionProgram:
         shape = self.shape
         blocks = -(-context // shape.step_tokens) * (shape.step_tokens // _BLOCK)
         tiles = batch * blocks * shape.num_kv_heads
-        width, dtype = (_HEAD_DIM, torch.bfloat16) if self.variant == "bf16" else (_HEAD_DIM // 2, torch.int8)
+        width, dtype = (HEAD_DIM, torch.bfloat16) if self.variant == "bf16" else (HEAD_DIM // 2, torch.int8)
         named = {
-            "q": torch.zeros(self.rows * shape.num_heads, _HEAD_DIM, dtype=torch.bfloat16),
-            "rotation": torch.zeros(_HEAD_DIM, _HEAD_DIM, dtype=torch.bfloat16),
+            "q": torch.zeros(self.rows * shape.num_heads, HEAD_DIM, dtype=torch.bfloat16),
+            "rotation": torch.zeros(HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16),
             "mask": shape.mask(),
             "block_table": torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks),
             "seq_lens": torch.full((batch,), context, dtype=torch.int32),
-            "out": torch.zeros(self.rows * shape.num_heads, _HEAD_DIM, dtype=torch.bfloat16),
+            "out": torch.zeros(self.rows * shape.num_heads, HEAD_DIM, dtype=torch.bfloat16),
         }
         for side in "kv":
             named[f"{side}_codes"] = torch.zeros(tiles * _BLOCK, width, dtype=dtype)

@@ -302,8 +302,8 @@ class Store:
             mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
             mine = {name: tensor.cpu() for name, tensor in mine.items()}
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
-            new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
-            compared, length = compare_stored(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)
+            expected, found = ({name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine))
+            compared, length = compare_stored(kv_format, LAYER, expected, found, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
             error = max(error, float(length))

@@ -78,19 +78,20 @@ SMALL_STORES = (
     CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
 )
+
+
 # One layer of Qwen3-14B at batch 1, and 64 new tokens of a prompt.
-_TIMED: tuple[OpCase, ...] = tuple(
-    case
-    for tokens in (1, 64)
-    for case in (
-        Plain("rms_norm", (tokens, 5120), BF16),
-        Plain("linear", (tokens, 5120, 5120), BF16),
-        Plain("rope", (tokens, 40, 128), FP32),
-        Plain("silu_mul", (tokens, 17408), BF16),
-        *(Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,))) for kv in ("tq4", "tbq4_0")),
-        *(Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16) for kv in ("tq4", "tbq4_0")),
-    )
-)
+def _timed(tokens: int) -> Iterator[OpCase]:
+    yield Plain("rms_norm", (tokens, 5120), BF16)
+    yield Plain("linear", (tokens, 5120, 5120), BF16)
+    yield Plain("rope", (tokens, 40, 128), FP32)
+    yield Plain("silu_mul", (tokens, 17408), BF16)
+    for kv in ("tq4", "tbq4_0"):
+        yield Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,)))
+        yield Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16)
+
+
+_TIMED: tuple[OpCase, ...] = (*_timed(1), *_timed(64))
 
 
 def named_cases() -> Iterator[OpCase]:
@@ -99,11 +100,11 @@ def named_cases() -> Iterator[OpCase]:
         for shape in _PLAIN.get(op, ()):
             for dtype in (FP32, BF16) if op != "rope" else (FP32,):
                 yield Plain(op, shape, dtype)
-    for shape in STORES:
-        yield from (Store(shape, dtype) for dtype in (FP32, BF16))
-    yield from (Store(shape, small=True) for shape in SMALL_STORES)
-    for shape in ATTENTION:
-        yield from (Attention(shape, dtype) for dtype in (FP32, BF16))
+    for stored in STORES:
+        yield from (Store(stored, dtype) for dtype in (FP32, BF16))
+    yield from (Store(small, small=True) for small in SMALL_STORES)
+    for attended in ATTENTION:
+        yield from (Attention(attended, dtype) for dtype in (FP32, BF16))
     yield from SMALL_ATTENTION
 
 

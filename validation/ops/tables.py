@@ -16,6 +16,7 @@ from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable
 
 
@@ -76,9 +77,11 @@ _HOST = torch.device("cpu")
 _GPU = torch.cuda.is_available()
 REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _head_dim: None)
 CPU = tuple(
-    Table(f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), cpu_layout.unsupported)
+    Table(f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), partial(unsupported, cpu_layout.READS))
     for isa in library.ISAS
 )
-CUDA = Table("cuda", torch.device("cuda") if _GPU else _HOST, not _GPU, unavailable, _cuda, cuda_layout.unsupported)
+CUDA = Table(
+    "cuda", torch.device("cuda") if _GPU else _HOST, not _GPU, unavailable, _cuda, partial(unsupported, cuda_layout.READS)
+)
 TABLES = (REFERENCE, *CPU, CUDA)
 """Every op table, the reference first."""

@@ -15,8 +15,9 @@ from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import Program
+from haarkv.tq_ops.npu.reads import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 
@@ -71,7 +72,7 @@ def _layer_call(program: LayerProgram, model: DecoderModel) -> list[torch.Tensor
     """Arguments of a layer for one token in an empty cache."""
     config = model.config
     heads, dim = config.num_kv_heads, config.head_dim
-    cache = PagedKVCache(KVSpec("tq4").plan(1), num_kv_heads=heads, head_dim=dim, num_blocks=1)
+    cache = PagedKVCache(KVPlan.uniform(FORMAT, FORMAT, 1), num_kv_heads=heads, head_dim=dim, num_blocks=1)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [1])
     tiling = inputs.tile(batch, program, model.rope.at(batch.positions))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
 from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.reads import READS
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
 def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
     """A layer's arguments that never change: weights and rotation, on the model's device."""
     weights = cast(LayerWeights, model.weights.layers[index])
-    rotation = haar_rotation(index, model.config.head_dim).to(weights.q_proj.device).contiguous()
+    transform = READS.built_in(model.config.head_dim).transform
+    rotation = transform.matrix(index, model.config.head_dim).to(weights.q_proj.device).contiguous()
     return {
         "input_norm": weights.input_norm.view(1, -1),
         "q_proj": weights.q_proj,

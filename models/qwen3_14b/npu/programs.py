@@ -9,10 +9,11 @@ from typing import Any
 from haarkv.models.base import DecoderConfig
 from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.weights import needs_other_tensors
+from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.npu.program import Argument, Kernel
+from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
 
-HEAD_DIM = 128
 BLOCK = 128
 
 
@@ -108,8 +109,8 @@ def unsupported(config: DecoderConfig) -> str | None:
     """None, or in one sentence why no program can be built for such a model."""
     if other := needs_other_tensors(config, LayerWeights):
         return f"its programs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
-    if config.head_dim != HEAD_DIM:
-        return f"its programs are written for head_dim {HEAD_DIM}, not {config.head_dim}"
+    if reason := wrong_head_dim(READS, config.head_dim):
+        return reason
     for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
         if size % 128:
             return f"its programs need a {name} that is a multiple of 128, not {size}"

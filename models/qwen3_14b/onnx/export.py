@@ -14,15 +14,14 @@ import onnx
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of, stream_tensors
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
 from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, offsets_of, require_opset, table_values, weight_types
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
+from haarkv.tq_ops.onnx.reads import FORMAT, READS
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
 """Names of files in the folder: what it is, the weights, and ATC's command lines."""
@@ -79,17 +78,17 @@ class Export:
             "haarkv.model": self.model,
             "haarkv.layers": f"{self.span.start}:{self.span.stop} of {self.config.num_layers}",
             "haarkv.dtype": self.dtype,
-            "haarkv.kv_format": "tq4",
-            "haarkv.bytes_per_vector": f"{formats.get('tq4').bytes_per_vector(self.config.head_dim):g}",
+            "haarkv.kv_format": FORMAT.name,
+            "haarkv.bytes_per_vector": f"{FORMAT.bytes_per_vector(self.config.head_dim):g}",
             "haarkv.rotation_sha256": rotation_sha256(self.span, self.config.head_dim),
         }
 
 
 def rotation_sha256(span: range, head_dim: int) -> str:
     """SHA-256 of the rotations of some layers: their BF16 bits, little-endian, row by row, layer after layer."""
-    digest = hashlib.sha256()
+    digest, transform = hashlib.sha256(), READS.built_in(head_dim).transform
     for layer in span:
-        digest.update(haar_rotation(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
+        digest.update(transform.matrix(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
     return digest.hexdigest()
 
 

@@ -17,13 +17,11 @@ from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, needs_other_tensors
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.turboquant import rotation_on
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
+from haarkv.tq_ops.onnx.reads import READS
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
-HEAD_DIMS = (64, 128, 256)
 DEFAULT_OPSET = 23
 OLDEST_OPSET = 15  # the first whose models may hold functions
 NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
@@ -77,17 +75,10 @@ class GraphSpec:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
-    """In one sentence why there is no graph for a model with such a cache, or None."""
-    for kv_format in plan.formats:
-        if kv_format.name != "tq4":
-            return f"its graphs read and write tq4, not {kv_format.name}"
-    if plan.windowed:
-        return "its graphs read tq4 alone, no tokens in BF16 beside it; leave out the tail and the sinks"
+def unsupported(config: DecoderConfig) -> str | None:
+    """In one sentence why there are no graphs of such a model, or None."""
     if other := needs_other_tensors(config, LayerWeights):
         return f"its graphs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
-    if config.head_dim not in HEAD_DIMS:
-        return f"its graphs are made for a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     return None
 
 
@@ -131,8 +122,9 @@ def table_values(config: DecoderConfig, rope: RopeTable | None = None) -> Iterat
     rope = rope or RopeTable(config)
     yield ROPE_COS, rope.cos
     yield ROPE_SIN, rope.sin
+    transform = READS.built_in(config.head_dim).transform
     for layer in range(config.num_layers):
-        yield rotation_name(layer), rotation_on(layer, config.head_dim, rope.cos.device)
+        yield rotation_name(layer), transform.on(layer, config.head_dim, rope.cos.device)
 
 
 def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:

@@ -18,10 +18,9 @@ from typing import ClassVar
 import numpy as np
 from onnx import TensorProto
 
-from haarkv.codebooks import lloyd_max
 from haarkv.models.base import DecoderConfig
-from haarkv.tq_ops.formats.turboquant import BITS, LARGEST_FP16
 from haarkv.tq_ops.onnx.graph import Graph
+from haarkv.tq_ops.onnx.reads import READS
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
@@ -92,7 +91,7 @@ class Qwen3Scopes:
         low, high = g.nodes("halves", "Split", [x, g.integers([half, half])], 2, axis=-1)
         new_low = g.node("low", "Sub", g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
         new_high = g.node("high", "Add", g.node("high_cos", "Mul", high, cos), g.node("low_sin", "Mul", low, sin))
-        return [g.node("turned", "Concat", new_low, new_high, axis=-1)]
+        return [g.node("rotated", "Concat", new_low, new_high, axis=-1)]
 
     def silu_mul(self, g: Graph, gate: str, up: str) -> list[str]:
         """`silu(gate) * up`, fp32."""
@@ -104,17 +103,20 @@ class Qwen3Scopes:
 
         A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
         """
-        book, dim = lloyd_max(BITS, self.config.head_dim), self.config.head_dim
+        dim = self.config.head_dim
+        tables = READS.built_in(dim)
         unit, norm, lift = self._unit(g, x)
         y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.num_kv_heads)
-        level = self._level(g, y, book.boundaries.numpy())
+        level = self._level(g, y, np.array(tables.boundaries, np.float32))
         low, high = g.nodes("level_halves", "Split", [level, g.integers([dim // 2] * 2)], 2, axis=-1)
         shifted = g.node("high_nibble", "Mul", high, g.scalar(16, np.int32))
         codes = self._codes(g, g.node("byte", "Add", low, shifted))
 
-        chosen = g.node("chosen", "Gather", g.constant("centroids", book.centroids.numpy()), level)
+        centroids = g.constant("centroids", np.array(tables.centroids, np.float32))
+        chosen = g.node("chosen", "Gather", centroids, level)
         length = g.node("chosen_norm", "Sqrt", g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen)))
-        scale, largest = g.node("scale_fp32", "Div", g.node("norm_of_x", "Div", norm, lift), length), g.scalar(LARGEST_FP16)
+        scale = g.node("scale_fp32", "Div", g.node("norm_of_x", "Div", norm, lift), length)
+        largest = g.scalar(float(np.finfo(np.float16).max))
         saturated = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
         finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
         marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
@@ -150,10 +152,10 @@ class Qwen3Scopes:
     def _level(self, g: Graph, y: str, boundaries: np.ndarray) -> str:
         """Number of boundaries that each coordinate reaches, int32: one comparison a bit, the highest first."""
         table = g.constant("boundaries", boundaries)
-        top = 2 ** (BITS - 1)
+        top = (len(boundaries) + 1) // 2
         reached = g.node(f"reaches_{top}", "GreaterOrEqual", y, g.constant("middle", boundaries[top - 1]))
         level = g.node(f"bit_{top}", "Where", reached, g.scalar(top, np.int32), g.scalar(0, np.int32))
-        for step in (2**bit for bit in reversed(range(BITS - 1))):
+        for step in (2**bit for bit in reversed(range(top.bit_length() - 1))):
             edge = g.node(f"edge_{step}", "Gather", table, g.node(f"next_{step}", "Add", level, g.scalar(step - 1, np.int32)))
             reached = g.node(f"reaches_{step}", "GreaterOrEqual", y, edge)
             level = g.node(
@@ -178,7 +180,7 @@ class Qwen3Scopes:
         k = self._centroids(g, "k", k_codes, new_k_codes, block_table)
         scale = g.constant("softmax_scale", np.array(self.config.softmax_scale, np.float32))
         k_factor = g.node("k_factor", "Mul", self._scales(g, "k", k_scale, new_k_scale, block_table), scale)
-        qk = self._product(g, "qk", q_paired, g.node("k_turned", "Transpose", k, perm=[0, 1, 3, 2]))
+        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
         scores = g.node("scores", "Mul", qk, k_factor)
         masked = g.node("masked", "Where", visible, scores, g.scalar(-np.inf))
         p = g.node("softmax", "Softmax", masked, axis=-1)
@@ -196,9 +198,9 @@ class Qwen3Scopes:
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
 
     def _swap_last_two(self, g: Graph, name: str, x: str, split: Sequence[int]) -> str:
-        """Rows [B, H, R, D] seen as [.., m, n], turned and flattened: halves become pairs, or pairs halves."""
-        turned = g.node(f"{name}_turned", "Transpose", g.reshape(f"{name}_split", x, split), perm=[0, 1, 2, 4, 3])
-        return g.reshape(name, turned, [0, 0, -1, self.config.head_dim])
+        """Rows [B, H, R, D] seen as [.., m, n], transposed and flattened: halves become pairs, or pairs halves."""
+        swapped = g.node(f"{name}_swapped", "Transpose", g.reshape(f"{name}_split", x, split), perm=[0, 1, 2, 4, 3])
+        return g.reshape(name, swapped, [0, 0, -1, self.config.head_dim])
 
     def _centroids(self, g: Graph, side: str, codes: str, new_codes: str, block_table: str) -> str:
         """Centroids [B, Hkv, S + Q, D] fp32 of all tokens, in the rotated domain, as their bytes have them.
@@ -208,7 +210,7 @@ class Qwen3Scopes:
         dim = self.config.head_dim
         past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, dim // 2])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
-        c, byte = lloyd_max(BITS, dim).centroids.numpy(), np.arange(256)
+        c, byte = np.array(READS.built_in(dim).centroids, np.float32), np.arange(256)
         table = g.constant("centroids_of_byte", np.stack([c[byte & 15], c[byte >> 4]], axis=-1).astype(self.centroid_type))
         pairs = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
         return g.reshape(f"{side}_unpacked", pairs, [0, 0, -1, dim])

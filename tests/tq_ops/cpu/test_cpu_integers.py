@@ -10,10 +10,11 @@ import torch
 from op_tables import LAYER, Case, every_table, filled, relative
 from torch import Tensor
 
-from haarkv.tq_ops import reference
-from haarkv.tq_ops.cpu.layout import LARGEST_LEVEL, NAMES, layout
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.cpu.layout import LARGEST_LEVEL, READS, layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.reads import readable
 from haarkv.validation import bounds
 
 CASE = Case("tq4", 128, 5, 2, 128, (700, 255), (1, 1))
@@ -39,13 +40,13 @@ def check(table, q: Tensor, cache: PagedKVCache, batch: Batch) -> Tensor:
 
 
 @every_table
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_query_with_one_coordinate_a_hundred_times_the_others(table, turned):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_query_with_one_coordinate_a_hundred_times_the_others(table, rotated):
     cache, batch = filled(CASE)
     q = queries(CASE).float()
     q[..., 17] *= 100
-    if turned:  # so in the domain that the codes are in, where a rotation does not spread it
-        q = q @ layout("tq4", LAYER, 128).turn.T
+    if rotated:  # so in the domain that the codes are in, where a rotation does not spread it
+        q = q @ layout(formats.get("tq4"), LAYER, 128).rotate.T
     check(table, (0.05 * q).bfloat16(), cache, batch)
 
 
@@ -92,12 +93,12 @@ def test_scales_of_zero(table):
 @every_table
 @pytest.mark.parametrize("code", [0x00, 0xFF])
 def test_the_largest_sums_there_can_be(table, code):
-    """Every level at its largest, a turned query all of one size, equal weights: 32 bits are used to the last one."""
+    """Every level at its largest, a rotated query all of one size, equal weights: 32 bits are used to the last one."""
     cache, batch = filled(CASE)
     for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):
         fields["codes"].fill_(code)
         fields["scale"].fill_(1.0)
-    q = torch.ones(2, 10, 128) @ layout("tq4", LAYER, 128).turn.T
+    q = torch.ones(2, 10, 128) @ layout(formats.get("tq4"), LAYER, 128).rotate.T
     check(table, q.bfloat16(), cache, batch)
 
 
@@ -135,15 +136,15 @@ def test_bf16_results_do_not_depend_on_threads_or_on_the_rest_of_the_batch(table
             assert torch.equal(ops.paged_attention(q[token : token + 1], cache, LAYER, alone, SCALE)[0], together[0][token])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", readable(READS))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
     if name == "tbq4_0" and head_dim == 64:
         pytest.skip("tbq4_0 has no head_dim of 64")
-    turned = layout(name, LAYER, head_dim)
-    error = (turned.levels.double() * turned.unit - turned.centroids.double()).abs().max() / turned.centroids.abs().max()
-    assert turned.levels.dtype == torch.int16
-    assert turned.levels.abs().max() <= LARGEST_LEVEL
-    assert torch.equal(turned.levels, -turned.levels.flip(0))
+    of = layout(formats.get(name), LAYER, head_dim)
+    error = (of.levels.double() * of.unit - of.centroids.double()).abs().max() / of.centroids.abs().max()
+    assert of.levels.dtype == torch.int16
+    assert of.levels.abs().max() <= LARGEST_LEVEL
+    assert torch.equal(of.levels, -of.levels.flip(0))
     # A codebook of no special shape is off by half a level, 6e-5; a unit that suits it by a third of that.
     assert error <= 2.2e-5

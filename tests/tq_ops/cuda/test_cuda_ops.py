@@ -12,11 +12,12 @@ import torch
 from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda.layout import layout_of, unsupported
+from haarkv.tq_ops.cuda.layout import READS, layout_of
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_stored
 
@@ -182,12 +183,12 @@ def test_a_slot_outside_the_cache_is_refused():
 # -- What they read, and the lookup -------------------------------------------------------------------------------------
 def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
     def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
-        return unsupported((KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)
+        return unsupported(READS, (KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)
 
     assert reason("tq4") is reason("k=tq4,v=tbq4_0") is reason("tq4", 64) is reason("tq4", 256) is None
     assert "not bf16" in reason("k=tq4,v=bf16")
-    assert "several" in reason("tbq4_0", 256)
-    assert "head_dim of 64, 128, 256, not 96" in reason("tq4", 96)
+    assert "take one scale a vector, and tbq4_0 at head_dim 256 has 2" in reason("tbq4_0", 256)
+    assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
     assert "tail" in reason(KVSpec("tq4", tail=8))
 
 

@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.turboquant import codebook_on, exact_norm, pack_halves, polar_quantize, rotation_on, unpack_halves
+from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
+from haarkv.tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed, codebook_on
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
 
 LAYERS = [0, 1]
 CPU = torch.device("cpu")
+TQ4 = formats.get("tq4")
 
 
 def rows_of(golden, layer):
@@ -27,11 +30,11 @@ def is_ordinary(x):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_seed_levels_norms_and_values_equal_the_device_golden(golden, layer):
+def test_seed_levels_norms_and_values_equal_the_device_golden(golden, published_rotation, layer):
     data, x, kind = rows_of(golden, layer)
     finite = torch.from_numpy(np.isfinite(data["npugolden_decode_scale"]))
     assert set(kind[~finite.numpy()]) == {"scaled_1e+30"}
-    seed = formats.get("tq4_seed")
+    seed = TurboQuant4Seed(published_rotation)
     fields = seed.quantize(x[finite], layer)
     theirs = torch.from_numpy(data["npugolden_decode_idx"])[finite]
     rotated = torch.from_numpy(data["npugolden_decode_xrot"])[finite]
@@ -48,12 +51,13 @@ def test_seed_levels_norms_and_values_equal_the_device_golden(golden, layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_tq4_packs_the_golden_bytes(golden, layer):
+def test_tq4_packs_the_golden_bytes(golden, published_rotation, layer):
     data, x, _ = rows_of(golden, layer)
     ordinary = is_ordinary(x)
     assert ordinary.sum() >= 340
-    codes = formats.get("tq4").quantize(x, layer)["codes"]
-    level, theirs = unpack_halves(codes), torch.from_numpy(data["npugolden_decode_idx"])
+    tq4 = TurboQuant(4, "", published_rotation)
+    codes = tq4.quantize(x, layer)["codes"]
+    level, theirs = tq4.unpack(codes), torch.from_numpy(data["npugolden_decode_idx"])
     rotated = torch.from_numpy(data["npugolden_decode_xrot"])
     boundaries = codebook_on(128, CPU).boundaries
     compared = compare_levels(level[ordinary], theirs[ordinary], rotated[ordinary], boundaries, bounds.ROTATED_FP32)
@@ -66,9 +70,9 @@ def test_tq4_packs_the_golden_bytes(golden, layer):
 def test_packing_puts_the_first_half_in_the_low_nibbles():
     level = torch.arange(16, dtype=torch.uint8).repeat(8)[None]
     level[0, 64:] = 15 - level[0, 64:]
-    codes = pack_halves(level)
+    codes = TQ4.pack(level)
     assert codes[0, 3] == 3 | (12 << 4)
-    assert torch.equal(unpack_halves(codes), level)
+    assert torch.equal(TQ4.unpack(codes), level)
 
 
 def sphere_distortion(head_dim):
@@ -83,10 +87,10 @@ def sphere_distortion(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_four_bits_lose_what_theory_says(head_dim):
     x = torch.randn(100_000, head_dim, generator=torch.Generator().manual_seed(1))
-    tq4, rotation = formats.get("tq4"), rotation_on(3, head_dim, CPU)
+    tq4, rotation = formats.get("tq4"), haar_rotation(3, head_dim).float()
     fields = tq4.quantize(x, 3)
     unit = torch.nn.functional.normalize(x, dim=-1)
-    plain = codebook_on(head_dim, CPU).centroids[unpack_halves(fields["codes"]).int()] @ rotation.T
+    plain = codebook_on(head_dim, CPU).centroids[tq4.unpack(fields["codes"]).int()] @ rotation.T
     error = (unit - plain).square().sum(-1).mean().item()
     assert error == pytest.approx(sphere_distortion(head_dim), rel=0.005)
     # A coordinate of a unit vector has lighter tails than the Gaussian of the textbook figure, which is the limit.
@@ -153,12 +157,15 @@ def test_exact_norm_of_ordinary_vectors_has_the_bits_of_the_plain_formula():
     assert torch.equal(unit, x / plain)
 
 
-def test_the_unit_vector_is_rounded_to_bf16_before_it_is_turned():
+def test_the_unit_vector_is_rounded_to_bf16_before_it_is_rotated():
     unit = torch.nn.functional.normalize(torch.randn(50, 128, generator=torch.Generator().manual_seed(6)), dim=-1)
-    y = unit.bfloat16().double() @ rotation_on(4, 128, CPU).double()
+    rotation = haar_rotation(4, 128)
+    y = unit.bfloat16().double() @ rotation.double()
     boundaries = codebook_on(128, CPU).boundaries
     expected = (y[..., None] >= boundaries.double()).sum(-1)
-    compared = compare_levels(polar_quantize(unit, 4), expected, y.float(), boundaries, bounds.ROTATED_FP32)
+    compared = compare_levels(
+        choose_levels(unit, rotation.float(), boundaries), expected, y.float(), boundaries, bounds.ROTATED_FP32
+    )
     assert compared.unexplained == 0
 
 

@@ -10,7 +10,7 @@ from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, prefil
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
@@ -154,7 +154,7 @@ def test_a_scale_is_refused_exactly_from_where_it_rounds_to_infinity(name):
     # The scale of a one-hot vector of length 1, to FP32's precision, from a scale that FP16 holds well.
     per_unit = {"tq3_0": 0.17677669 / 1.510, "q4_0": 1 / 8, "q8_0": 1 / 127}.get(name)
     if per_unit is None:
-        restored = kv_format.turned(kv_format.quantize(unit, 0))[0]
+        restored = kv_format.rotated(kv_format.quantize(unit, 0))[0]
         level = kv_format.levels(kv_format.quantize(unit, 0))[0]
         per_unit = 1 / torch.tensor(kv_format.centroids)[level.long()].norm().item()
         assert restored.abs().max() < 2 * per_unit
@@ -280,7 +280,7 @@ def test_reach_covers_what_noise_does(name, side):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, fp8, kivi, manthan, turboquant):
+    for module in (blocks, fp8, kivi, manthan, rotated, turboquant):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")

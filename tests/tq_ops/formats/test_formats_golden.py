@@ -125,20 +125,20 @@ def test_tbq4_0_tables(golden):
     np.testing.assert_array_equal(np.array(HadamardTBQ4.boundaries, np.float32), tables["midpoints"])
 
 
-def test_tbq4_0_attention_in_the_turned_domain(golden):
-    """q turned once, tiles as centroid times scale, the output turned back once: the published fused attention."""
+def test_tbq4_0_attention_in_the_rotated_domain(golden):
+    """q rotated once, tiles as centroid times scale, the output rotated back once: the published fused attention."""
     data = golden("tbq4_0/rotated_domain_attention")
     tbq4 = HadamardTBQ4()
     q, k, v = (torch.from_numpy(data[name]) for name in "qkv")
     fields = {side: tbq4.quantize(x, 0) for side, x in (("k", k), ("v", v))}
     for side in "kv":
         np.testing.assert_array_equal(tbq4.to_bytes(fields[side]).numpy(), data[f"{side}_packed"])
-    turned_q = tbq4.turn(q)
-    same_bits(turned_q.numpy(), data["q_rotated"])
-    same_bits(tbq4.turned(fields["k"]).numpy(), data["k_rotated_domain"])
+    rotated_q = tbq4.rotate(q)
+    same_bits(rotated_q.numpy(), data["q_rotated"])
+    same_bits(tbq4.rotated(fields["k"]).numpy(), data["k_rotated_domain"])
     heads = torch.arange(10) // 5
     for keys, values, queries, back in (
-        (tbq4.turned(fields["k"]), tbq4.turned(fields["v"]), turned_q, tbq4.turn_back),
+        (tbq4.rotated(fields["k"]), tbq4.rotated(fields["v"]), rotated_q, tbq4.rotate_back),
         (tbq4.dequantize(fields["k"], 0), tbq4.dequantize(fields["v"], 0), q, lambda out: out),
     ):
         scores = torch.einsum("hd,hsd->hs", queries, keys[heads]) / 128**0.5

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from haarkv.codebooks import lloyd_max
+from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root, sum_in_order, sum_pairwise
 from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues
 from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
-from haarkv.tq_ops.formats.turboquant import exact_norm, polar_quantize, rotation_on
+from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
 
@@ -122,10 +122,11 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, head_dim):
     fields = kv_format.quantize(x, layer)
     level = kv_format.levels(fields)
     book = lloyd_max(bits, head_dim, "published" if bits <= 4 else "converged")
-    y = exact_norm(x)[0].bfloat16().double() @ rotation_on(layer, head_dim, CPU).double()
+    rotation = haar_rotation(layer, head_dim)
+    y = exact_norm(x)[0].bfloat16().double() @ rotation.double()
     expected = (y[..., None] >= book.boundaries.double()).sum(-1)
     assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0
-    assert torch.equal(level, polar_quantize(exact_norm(x)[0], layer, bits))
+    assert torch.equal(level, choose_levels(exact_norm(x)[0], rotation.float(), book.boundaries))
     restored = kv_format.dequantize(fields, layer).double()
     for row, ours in enumerate(kv_format.to_bytes(fields).numpy()):
         assert ours[:-2].tobytes() == slow.encode_tq_levels(level[row].tolist(), bits)
@@ -134,7 +135,7 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, head_dim):
         exact = x[row].double().norm() / centroids.norm()
         # FP16: half a unit in the last place, or half its smallest number.
         assert abs(scale - exact) <= max(2.0**-11 * exact * 1.001, 2.0**-25)
-        back = scale * centroids @ rotation_on(layer, head_dim, CPU).double().T
+        back = scale * centroids @ rotation.double().T
         torch.testing.assert_close(restored[row], back, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12)
 
 

@@ -7,20 +7,18 @@ Byte j holds level j in its low half and level j + 64 in its high half.
 
 import pypto
 
-from haarkv.codebooks import lloyd_max
+from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 
-HEAD_DIM = 128
 HALF = 64
 BLOCK = 128
-_BOOK = lloyd_max(4, HEAD_DIM)
-CENTROIDS = _BOOK.centroids.tolist()
-BOUNDARIES = _BOOK.boundaries.tolist()
+CENTROIDS = READS.built_in(HEAD_DIM).centroids
+BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 _LEAST_NORM = 1e-30
 _LARGEST_FP16 = 65504.0
 
 
 def quantize(x, rotation, vectors):
-    """Rotate vectors and pick levels, the renormalisation folded into the scale, as `tq_ops.formats.turboquant` does.
+    """Rotate vectors and pick levels, the renormalisation folded into the scale, as `tq_ops.formats.rotated` does.
 
     Args:
         x: [vectors, 128] FP32.
@@ -79,7 +77,7 @@ def append(row, slot, codes, scale, cache_codes, cache_scale, kv_heads):
 def centroids(codes, rows):
     """Codes [n, 64] INT8 -> centroids [n, 128] FP16, still rotated and without their scale; `rows` to a vector tile.
 
-    A byte read as signed, plus 128 with the sign turned, is 16 h + l of its levels. Rounding (byte - 7.5) / 16 gives h - 8
+    A byte read as signed, plus 128 with the sign flipped, is 16 h + l of its levels. Rounding (byte - 7.5) / 16 gives h - 8
     (never a tie), from where both levels follow, less 7.5. The book is odd about there: seven selects by the distance, then
     the sign.
     """

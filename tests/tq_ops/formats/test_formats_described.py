@@ -1,0 +1,298 @@
+"""What formats say of themselves: true of the bytes they store, and all that a backend needs to read a new one."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from op_tables import TABLES, relative
+from places import ROOT
+
+from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats.rotated import Description, Plane, Quantizer, RotatedFormat, Transform, pack_levels, unpack_levels
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
+from haarkv.tq_ops.npu.reads import READS as NPU_READS
+from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_levels
+
+CPU = torch.device("cpu")
+LAYER = 1
+DESCRIBED = [name for name in formats.names() if formats.get(name).description(256) is not None]
+
+
+def vectors(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- What the formats say is true ----------------------------------------------------------------------------------------
+def test_every_rotated_format_describes_itself():
+    assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "tbq4_0"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_stored_bytes_are_those_described(name, head_dim):
+    """Levels, packing, scales and the way back, by the description alone."""
+    kv_format = formats.get(name)
+    if (name, head_dim) == ("tbq4_0", 64):
+        pytest.skip("tbq4_0 has no head_dim of 64")
+    described, x = kv_format.description(head_dim), vectors(40, head_dim)
+    fields = kv_format.quantize(x, LAYER)
+    level = unpack_levels(fields["codes"], described.planes)
+    assert torch.equal(level, kv_format.levels(fields))
+    assert torch.equal(pack_levels(level, described.planes), fields["codes"])
+    scale = fields["scale"].view(40, described.scales)
+    assert scale.dtype == described.scale_dtype
+    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()].view(40, described.scales, -1)
+    matrix = described.transform.matrix(LAYER, head_dim)
+    assert matrix.dtype == described.transform.dtype
+    restored = (centroids * scale.unsqueeze(-1)).flatten(1) @ matrix.double().T
+    torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
+    lengths = x.double().view(40, described.scales, -1).norm(dim=-1)
+    torch.testing.assert_close(scale.double(), lengths / centroids.norm(dim=-1), rtol=2**-10, atol=0)
+    unit = (x.double().view(40, described.scales, -1) / lengths.unsqueeze(-1)).flatten(1).float()
+    unit = unit.bfloat16() if described.quantizer.rounds_unit else unit
+    y, boundaries = unit.double() @ matrix.double(), torch.tensor(described.boundaries, dtype=torch.float64)
+    compared = compare_levels(level, (y[..., None] >= boundaries).sum(-1), y, boundaries, bounds.ROTATED_FP32)
+    assert compared.unexplained == 0
+
+
+@pytest.mark.parametrize("name", ["tq4", "tbq4_0"])
+def test_layers_differ_where_the_description_says_so(name):
+    transform = formats.get(name).description(128).transform
+    assert torch.equal(transform.matrix(0, 128), transform.matrix(1, 128)) != transform.per_layer
+
+
+# -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
+HEAD_DIM = 128
+HALF = (0.01, 0.03, 0.052, 0.078, 0.1, 0.14, 0.185, 0.25)
+
+
+def own_rotation(layer, head_dim):
+    gaussian = draw_gaussian(7 + layer, head_dim * head_dim).reshape(head_dim, head_dim).astype(np.float64)
+    return torch.from_numpy(orthogonal_factor(gaussian)).float()
+
+
+OWN_ORDER = tuple(np.random.RandomState(3).permutation(HEAD_DIM).tolist())
+CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
+MADE_UP = Description(
+    planes=(Plane(4, OWN_ORDER),),
+    transform=Transform(own_rotation, per_layer=True, dtype=torch.float32),
+    centroids=CENTROIDS,
+    boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
+    quantizer=Quantizer(rounds_unit=False, smallest=1e-3, saturates=False),
+)
+AS_TQ4 = replace(formats.get("tq4").description(HEAD_DIM), centroids=CENTROIDS)
+LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
+
+
+def made_up(description=MADE_UP):
+    return RotatedFormat("made_up", "of this test alone", 4, lambda _: description)
+
+
+def slow_bytes(x, layer):
+    """One vector [D] by loops in float64: 64 bytes of codes as written down by hand, and the scale."""
+    norm = float(np.sqrt((x.astype(np.float64) ** 2).sum()))
+    unit = x / norm if norm > 1e-3 else np.zeros_like(x, dtype=np.float64)
+    y = unit @ own_rotation(layer, HEAD_DIM).double().numpy()
+    level = [sum(value >= b for b in MADE_UP.boundaries) for value in y]
+    length = np.sqrt(sum(CENTROIDS[n] ** 2 for n in level))
+    codes = [level[OWN_ORDER[2 * j]] | level[OWN_ORDER[2 * j + 1]] << 4 for j in range(HEAD_DIM // 2)]
+    return codes, (norm if norm > 1e-3 else 0.0) / length
+
+
+def test_a_made_up_format_is_its_description():
+    kv_format, x = made_up(), vectors(30, HEAD_DIM, seed=4)
+    x[3], x[4, :], x[5] = 0.0, 1e-3 * HEAD_DIM**-0.5 / 2, 1e-9
+    fields = kv_format.quantize(x, LAYER)
+    assert kv_format.bytes_per_vector(HEAD_DIM) == 66
+    different = 0
+    for row, vector in enumerate(x.numpy()):
+        codes, scale = slow_bytes(vector, LAYER)
+        different += sum(a != b for a, b in zip(fields["codes"][row].tolist(), codes, strict=True))
+        assert float(fields["scale"][row]) == pytest.approx(scale, rel=2**-10)
+    assert different <= 1  # a tie that FP32 breaks the other way
+    with pytest.raises(NonFiniteError):
+        kv_format.quantize(x * 1e6, LAYER)
+
+
+def filled(description, heads=2):
+    """Two caches alike, one filled by the reference, and the batch that fills the other: blocks of 8, two sequences."""
+    kv_format = made_up(description)
+    plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
+    caches = [PagedKVCache(plan, num_kv_heads=heads, head_dim=HEAD_DIM, num_blocks=9, block_size=8) for _ in range(2)]
+    paging = PagedSequences(9, 8, order=[4, 1, 8, 0, 7, 2, 6, 3, 5])
+    batch = paging.batch([paging.add(), paging.add()], [19, 9])
+    k, v = vectors(2, 28, heads, HEAD_DIM, seed=5)
+    k[2, 1] = 0.0
+    reference.store_kv(k, v, caches[0], LAYER, batch)
+    return caches, batch, k, v
+
+
+def check(ops, description, device=CPU):
+    (theirs, ours), batch, k, v = filled(description)
+    if device != CPU:
+        ours = PagedKVCache(ours.plan, num_kv_heads=2, head_dim=HEAD_DIM, num_blocks=9, block_size=8, device=device)
+    there = batch.to(device)
+    ops.store_kv(k.to(device), v.to(device), ours, LAYER, there)
+    kv_format = theirs.k_format(LAYER)
+    for x, mine, slow in (
+        (k, ours.k_fields(LAYER), theirs.k_fields(LAYER)),
+        (v, ours.v_fields(LAYER), theirs.v_fields(LAYER)),
+    ):
+        block, offset = batch.slot_mapping // 8, batch.slot_mapping % 8
+        levels = [kv_format.levels({"codes": fields["codes"].cpu()[block, :, offset]}) for fields in (slow, mine)]
+        choice = kv_format.choice(x, LAYER, bounds.ROTATED_FP32)
+        assert compare_levels(*levels, choice.value, choice.boundaries, choice.reach).unexplained == 0
+        equal = (levels[0] == levels[1]).all(-1)
+        assert equal.float().mean() > 0.9
+        torch.testing.assert_close(
+            mine["scale"].cpu()[block, :, offset][equal], slow["scale"][block, :, offset][equal], rtol=2**-10, atol=0
+        )
+        for name in slow:  # attention is of the same bytes
+            mine[name].copy_(slow[name])
+    for dtype, bound in ((torch.float32, bounds.LAYER_FP32), (torch.bfloat16, bounds.LAYER_BF16)):
+        q = (2 * vectors(28, 6, HEAD_DIM, seed=6)).to(dtype)
+        slow = reference.paged_attention(q, theirs, LAYER, batch, HEAD_DIM**-0.5)
+        mine = ops.paged_attention(q.to(device), ours, LAYER, there, HEAD_DIM**-0.5)
+        assert relative(mine, slow) <= bound.attention
+
+
+@pytest.mark.parametrize("description", [MADE_UP, LOPSIDED], ids=["mirrored", "lopsided"])
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_a_made_up_format_runs_on_the_cpu(table, description):
+    check(table.open(), description)
+
+
+def test_a_made_up_format_runs_on_a_gpu():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from haarkv.tq_ops.cuda import ops
+
+    check(ops, MADE_UP, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
+    """Formats that the append kernel could quantize, each by itself: it holds one set of tables."""
+    tq4 = formats.get("tq4")
+    other = RotatedFormat("tq4_other", "", 4, lambda d: replace(
+        tq4.description(d), transform=Transform(lambda layer, dim: own_rotation(layer, dim).bfloat16(), True, torch.bfloat16)
+    ))  # fmt: skip
+    assert cpu_layout.one_quantizer((other, other), 128)
+    assert not cpu_layout.one_quantizer((tq4, other), 128)
+    plan = KVPlan.uniform(tq4, other, LAYER + 1)
+    ours, theirs = (PagedKVCache(plan, num_kv_heads=2, head_dim=128, num_blocks=2) for _ in range(2))
+    paging = PagedSequences(2, 128)
+    batch = paging.batch([paging.add()], [20])
+    k, v = vectors(2, 20, 2, 128, seed=8)
+    table.open().store_kv(k, v, ours, LAYER, batch)
+    reference.store_kv(k, v, theirs, LAYER, batch)
+    for name in ("codes", "scale"):
+        assert torch.equal(ours.v_fields(LAYER)[name], theirs.v_fields(LAYER)[name])
+        assert torch.equal(ours.k_fields(LAYER)[name], theirs.k_fields(LAYER)[name])
+
+
+# -- What backends read ----------------------------------------------------------------------------------------------------
+ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv", "head_dim", "reason"),
+    [
+        ("cpu", "k=tq4,v=tbq4_0", 256, None),
+        ("cpu", "tq3", 128, "the CPU kernels read tq4 and tbq4_0, not tq3; only --executor reference reads every format"),
+        ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
+        ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
+        ("cuda", "k=tq4,v=tbq4_0", 128, None),
+        ("cuda", "q8_0", 128, "the GPU kernels read tq4 and tbq4_0, not q8_0; only --executor reference reads every format"),
+        ("cuda", "tbq4_0", 256, "the GPU kernels take one scale a vector, and tbq4_0 at head_dim 256 has 2"),
+        ("npu", "tq4", 128, None),
+        ("npu", "tbq4_0", 128, "its programs read tq4, not tbq4_0; only --executor reference reads every format"),
+        ("npu", "tq4", 64, "its programs are made for head_dim 128, not 64"),
+        ("onnx", "tq4", 256, None),
+        ("onnx", "tq4_seed", 128, "its graphs read tq4, not tq4_seed; only --executor reference reads every format"),
+    ],
+)
+def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_dim, reason):
+    assert unsupported(ALL[backend], KVSpec(kv).plan(2), head_dim) == reason
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_windows_are_refused(backend):
+    reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), 128)
+    assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
+
+
+@pytest.mark.parametrize(
+    ("description", "reads", "reason"),
+    [
+        (LOPSIDED, cuda_layout.READS, "the GPU kernels need levels that are each other's negatives, which made_up has not"),
+        (MADE_UP, ONNX_READS, "its graphs read tq4, not made_up; only --executor reference reads every format"),
+        (MADE_UP, cpu_layout.APPENDS, "the CPU kernels read another order of coordinates than made_up has"),
+        (AS_TQ4, cpu_layout.APPENDS, None),
+        (
+            replace(AS_TQ4, transform=MADE_UP.transform),
+            cpu_layout.APPENDS,
+            "the CPU kernels rotate by a matrix of torch.bfloat16, and that of made_up is torch.float32",
+        ),
+        *(
+            (
+                replace(AS_TQ4, quantizer=other),
+                cpu_layout.APPENDS,
+                f"the CPU kernels quantize by {AS_TQ4.quantizer}, and made_up by {other}",
+            )
+            for other in (Quantizer(False, 0.0, True), Quantizer(True, 1e-3, True), Quantizer(True, 0.0, False))
+        ),
+        (
+            replace(AS_TQ4, scales=2),
+            cpu_layout.APPENDS,
+            "the CPU kernels take one scale a vector, and made_up at head_dim 128 has 2",
+        ),
+        (
+            replace(MADE_UP, scale_dtype=torch.float32),
+            cpu_layout.READS,
+            "the CPU kernels read tq4 and tbq4_0, not made_up; only --executor reference reads every format",
+        ),
+    ],
+)
+def test_a_made_up_format_is_refused_for_what_it_is(description, reads, reason):
+    assert misfit(reads, made_up(description), HEAD_DIM) == reason
+
+
+def test_a_copy_of_a_format_under_another_name_is_read_by_all():
+    """Nobody asks for a name: equal descriptions are the same to every backend."""
+    copy = RotatedFormat("copy", "", 4, formats.get("tq4").description)
+    for reads in ALL.values():
+        assert unsupported(reads, KVPlan.uniform(copy, copy, 2), 128) is None
+
+
+def test_a_backend_may_read_levels_in_several_planes():
+    three = Reads("they", head_dims=(128,), planes=((4,), (2, 1)))
+    assert misfit(three, formats.get("tq3"), 128) is None
+    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3 and tbq4_0, not tq2")
+
+
+def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
+    """Descriptions and declarations are all that the rooms know of each other."""
+    modules = "turboquant|hadamard|blocks|ggml|manthan|fp8|plain"
+    class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
+    asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
+    rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.parent != ROOT / "tq_ops" / "formats"]
+    assert len(files) > 100
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not class_of.search(text), path
+        assert not asked.search(text), path
+    assert asked.search('if kv_format.name != "tq4":')
+    assert class_of.search("from haarkv.tq_ops.formats.hadamard import HadamardTBQ4")

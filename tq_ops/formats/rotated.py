@@ -1,0 +1,313 @@
+"""Formats of rotated levels: what they say of themselves, and the arithmetic that follows from it.
+
+Such a format rotates a unit vector, keeps the level of each coordinate, and one scale that holds the length:
+
+    y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  it stands for scale * c[level] @ matrix.T
+
+Everything else is data, which `Description` holds. A backend is built from descriptions and declares which of them its
+kernels read (`tq_ops.kv.reads`); none asks for a format's name or class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
+
+
+@dataclass(frozen=True)
+class Transform:
+    """The rotation behind which levels are taken: `y = x @ matrix`, back with `y @ matrix.T`.
+
+    Attributes:
+        matrix: (layer, head_dim) -> [D, D] of `dtype`, on the CPU; it is made once a layer and then kept.
+        per_layer: whether layers differ.
+        dtype: bf16 where every entry is a BF16 number, else fp32.
+    """
+
+    matrix: Callable[[int, int], Tensor]
+    per_layer: bool
+    dtype: torch.dtype
+
+    def on(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
+        """The matrix [D, D] as fp32 on a device, kept there. Do not write to it."""
+        return _matrix_on(self, layer if self.per_layer else 0, head_dim, device)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of every level, as a bit stream: least significant bit first, the first level in the first byte's low bits.
+
+    Attributes:
+        bits: of a level; 1, 2, 4 or 8.
+        order: [D] the coordinate of each level in the stream.
+    """
+
+    bits: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How vectors become levels and scales.
+
+    Attributes:
+        rounds_unit: whether the unit vector is rounded to BF16 before it is rotated.
+        smallest: norms up to this are stored as zeros.
+        saturates: whether a scale too large for its dtype becomes the largest finite one; otherwise the vector is refused.
+    """
+
+    rounds_unit: bool
+    smallest: float
+    saturates: bool
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a backend has to know of a format at one head_dim. Two formats with equal descriptions store the same bytes.
+
+    The stored fields are `codes`, the planes one after the other, and `scale`.
+
+    Attributes:
+        planes: of the levels, low bits first; one plane unless the width of a level is 3, 5, 6 or 7.
+        transform: the rotation.
+        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate.
+        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}.
+        quantizer: how vectors become levels.
+        scales: scales a vector, each for an equal part of it.
+        scale_dtype: of the scales.
+    """
+
+    planes: tuple[Plane, ...]
+    transform: Transform
+    centroids: tuple[float, ...]
+    boundaries: tuple[float, ...]
+    quantizer: Quantizer
+    scales: int = 1
+    scale_dtype: torch.dtype = torch.float16
+
+    @property
+    def bits(self) -> int:
+        """Bits of a level."""
+        return sum(plane.bits for plane in self.planes)
+
+    @property
+    def head_dim(self) -> int:
+        """Coordinates of a vector."""
+        return len(self.planes[0].order)
+
+
+def in_parts(head_dim: int, bits: int) -> tuple[int, ...]:
+    """The order of `pack_parts`: byte j holds one coordinate of each of the vector's 8 / bits parts, the first part lowest."""
+    return tuple(torch.arange(head_dim).view(8 // bits, -1).T.flatten().tolist())
+
+
+def pack_levels(level: Tensor, planes: tuple[Plane, ...]) -> Tensor:
+    """Levels [..., D] uint8 -> codes [..., bytes] uint8, as the planes say."""
+    packed, shift = [], 0
+    for plane in planes:
+        part = (level >> shift) & (2**plane.bits - 1)
+        packed.append(pack_stream(part.index_select(-1, _order_on(plane.order, level.device)), plane.bits))
+        shift += plane.bits
+    return torch.cat(packed, dim=-1)
+
+
+def unpack_levels(codes: Tensor, planes: tuple[Plane, ...]) -> Tensor:
+    """Inverse of `pack_levels`."""
+    level, shift, begin = torch.zeros((), dtype=torch.uint8, device=codes.device), 0, 0
+    for plane in planes:
+        end = begin + len(plane.order) * plane.bits // 8
+        part = unpack_stream(codes[..., begin:end], plane.bits)
+        level = level | (part.index_select(-1, _order_on(plane.order, codes.device).argsort()) << shift)
+        shift, begin = shift + plane.bits, end
+    return level
+
+
+@cache
+def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """[n] fp32 on a device, kept there. Do not write to it."""
+    return torch.tensor(numbers, device=device)
+
+
+def centroids_at(level: Tensor, centroids: Tensor) -> Tensor:
+    """Centroid of each level: [..., D] uint8 -> [..., D] fp32. `index_select` is three times as fast as indexing."""
+    return centroids.index_select(0, level.flatten().int()).view(level.shape)
+
+
+def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor, *, rounds_unit: bool = True) -> Tensor:
+    """Rotate unit vectors and quantize each coordinate: `level_i = #{b : (unit @ rotation)_i >= b}`.
+
+    Args:
+        unit: [..., D] fp32, of norm 1 (or 0).
+        rotation: [D, D] fp32.
+        boundaries: [2**bits - 1] fp32, ascending.
+        rounds_unit: round `unit` to BF16 first.
+    Returns:
+        level: [..., D] uint8, 0 to 2**bits - 1. A zero vector gets level 8 of 16 everywhere if the middle boundary is <= 0.
+    Rounding points: unit to BF16; the product accumulates in FP32 and stays there.
+    """
+    y = _as_rotated(unit, rounds_unit) @ rotation
+    return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8)
+
+
+def level_choice(
+    unit: Tensor, rotation: Tensor, boundaries: Tensor, noise: float | Tensor, *, rounds_unit: bool = True
+) -> LevelChoice:
+    """What `choose_levels` chooses from, and how far noise may move it.
+
+        reach_j = noise + 2 * sqrt(sum over the coordinates i beside a BF16 rounding point of (ulp_i * rotation_ij)**2)
+
+    That covers any four roundings that fall the other way, and of many, whose signs are random, five standard deviations: a
+    rounding error is spread evenly over an ulp, and the difference of two has a variance of ulp**2 / 6.
+
+    Args:
+        unit, rotation, boundaries, rounds_unit: as in `choose_levels`.
+        noise: of each coordinate of `unit`; the rotation spreads it evenly.
+    """
+    rounded = _as_rotated(unit, rounds_unit)
+    if not rounds_unit:
+        return LevelChoice(rounded @ rotation, torch.ones_like(unit) * noise, boundaries)
+    # BF16 keeps 8 bits: a step is 2**-8 of the power of two above the number.
+    step = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent - 8)
+    to_rounding_point = step / 2 - (unit - rounded).abs()
+    reach = 2 * (torch.where(to_rounding_point <= noise, step, 0.0).square() @ rotation.square()).sqrt() + noise
+    return LevelChoice(rounded @ rotation, reach, boundaries)
+
+
+def _as_rotated(unit: Tensor, rounds_unit: bool) -> Tensor:
+    return unit.to(torch.bfloat16).float() if rounds_unit else unit
+
+
+def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors and L2 norms without underflow or overflow, for any finite x.
+
+    Scaling by a power of two is exact, so an ordinary vector gets the same bits as `x / sqrt(sum(x**2))`.
+
+    Args:
+        x: [..., D] fp32, finite.
+    Returns:
+        unit: [..., D] fp32; zeros where x is zero.
+        norm: [..., 1] fp32, in units of x; inf if it or the largest value's next power of two exceeds FP32.
+    """
+    # Denormals first become normal numbers; 2**64 keeps every step a power of two inside FP32's exponents.
+    tiny = x.abs().amax(-1, keepdim=True) < 2.0**-100
+    lifted = torch.where(tiny, x * 2.0**64, x)
+    exponent = torch.frexp(lifted.abs().amax(-1, keepdim=True)).exponent
+    scaled = torch.ldexp(lifted, -exponent)
+    norm = scaled.square().sum(-1, keepdim=True).sqrt()
+    unit = torch.where(norm > 0, scaled / norm, torch.zeros_like(scaled))
+    norm = torch.ldexp(norm, exponent)
+    return unit, torch.where(tiny, norm * 2.0**-64, norm)
+
+
+class RotatedFormat:
+    """A KV format that its description says all about, with one scale a vector.
+
+    A zero vector stores scale 0 and comes back as zeros. A scale below its dtype's smallest comes back as zeros.
+
+    Args:
+        name: the word for it in `formats.get` and `--kv`.
+        purpose: one line for a table: what it is for.
+        bits: of a level, at every head_dim.
+        describe: head_dim -> its description.
+    """
+
+    group_tokens = 1
+    lossy = True
+
+    def __init__(self, name: str, purpose: str, bits: int, describe: Callable[[int], Description]) -> None:
+        self.name = name
+        self.purpose = purpose
+        self.bits = bits
+        self._describe = lru_cache(None)(describe)
+
+    def description(self, head_dim: int) -> Description:
+        """What a backend has to know of it; made once a head_dim.
+
+        Raises:
+            InputError: the format has no layout for this head_dim.
+        """
+        return self._describe(head_dim)
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        scale = Field(self.description(head_dim).scale_dtype, ())
+        return {"codes": Field(torch.uint8, (head_dim * self.bits // 8,)), "scale": scale}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return float(stored_bytes(self.fields(head_dim)))
+
+    def pack(self, level: Tensor) -> Tensor:
+        """Levels [..., D] uint8 -> codes [..., bytes] uint8."""
+        return pack_levels(level, self.description(level.shape[-1]).planes)
+
+    def unpack(self, codes: Tensor) -> Tensor:
+        """Inverse of `pack`."""
+        return unpack_levels(codes, self.description(codes.shape[-1] * 8 // self.bits).planes)
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        x = x.float()
+        require_finite(x)
+        described, rotation, boundaries = self._on(x, layer)
+        unit, norm = self._unit(x, described)
+        level = choose_levels(unit, rotation, boundaries, rounds_unit=described.quantizer.rounds_unit)
+        length = torch.linalg.vector_norm(centroids_at(level, numbers_on(described.centroids, x.device)), dim=-1)
+        scale = norm.squeeze(-1) / length
+        if described.quantizer.saturates:
+            scale = scale.clamp(max=torch.finfo(described.scale_dtype).max)
+        scale = scale.to(described.scale_dtype)
+        if not described.quantizer.saturates:
+            require_finite(scale.float().unsqueeze(-1))
+        return {"codes": self.pack(level), "scale": scale}
+
+    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
+        """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""
+        level = self.levels(fields)
+        centroids = numbers_on(self.description(level.shape[-1]).centroids, level.device)
+        return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        rotated = self.rotated(fields)
+        return rotated @ self._on(rotated, layer)[1].T
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        """Codes, then the scale, little-endian."""
+        return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
+
+    def levels(self, fields: dict[str, Tensor]) -> Tensor:
+        return self.unpack(fields["codes"])
+
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+        x = x.float()
+        described, rotation, boundaries = self._on(x, layer)
+        unit, _ = self._unit(x, described)
+        return level_choice(unit, rotation, boundaries, noise, rounds_unit=described.quantizer.rounds_unit)
+
+    def _on(self, x: Tensor, layer: int) -> tuple[Description, Tensor, Tensor]:
+        """The description for x [..., D], and on its device the rotation [D, D] fp32 and the boundaries."""
+        described = self.description(x.shape[-1])
+        rotation = described.transform.on(layer, x.shape[-1], x.device)
+        return described, rotation, numbers_on(described.boundaries, x.device)
+
+    def _unit(self, x: Tensor, described: Description) -> tuple[Tensor, Tensor]:
+        """Unit vectors and norms [..., 1], both 0 where the norm counts as zero."""
+        unit, norm = exact_norm(x)
+        if not described.quantizer.smallest:
+            return unit, norm
+        small = norm <= described.quantizer.smallest
+        return unit.masked_fill(small, 0.0), norm.masked_fill(small, 0.0)
+
+
+@cache
+def _matrix_on(transform: Transform, layer: int, head_dim: int, device: torch.device) -> Tensor:
+    return transform.matrix(layer, head_dim).to(device, torch.float32)
+
+
+@cache
+def _order_on(order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(order, device=device)

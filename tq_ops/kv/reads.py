@@ -1,0 +1,125 @@
+"""What a backend's kernels read, as data, and the one function that compares it with what a cache would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.rotated import Description, Quantizer
+from haarkv.tq_ops.kv.plan import KVPlan
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the kernels of a backend take. Whatever is None may be anything.
+
+    Attributes:
+        kernels: the subject of a sentence about them, such as "its kernels".
+        head_dims: those they are made for.
+        planes: widths of a level's planes, low bits first, each way they take: (4,) is 4 bits in one, (2, 1) is 3 in two.
+        most_scales: scales a vector.
+        scale_dtype: of a scale.
+        order: (head_dim, width of a plane) -> the coordinates of its levels as they lie in the bytes.
+        matrix_dtype: of the rotation's entries.
+        quantizer: how vectors become levels.
+        mirrored: whether each centroid needs its negative among them, in FP16.
+        only: the format whose tables are built into the kernels.
+        windows: whether they read tokens in BF16 beside the packed ones.
+    """
+
+    kernels: str
+    head_dims: tuple[int, ...]
+    planes: tuple[tuple[int, ...], ...] = ((4,),)
+    most_scales: int | None = None
+    scale_dtype: torch.dtype = torch.float16
+    order: Callable[[int, int], tuple[int, ...]] | None = None
+    matrix_dtype: torch.dtype | None = None
+    quantizer: Quantizer | None = None
+    mirrored: bool = False
+    only: KVFormat | None = None
+    windows: bool = False
+
+    def built_in(self, head_dim: int) -> Description:
+        """The description of `only`, whose tables the kernels hold."""
+        found = self.only.description(head_dim) if self.only else None
+        assert found is not None, f"{self.kernels} hold no format's tables"
+        return found
+
+
+def unsupported(reads: Reads, plan: KVPlan, head_dim: int) -> str | None:
+    """None, or in one sentence why a backend cannot read a cache of this plan."""
+    for kv_format in plan.formats:
+        if reason := misfit(reads, kv_format, head_dim):
+            return reason
+    if plan.windowed and not reads.windows:
+        return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
+    return wrong_head_dim(reads, head_dim)
+
+
+def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
+    """None, or in one sentence which head_dims a backend is made for."""
+    if head_dim in reads.head_dims:
+        return None
+    *others, last = map(str, reads.head_dims)
+    made_for = f"a head_dim of {', '.join(others)} or {last}" if others else f"head_dim {last}"
+    return f"{reads.kernels} are made for {made_for}, not {head_dim}"
+
+
+def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
+    """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
+    try:
+        found = kv_format.description(head_dim)
+        of_kind = _is_of_kind(reads, found, head_dim)
+    except InputError as error:
+        return str(error)
+    if found is None or not of_kind:
+        names = " and ".join(readable(reads))
+        return f"{reads.kernels} read {names}, not {kv_format.name}; only --executor reference reads every format"
+    if reads.most_scales and found.scales > reads.most_scales:
+        take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
+        return f"{reads.kernels} take {take} a vector, and {kv_format.name} at head_dim {head_dim} has {found.scales}"
+    return _misfit_of_tables(reads, kv_format.name, found)
+
+
+def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
+    """Whether the kernels could read it at all, whatever its tables."""
+    if found is None or found.scale_dtype != reads.scale_dtype:
+        return False
+    if tuple(plane.bits for plane in found.planes) not in reads.planes:
+        return False
+    return reads.only is None or found == reads.only.description(head_dim)
+
+
+def _misfit_of_tables(reads: Reads, name: str, found: Description) -> str | None:
+    if (order := reads.order) and any(plane.order != order(found.head_dim, plane.bits) for plane in found.planes):
+        return f"{reads.kernels} read another order of coordinates than {name} has"
+    if reads.matrix_dtype and found.transform.dtype != reads.matrix_dtype:
+        return f"{reads.kernels} rotate by a matrix of {reads.matrix_dtype}, and that of {name} is {found.transform.dtype}"
+    if reads.quantizer and found.quantizer != reads.quantizer:
+        return f"{reads.kernels} quantize by {reads.quantizer}, and {name} by {found.quantizer}"
+    if reads.mirrored and not is_mirrored(found):
+        return f"{reads.kernels} need levels that are each other's negatives, which {name} has not"
+    return None
+
+
+def is_mirrored(description: Description) -> bool:
+    """Whether the upper half of the centroids, in FP16, is the negative of the lower half."""
+    low, high = torch.tensor(description.centroids, dtype=torch.float32).to(torch.float16).chunk(2)
+    return torch.equal(low.flip(0), -high)
+
+
+def readable(reads: Reads) -> list[str]:
+    """Names of the formats that a backend reads, at some head_dim at least."""
+    return [name for name in formats.names() if any(_readable_at(reads, name, head_dim) for head_dim in reads.head_dims)]
+
+
+def _readable_at(reads: Reads, name: str, head_dim: int) -> bool:
+    try:
+        return _is_of_kind(reads, formats.get(name).description(head_dim), head_dim)
+    except InputError:  # it has no layout for this head_dim
+        return False

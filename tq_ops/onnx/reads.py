@@ -1,0 +1,9 @@
+"""What the ONNX graphs read: one format, its tables built into them."""
+
+from __future__ import annotations
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv.reads import Reads
+
+FORMAT = formats.get("tq4")
+READS = Reads("its graphs", head_dims=(64, 128, 256), only=FORMAT)
