@@ -65,11 +65,11 @@ def test_what_the_kernels_cannot_read_is_refused_in_one_line(spec, reason):
     assert "\n" not in str(error.value)
 
 
-def test_another_device_and_another_level_are_refused():
+def test_another_device_and_another_instruction_set_are_refused():
     with pytest.raises(InputError, match="runs on the cpu, not on 'cuda:0'"):
         catalog.create("cpu", MODEL, KVSpec("tq4").plan(SMALL.num_layers), "cuda:0")
     if build.compiler():
-        with pytest.raises(InputError, match="no kernels of level 'sse9'; choose from portable"):
+        with pytest.raises(InputError, match="no kernels for 'sse9'; choose from portable"):
             CpuOps("sse9")
 
 
