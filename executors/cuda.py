@@ -62,7 +62,7 @@ class CudaExecutor:
             self._model = fold_rotations(self._model, folded)
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_turned} if folded else {})
+        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_rotated} if folded else {})
         self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
@@ -75,6 +75,8 @@ class CudaExecutor:
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
+        if config.num_experts:
+            return "its decode steps are graphs, which cannot choose experts as they run"
         return unsupported(READS, plan, config.head_dim)
 
     @torch.inference_mode()

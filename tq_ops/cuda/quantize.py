@@ -1,9 +1,9 @@
-"""Quantize and append: one launch turns K and V of all new tokens and heads and writes codes and scales to their slots."""
+"""Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots."""
 
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import rounded, turn
+from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def append(
     low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
     if ROUNDS_UNIT:
         low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    turned_low = turn(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
-    turned_high = turn(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
-    low, high = levels(turned_low, boundaries), levels(turned_high, boundaries)
+    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
+    low, high = levels(rotated_low, boundaries), levels(rotated_high, boundaries)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
     scale = tl.div_rn(norm, length)

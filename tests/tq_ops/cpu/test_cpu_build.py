@@ -1,0 +1,43 @@
+"""The C++ sources compile without a warning."""
+
+import subprocess
+
+import pytest
+
+from haarkv.tq_ops.cpu import build
+
+
+@pytest.mark.parametrize("unit", build.units())
+def test_a_translation_unit_has_no_warning(unit, tmp_path):
+    """What the front end sees; `python -m haarkv.tq_ops.cpu.build --werror` also asks the optimizer."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    source = build.SOURCES / f"{unit}.cpp"
+    command = [build.compiler(), *build.FLAGS, *build.units()[unit], "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_warning_would_be_seen(tmp_path):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "unused.cpp"
+    source.write_text("static int f(int unused) { return 1; } int main() { return f(2); }")
+    done = subprocess.run(
+        [build.compiler(), *build.FLAGS, "-Werror", "-fsyntax-only", str(source)], capture_output=True, check=False
+    )
+    assert b"unused" in done.stderr
+
+
+def test_a_build_that_fails_leaves_the_library_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "broken.cpp").write_text("this is no C++")
+    target = tmp_path / "library.so"
+    target.write_bytes(b"old")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "units", lambda: {"broken": ()})
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.raises(build.BuildError, match="error"):
+        build.build(target)
+    assert target.read_bytes() == b"old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.cpp", "library.so"]
