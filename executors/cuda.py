@@ -75,6 +75,8 @@ class CudaExecutor:
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
+        if config.num_experts:
+            return "its decode steps are graphs, which cannot choose experts as they run"
         return unsupported(READS, plan, config.head_dim)
 
     @torch.inference_mode()

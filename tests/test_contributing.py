@@ -9,6 +9,7 @@ from places import ROOT
 from sources import sources
 
 from haarkv.executors import catalog
+from haarkv.models.registry import FAMILIES
 from haarkv.tq_ops import formats
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -67,9 +68,21 @@ def test_only_listed_files_know_a_format_by_name(path):
 
 @pytest.mark.parametrize("path", list(sources()), ids=place)
 def test_only_listed_files_know_a_model_type(path):
-    registry = pytest.importorskip("haarkv.models.registry")
-    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(registry.FAMILIES)
+    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(FAMILIES)
     assert not found or allowed(FAMILY, *CHOOSES)(place(path)), found
+
+
+@pytest.mark.parametrize("module", sorted(set(FAMILIES.values())))
+def test_a_family_consists_of_the_listed_files(module):
+    for path in (ROOT / "models" / module.rsplit(".", 1)[1]).glob("*.py"):
+        assert allowed(FAMILY)(place(path)), path
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=place)
+def test_only_the_catalog_imports_an_executor(path):
+    others = set(catalog.NAMES) - {"reference"}
+    found = set(re.findall(r"haarkv\.executors\.(\w+)", path.read_text(encoding="utf-8"))) & others
+    assert not found or allowed(EXECUTOR, *CHOOSES)(place(path)), found
 
 
 @pytest.mark.parametrize("path", list(sources()), ids=place)
