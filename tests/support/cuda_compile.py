@@ -76,9 +76,9 @@ def store(head_dim: int) -> dict:
 
 
 def merge(head_dim: int, splits: int) -> dict:
-    """The kernel that merges the parts of a context and turns them back."""
+    """The kernel that merges the parts of a context and rotates them back."""
     pointers = {"parts": "*fp32", "maxima": "*fp32", "sums": "*fp32", "out": "*bf16", "rotation": "*bf16"}
-    constants = {"D": head_dim, "SPLITS": splits, "ROWS": 16, "WIDTH": 32, "TURNS_BACK": True}
+    constants = {"D": head_dim, "SPLITS": splits, "ROWS": 16, "WIDTH": 32, "ROTATES_BACK": True}
     return compiled(attention.merge_kernel, pointers, {"vectors": "i32"}, constants)
 
 

@@ -1,14 +1,14 @@
 """Attention over packed codes in the rotated domain, decode and prefill alike: tiles split over the context, then merged.
 
 A program takes one KV head of one sequence, some of its new tokens with all query heads of the group as columns of one tile,
-and one part of the stored tokens. Partial results are un-normalised; `merge_kernel` adds them up and turns them back.
+and one part of the stored tokens. Partial results are un-normalised; `merge_kernel` adds them up and rotates them back.
 """
 
 import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
-from haarkv.tq_ops.cuda.rotate import dot, rounded, turn
+from haarkv.tq_ops.cuda.rotate import dot, rotated_columns, rounded
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def attend_tile(
     of 8 columns where they would leave most of 16 or 64 rows empty, and centroids go to the tensor cores from registers.
 
     Args:
-        q_low, q_high: [D/2, columns], turned queries.
+        q_low, q_high: [D/2, columns], rotated queries.
         position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
         state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
@@ -95,8 +95,8 @@ def attend_kernel(
     """Partial attention. Grid: [column tiles, HEADS, SPLITS].
 
     Args:
-        q: [T, HEADS * GROUP, D], turned, of TYPE.
-        parts: [T, HEADS * GROUP, SPLITS, D] fp32, sums of exp2(logit - maximum) * v, turned.
+        q: [T, HEADS * GROUP, D], rotated, of TYPE.
+        parts: [T, HEADS * GROUP, SPLITS, D] fp32, sums of exp2(logit - maximum) * v, rotated.
         maxima, sums: [T, HEADS * GROUP, SPLITS] fp32; a part without tokens has maximum -inf and sum 0, its sums of v unset.
         ONE_EACH: every sequence has one new token: a column tile is a sequence.
     """
@@ -142,18 +142,18 @@ def attend_kernel(
 @triton.jit
 def merge_kernel(
     parts, maxima, sums, out, rotation, vectors,
-    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNS_BACK: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTATES_BACK: tl.constexpr,
 ):  # fmt: skip
-    """out [vectors, D] of the parts of `attend_kernel`, turned back with TURNS_BACK.
+    """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
 
-    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and turns them into WIDTH columns.
+    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and rotates them into WIDTH columns.
     """
     row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
     live = row < vectors
-    # What is not turned needs no other columns than its own, given twice.
-    span: tl.constexpr = D // 2 if TURNS_BACK else WIDTH
-    begin = 0 if TURNS_BACK else first
-    across: tl.constexpr = D // 2 if TURNS_BACK else 0
+    # What is not rotated needs no other columns than its own, given twice.
+    span: tl.constexpr = D // 2 if ROTATES_BACK else WIDTH
+    begin = 0 if ROTATES_BACK else first
+    across: tl.constexpr = D // 2 if ROTATES_BACK else 0
     dims = begin + tl.arange(0, span)[None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, span), tl.float32), tl.zeros((ROWS, span), tl.float32)
@@ -171,7 +171,7 @@ def merge_kernel(
     # A row that saw nothing is a padding row.
     total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
-    if TURNS_BACK:
-        low = turn(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
+    if ROTATES_BACK:
+        low = rotated_columns(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
     at = out + row[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(low, out.dtype.element_ty), live[:, None])

@@ -1,7 +1,7 @@
 """The op table of `tq_ops.reference` on a GPU, or, with tensors on the CPU, in Triton's interpreter.
 
 Signatures, shapes, dtypes and errors are the reference's. Rounding points that differ, all within `validation.bounds`:
-in a BF16 model the turned queries, the centroids and the probabilities (in units of the largest V scale of the split) are
+in a BF16 model the rotated queries, the centroids and the probabilities (in units of the largest V scale of the split) are
 rounded to FP16, products accumulate in FP32, and the sum of the probabilities is taken of the unrounded ones.
 """
 
@@ -150,14 +150,21 @@ def rotate(q: Tensor, layout: Layout) -> Tensor:
 
 
 def attend(
-    q: Tensor, turned: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, turn_back: bool = True
+    q: Tensor,
+    rotated: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+    softmax_scale: float,
+    *,
+    rotate_back: bool = True,
 ) -> Tensor:
-    """Attention of turned queries, in two launches and without waiting for the device.
+    """Attention of rotated queries, in two launches and without waiting for the device.
 
     Args:
         q: [T, Hq, D], for its dtype and device.
-        turned: [T, Hq, D] from `rotate`.
-        turn_back: False leaves the result in V's turned domain, in the order of the bytes, for a projection that has
+        rotated: [T, Hq, D] from `rotate`.
+        rotate_back: False leaves the result in V's rotated domain, in the order of the bytes, for a projection that has
             the rotation in it.
     Returns:
         [T, Hq, D] of q's dtype.
@@ -174,7 +181,7 @@ def attend(
     maxima, sums = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     attention.attend_kernel[(tiles, heads, splits)](
-        turned, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
+        rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *_strides(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
@@ -186,21 +193,21 @@ def attend(
     vectors = tokens * heads * group
     attention.merge_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
         parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, WIDTH=_WIDTH,
-        TURNS_BACK=turn_back,
+        ROTATES_BACK=rotate_back,
     )  # fmt: skip
     return out
 
 
-def attend_turned(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` whose result stays in V's turned domain, in the order of the bytes: for a projection that turns."""
+def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """`paged_attention` whose result stays in V's rotated domain, as the bytes order it: the next projection rotates back."""
     of_k, _ = _layouts(cache, layer, q.device)
-    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, turn_back=False)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
-    What it allocates is the turned queries and a partial result for each split, of which there are `MOST_SPLITS` at most
+    What it allocates is the rotated queries and a partial result for each split, of which there are `MOST_SPLITS` at most
     whatever the context.
     """
     of_k, _ = _layouts(cache, layer, q.device)

@@ -1,9 +1,9 @@
-"""Quantize and append: one launch turns K and V of all new tokens and heads and writes codes and scales to their slots."""
+"""Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots."""
 
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import rounded, turn
+from haarkv.tq_ops.cuda.rotate import rotated_columns, rounded
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def exact_norm(low, high):
-    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.turboquant.exact_norm`.
+    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.rotated.exact_norm`.
 
     Returns:
         low, high [rows, D/2] of the unit vectors, zeros where x is zero; norm [rows].
@@ -63,9 +63,9 @@ def append(
     low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
     if ROUNDS_UNIT:
         low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    turned_low = turn(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
-    turned_high = turn(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
-    low, high = levels(turned_low, boundaries), levels(turned_high, boundaries)
+    rotated_low = rotated_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    rotated_high = rotated_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
+    low, high = levels(rotated_low, boundaries), levels(rotated_high, boundaries)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
     scale = tl.div_rn(norm, length)

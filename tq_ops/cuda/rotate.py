@@ -1,4 +1,4 @@
-"""Rounding, products and turning vectors into the domain of the codes: pieces of kernels, and the rotation of queries."""
+"""Rounding, products and rotating vectors into the domain of the codes: pieces of kernels, and the rotation of queries."""
 
 import triton
 import triton.language as tl
@@ -26,8 +26,10 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 
 @triton.jit
-def turn(low, high, rotation, first, rows: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
-         BACK: tl.constexpr):  # fmt: skip
+def rotated_columns(
+    low, high, rotation, first,
+    rows: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [rows, WIDTH] fp32.
 
     Args:
@@ -51,6 +53,6 @@ def rotate_kernel(
     vector, live = row[:, None].to(tl.int64) * D, row[:, None] < vectors
     at = q + vector + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
-    turned = turn(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
+    rotated = rotated_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
     at = out + vector + first + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, rounded(turned, out.dtype.element_ty), live)
+    tl.store(at, rounded(rotated, out.dtype.element_ty), live)
