@@ -97,19 +97,21 @@ def store_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
-    """A whole decode step.
+    """A whole decode step; of experts, those of as many tokens as there are sequences, no two of them the same if they can.
 
     Args:
         kv_bytes: of one token, K and V of all layers and heads.
     """
     config, weights = model.config, model.weights
-    matrices = sum(t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name)
-    if config.tie_word_embeddings:
-        matrices += weights.lm_head.numel()
+    matrices = {name: t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name}
+    experts = sum(count for name, count in matrices.items() if ".experts." in name)
+    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tie_word_embeddings else 0)
+    share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     attention = attention_cost(config, case, 0, 0).flops * config.num_layers
-    nbytes = matrices * weights.embedding.itemsize
+    nbytes = (others + round(experts * min(1.0, case.batch * share))) * weights.embedding.itemsize
+    products = others + round(experts * share)
     return Cost(
-        nbytes, case.batch * case.context * kv_bytes, 4 * case.batch * config.vocab_size, 2 * case.batch * matrices + attention
+        nbytes, case.batch * case.context * kv_bytes, 4 * case.batch * config.vocab_size, 2 * case.batch * products + attention
     )
 
 

@@ -118,9 +118,12 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor) ->
         "quanto 4-bit": (4.5, "optimum.quanto"),
         "hqq 4-bit": (4.5, "hqq"),
     }
-    if find_spec("transformers") is None:
+    missing = "" if find_spec("transformers") else "transformers is not installed"
+    if model.config.model_type != "qwen3" or model.config.rope_scaling is not None:
+        missing = f"the peer is a plain Qwen3, this is a {model.config.model_type}"
+    if missing:
         for name, (bits, _) in caches.items():
-            yield Peer(f"hf {name}", None, bits, "transformers is not installed")
+            yield Peer(f"hf {name}", None, bits, missing)
         return
     theirs = _their_model(model)
     for name, (bits, package) in caches.items():

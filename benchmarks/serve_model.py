@@ -9,6 +9,7 @@ from pathlib import Path
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import TINY, folder_of, read_config
+from haarkv.tq_ops.errors import InputError
 
 _WORDS = 4096
 """Of the tokenizer that random weights are served with; ids from there on mean nothing."""
@@ -42,6 +43,8 @@ def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
     if folder is not None:
         return Served(folder.resolve(), config, f"{name}, {config.num_layers} layers")
     whole = read_config(name)
+    if whole.model_type != "qwen3":
+        raise InputError(f"only a dense Qwen3 is served with random weights, {name} is a {whole.model_type}")
     config = replace(config, vocab_size=scaled_vocabulary(whole.vocab_size, config.num_layers, whole.num_layers))
     made = scratch / f"{name.replace(':', '-')}-{config.num_layers}-layers"
     made.mkdir()

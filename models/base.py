@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.registry import family_of
-from haarkv.models.rope import RopeTable
+from haarkv.models.rope import RopeScaling, RopeTable
 from haarkv.models.weights import LayerWeights, Weights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -30,8 +30,14 @@ class DecoderConfig:
         head_dim: D, from the config and never hidden_size / num_heads.
         num_kv_heads: Hkv; each serves num_heads / num_kv_heads query heads.
         tie_word_embeddings: the head is the embedding.
+        max_position_embeddings: positions that there are; with YaRN those that its factor reaches, if they are more.
         eos_token_ids: tokens that end a text.
+        rope_scaling: how RoPE is stretched over a longer context; None of a plain model.
         qkv_bias: the projections to Q, K and V add a bias.
+        num_experts: MLPs of a layer, of which a token goes through a few; 0 of a dense model.
+        num_experts_per_tok: those few.
+        moe_intermediate_size: of one expert.
+        norm_topk_prob: the weights of a token's experts are made to sum to 1.
     """
 
     model_type: str
@@ -47,7 +53,12 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
     eos_token_ids: tuple[int, ...] = ()
+    rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
     @property
     def family(self) -> Family:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.hf_rope import read_rope
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.tq_ops.errors import InputError
 
@@ -40,6 +41,17 @@ class HFConfig:
     path: Path
     raw: Mapping[str, Any]
 
+    def part(self, key: str) -> HFConfig:
+        """An object within, as a config of its own; an absent or null one is empty.
+
+        Raises:
+            InputError: it is no object.
+        """
+        value = self.raw.get(key) or {}
+        if not isinstance(value, dict):
+            raise InputError(f"{self.path}: {key} {value!r} is not an object")
+        return HFConfig(self.path, value)
+
     def count(self, key: str, default: int | None = None) -> int:
         """An integer above 0; an absent or null one is `default`, and an error where there is none."""
         return int(_positive(self.raw, key, self.path, default, int))
@@ -58,17 +70,6 @@ class HFConfig:
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
-    def rope(self) -> Mapping[str, Any]:
-        """Rotary parameters: transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
-
-        Raises:
-            InputError: they are no object.
-        """
-        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise InputError(f"{self.path}: its rope parameters {rope!r} are not an object")
-        return rope
-
     def windowed(self) -> bool:
         """Whether `layer_types` asks for anything but full attention."""
         kinds = self.raw.get("layer_types") or []
@@ -81,10 +82,10 @@ class HFConfig:
             head_dim, max_positions: the family's own defaults.
             qkv_bias: as in `DecoderConfig`.
         """
-        raw, rope = self.raw, self.rope()
-        kind, act = rope.get("rope_type") or rope.get("type") or "default", raw.get("hidden_act", "silu")
-        self.refuse({f"rope scaling {kind!r}": kind != "default", f"activation {act!r}": act != "silu"})
-        heads = self.count("num_attention_heads")
+        raw, act = self.raw, self.raw.get("hidden_act", "silu")
+        self.refuse({f"activation {act!r}": act != "silu"})
+        heads, positions = self.count("num_attention_heads"), self.count("max_position_embeddings", max_positions)
+        rope = read_rope(self, positions)
         return DecoderConfig(
             model_type=str(raw["model_type"]),
             hidden_size=self.count("hidden_size"),
@@ -94,10 +95,11 @@ class HFConfig:
             head_dim=self.count("head_dim", head_dim),
             intermediate_size=self.count("intermediate_size"),
             vocab_size=self.count("vocab_size"),
-            rope_theta=_positive(raw if rope.get("rope_theta") is None else rope, "rope_theta", self.path, 1e4),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=self.count("max_position_embeddings", max_positions),
+            max_position_embeddings=rope.positions,
             eos_token_ids=eos_token_ids(raw, self.path),
             qkv_bias=qkv_bias,
         )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "qwen3": "haarkv.models.qwen3_14b",
+    "qwen3_moe": "haarkv.models.qwen3_moe",
     "llama": "haarkv.models.llama",
     "mistral": "haarkv.models.llama",
     "qwen2": "haarkv.models.llama",

@@ -1,8 +1,10 @@
-"""Rotary position embedding: cos and sin of every position."""
+"""Rotary position embedding: cos and sin of every position, and how a longer context is scaled into them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -11,21 +13,120 @@ if TYPE_CHECKING:
     from haarkv.models.base import DecoderConfig
 
 
+class RopeScaling(Protocol):
+    """A change to the frequencies of RoPE, by which a model reads more tokens than it was trained on."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied with, so that scores grow by its square; 1 changes nothing."""
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """The frequencies [D/2] fp32 of a config, scaled."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """`inv_freq / factor`: positions are squeezed evenly."""
+
+    factor: float
+    rope_type: str = "linear"
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long waves are squeezed, short ones stay, those between are blended.
+
+    Attributes:
+        original_positions: that the model was trained on.
+        low_freq_factor: waves longer than original_positions / this are divided by `factor`.
+        high_freq_factor: waves shorter than original_positions / this stay.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    rope_type: str = "llama3"
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        wave = 2 * math.pi / inv_freq
+        is_long, is_short = wave > self.original_positions / low, wave < self.original_positions / high
+        blend = (self.original_positions / wave - low) / (high - low)
+        between = (1 - blend) * inv_freq / self.factor + blend * inv_freq
+        return torch.where(is_long, inv_freq / self.factor, torch.where(is_short, inv_freq, between))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): a ramp over the dimensions from unscaled to `inv_freq / factor`, and warmer attention.
+
+    Attributes:
+        original_positions: that the model was trained on.
+        attention_factor: `0.1 ln(factor) + 1` unless the config says otherwise.
+        beta_fast, beta_slow: turns within original_positions at which the ramp begins and ends.
+        truncate: the ramp begins and ends at whole dimensions.
+    """
+
+    factor: float
+    original_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    rope_type: str = "yarn"
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        half = inv_freq.shape[0]
+        begin, end = (self._dimension(turns, 2 * half, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            begin, end = math.floor(begin), math.ceil(end)
+        begin, end = max(begin, 0), min(end, 2 * half - 1)
+        ramp = ((torch.arange(half, dtype=torch.float32) - begin) / (end - begin or 0.001)).clamp(0, 1)
+        return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
+
+    def _dimension(self, turns: float, dim: int, theta: float) -> float:
+        """The dimension that turns so often within `original_positions`."""
+        return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """What YaRN multiplies cos and sin with: `0.1 ln(factor) + 1`, or with both mscales the quotient of two such."""
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """What a position is multiplied with to be an angle, scaling included: [D/2] fp32."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inv_freq: Tensor = 1.0 / (config.rope_theta**exponent)
+    return config.rope_scaling.scaled(inv_freq, config.rope_theta) if config.rope_scaling else inv_freq
+
+
 class RopeTable:
     """cos and sin of every position, FP32: computed once on the host and handed to every executor.
 
         inv_freq_i = theta ** (-2i/D);   angle = position * inv_freq
 
+    Scaling is in the tables, its attention factor too: whoever is given them needs to know nothing of it.
+
     Args:
-        config: theta, head_dim and the number of positions.
+        config: theta, head_dim, scaling and the number of positions.
         device: where the tables live.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        inv_freq = 1.0 / (config.rope_theta**exponent)
-        angle = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * inv_freq
-        self.cos, self.sin = angle.cos().to(device), angle.sin().to(device)
+        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+        angle = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(config)
+        self.cos, self.sin = (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, D/2] fp32 of positions [T]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,7 +28,7 @@ def stored(name: str, *axes: str, only_if: str = "") -> Any:
     return field(default=None, metadata=metadata) if only_if else field(metadata=metadata)
 
 
-def repeated(name: str, of: type[LayerWeights], count: str) -> Any:
+def repeated(name: str, of: type[TensorGroup], count: str) -> Any:
     """Declare a tuple of equal groups of tensors, such as experts.
 
     Args:
@@ -47,21 +47,12 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-class LayerWeights:
-    """One decoder layer's weights, or one group of them. A family's is a frozen dataclass of `stored` tensors.
-
-    Projections are [out, in], as Hugging Face stores them. Every family's layer has the attribute below; the others are
-    between a family's weights and its layer.
-
-    Attributes:
-        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
-    """
-
-    o_proj: Tensor
+class TensorGroup:
+    """Tensors by field: a family's are frozen dataclasses of `stored` tensors, and of `repeated` groups such as experts."""
 
     @classmethod
     def tensors_of(cls, config: DecoderConfig) -> dict[str, StoredTensor]:
-        """Every tensor that a layer of this config has, by its field; `experts.3.up_proj` in a group."""
+        """Every tensor that there is of this config, by its field; `experts.3.up_proj` in a repeated group."""
         found: dict[str, StoredTensor] = {}
         for of in fields(cls):  # type: ignore[arg-type]
             name, count = of.metadata["name"], of.metadata.get("count")
@@ -76,12 +67,12 @@ class LayerWeights:
 
     @classmethod
     def assembled(cls, config: DecoderConfig, get: Callable[[str], Tensor]) -> Self:
-        """One layer, from a lookup by Hugging Face name within the layer."""
+        """The group, from a lookup by Hugging Face name within it."""
         values: dict[str, Any] = {}
         for of in fields(cls):  # type: ignore[arg-type]
             name, count = of.metadata["name"], of.metadata.get("count")
             if count is not None:
-                group: type[LayerWeights] = of.metadata["of"]
+                group: type[TensorGroup] = of.metadata["of"]
                 values[of.name] = tuple(
                     group.assembled(config, lambda part, prefix=f"{name}.{index}": get(f"{prefix}.{part}"))  # type: ignore[misc]
                     for index in range(getattr(config, count))
@@ -115,6 +106,18 @@ class LayerWeights:
 
         values = {f.name: of(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         return replace(self, **values)  # type: ignore[type-var]
+
+
+class LayerWeights(TensorGroup):
+    """One decoder layer's weights; projections are [out, in], as Hugging Face stores them.
+
+    Every family's layer has the attribute below; the others are between a family's weights and its layer.
+
+    Attributes:
+        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
+    """
+
+    o_proj: Tensor
 
 
 @dataclass(frozen=True)
@@ -175,14 +178,17 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
     return {path: StoredTensor(_LAYER.format(index, part.name), part.shape) for path, part in of_one.items()}
 
 
-def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights]) -> str | None:
+def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], optional: Collection[str] = ()) -> str | None:
     """For a builder of whole layers: what sets a config's layer apart from the one it builds, such as "has q_bias"; or None.
 
     Args:
         built: the weights of the layer that is built.
+        optional: fields that it can do with and without.
     """
     ours, theirs = built.tensors_of(config), config.family.LayerWeights.tensors_of(config)
-    more, less = [f for f in theirs if f not in ours], [f for f in ours if f not in theirs]
+    more, less = (
+        [field for field in a if field not in b and field not in optional] for a, b in ((theirs, ours), (ours, theirs))
+    )
     apart = [f"has {field}" for field in more] + [f"has no {field}" for field in less]
     return ", ".join(apart[:3]) or None
 

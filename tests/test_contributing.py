@@ -9,14 +9,15 @@ from places import ROOT
 from sources import sources
 
 from haarkv.executors import catalog
+from haarkv.models.registry import FAMILIES
 from haarkv.tq_ops import formats
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an executor"
 # The default, and the two that are no formats but what formats are measured against.
 COMMON = {"tq4", "bf16", "fp32"}
-# What is measured or tried is chosen by name: a new format or executor is not touched by being left out.
-CHOOSES = ("benchmarks/*", "validation/planning/planner.py")
+# What is measured, tried or checked is chosen by name: a new format or executor works without being there.
+CHOOSES = ("benchmarks/*", "validation/planning/planner.py", "validation/ops/suite.py")
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 
@@ -67,9 +68,21 @@ def test_only_listed_files_know_a_format_by_name(path):
 
 @pytest.mark.parametrize("path", list(sources()), ids=place)
 def test_only_listed_files_know_a_model_type(path):
-    registry = pytest.importorskip("haarkv.models.registry")
-    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(registry.FAMILIES)
+    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(FAMILIES)
     assert not found or allowed(FAMILY, *CHOOSES)(place(path)), found
+
+
+@pytest.mark.parametrize("module", sorted(set(FAMILIES.values())))
+def test_a_family_consists_of_the_listed_files(module):
+    for path in (ROOT / "models" / module.rsplit(".", 1)[1]).glob("*.py"):
+        assert allowed(FAMILY)(place(path)), path
+
+
+@pytest.mark.parametrize("path", list(sources()), ids=place)
+def test_only_the_catalog_imports_an_executor(path):
+    others = set(catalog.NAMES) - {"reference"}
+    found = set(re.findall(r"haarkv\.executors\.(\w+)", path.read_text(encoding="utf-8"))) & others
+    assert not found or allowed(EXECUTOR, *CHOOSES)(place(path)), found
 
 
 @pytest.mark.parametrize("path", list(sources()), ids=place)

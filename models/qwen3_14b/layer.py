@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
-from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.qwen3_14b.weights import AttentionWeights, LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
@@ -22,17 +22,28 @@ def decoder_layer(
     batch: Batch,
     rope: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Run one layer and store its K and V.
+    """Run one layer and store its K and V; arguments as in `models.base.DecoderLayer`.
 
-    Args:
-        hidden: [T, hidden] bf16 or fp32, the model's dtype.
-        weights: of this layer.
-        index: of this layer, which chooses rotation and cache.
-        rope: cos and sin of the batch's positions.
-    Returns:
-        [T, hidden] of hidden's dtype.
     Rounding points: those of `tq_ops.reference`; q once after RoPE, the hidden state once after each residual.
     """
+    hidden = attention(hidden, weights, index, config=config, ops=ops, cache=cache, batch=batch, rope=rope)
+    dtype, x = hidden.dtype, ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
+    product = ops.silu_mul(ops.linear(x, weights.gate_proj), ops.linear(x, weights.up_proj), dtype)
+    return (hidden.float() + ops.linear(product, weights.down_proj)).to(dtype)
+
+
+def attention(
+    hidden: Tensor,
+    weights: AttentionWeights,
+    index: int,
+    *,
+    config: DecoderConfig,
+    ops: OpTable,
+    cache: PagedKVCache,
+    batch: Batch,
+    rope: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The layer up to its first residual, all but the MLP; arguments and result as of `decoder_layer`."""
     tokens, dtype = hidden.shape[0], hidden.dtype
     x = ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
     q, k, v = (
@@ -43,8 +54,4 @@ def decoder_layer(
     k = ops.rope(ops.rms_norm(k, weights.k_norm, config.rms_norm_eps), *rope)
     ops.store_kv(k, v, cache, index, batch)
     attended = ops.paged_attention(q.to(dtype), cache, index, batch, config.softmax_scale).flatten(1)
-    hidden = (hidden.float() + ops.linear(attended, weights.o_proj)).to(dtype)
-
-    x = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
-    product = ops.silu_mul(ops.linear(x, weights.gate_proj), ops.linear(x, weights.up_proj), dtype)
-    return (hidden.float() + ops.linear(product, weights.down_proj)).to(dtype)
+    return (hidden.float() + ops.linear(attended, weights.o_proj)).to(dtype)

@@ -1,4 +1,4 @@
-"""The tensors of a Qwen3 layer."""
+"""The tensors of a Qwen3 layer; those of its attention are also the MoE layer's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from haarkv.models.weights import stored
 
 
 @dataclass(frozen=True)
-class LayerWeights(weights.LayerWeights):
-    """One decoder layer; projections are [out, in] as Hugging Face stores them."""
+class AttentionWeights(weights.LayerWeights):
+    """Everything before the MLP; projections are [out, in] as Hugging Face stores them."""
 
     input_norm: Tensor = stored("input_layernorm.weight", "hidden_size")
     q_proj: Tensor = stored("self_attn.q_proj.weight", "q_size", "hidden_size")
@@ -22,6 +22,12 @@ class LayerWeights(weights.LayerWeights):
     k_norm: Tensor = stored("self_attn.k_norm.weight", "head_dim")
     o_proj: Tensor = stored("self_attn.o_proj.weight", "hidden_size", "q_size")
     post_norm: Tensor = stored("post_attention_layernorm.weight", "hidden_size")
+
+
+@dataclass(frozen=True)
+class LayerWeights(AttentionWeights):
+    """One decoder layer."""
+
     gate_proj: Tensor = stored("mlp.gate_proj.weight", "intermediate_size", "hidden_size")
     up_proj: Tensor = stored("mlp.up_proj.weight", "intermediate_size", "hidden_size")
     down_proj: Tensor = stored("mlp.down_proj.weight", "hidden_size", "intermediate_size")

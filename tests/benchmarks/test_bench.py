@@ -194,6 +194,25 @@ def test_bench_decode_measures_what_it_names(run):
     assert result["machine"]["copy_gbps"] > 0
 
 
+def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
+    from haarkv.executors import catalog
+    from tq.commands.bench_decode import _request
+
+    monkeypatch.setattr(
+        catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST}
+    )
+    given = {
+        "model": "tiny", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": None, "device": None, "repeats": 1,
+        "threads": None,
+    }  # fmt: skip
+    for executors, kvs, expected in (
+        (["auto"], [], ["cpu"]),
+        (["auto"], ["bf16"], ["reference"]),
+        (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
+    ):
+        assert _request({**given, "executors": executors, "kvs": kvs}).executors == expected
+
+
 def test_bench_ops_measures_each_op(run):
     code, table, _ = run("ops", *QUICK, "--kv", "tq4")
     assert code == 0

@@ -1,6 +1,7 @@
 """Every other family against transformers on a checkpoint that transformers wrote: fp32, prefill and 32 decode steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers_judge import STEPS, draw_weights, worst_error
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import read_header
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -29,8 +31,21 @@ MODELS = {
     "llama_head_dim_of_hidden": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 128, "rope_theta": 1e6}),
     "qwen2.5": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_theta": 1e6}),
+    "qwen3_yarn": ("Qwen3", {"head_dim": 64, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "llama3_scaled": ("Llama", {"head_dim": 64, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256}}),
+    "mistral_linear": ("Mistral", {"sliding_window": None, "head_dim": 64, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+    "qwen2.5_yarn": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+    "qwen3_moe_plain_sums": ("Qwen3Moe", {
+        "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": False}),
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
-}
+}  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
 
 
@@ -74,10 +89,11 @@ def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     report = validate(ReferenceExecutor(model), CpuExecutor(model), model, [PROMPT[0, :70].tolist()], STEPS, plan)
     assert report.passed, report.first_divergence
     stages = {summary.stage for summary in report.stages}
-    assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "down_proj", "head"}
+    assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "head"}
+    assert "experts.down_proj" in stages if model.config.num_experts else "down_proj" in stages
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn", "qwen3_moe"])
 def test_tq_validate_runs_such_a_folder(saved, name, capsys):
     args = ["--model", str(saved(name)[0]), "--executor", "cpu", "--steps", "1", "--prompt", "Spam and eggs, and then spam."]
     assert main(["validate", *args]) == 0, capsys.readouterr().err
@@ -88,9 +104,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     folder, theirs = saved(name)
     config = read_config(folder)
     assert config.num_parameters() == theirs.num_parameters()
-    expected = {key: tuple(tensor.shape) for key, tensor in theirs.state_dict().items()}
-    if config.tie_word_embeddings:
-        expected.pop("lm_head.weight")
+    expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
 
 
@@ -115,6 +129,10 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ("llama3", {"mlp_bias": True}, "MLP biases"),
         ("llama3", {"hidden_act": "gelu"}, "gelu"),
         ("mistral", {"sliding_window": 512}, "sliding-window"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "dense layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "dense layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
         ("qwen2.5", {"use_sliding_window": True, "sliding_window": 512}, "sliding-window"),
         ("qwen2.5", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
     ],
@@ -137,15 +155,65 @@ def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
     assert read_hf_config(path).max_position_embeddings == 32768
 
 
-@pytest.mark.parametrize("executor", ["npu", "onnx"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2.5"])
-def test_builders_of_whole_layers_say_what_they_lack(saved, executor, name):
+@pytest.mark.parametrize("name", ["qwen3_yarn", "llama3_scaled", "qwen2.5"])
+def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
+    pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+    from haarkv.executors.onnx import OnnxExecutor
+
+    model = load_model(saved(name)[0])
+    prompts = [PROMPT[0, :20].tolist()]
+    # Every head of tq4's graphs is one of their head_dims.
+    report = validate(
+        ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, KVSpec("tq4").plan(model.config.num_layers)
+    )
+    assert report.passed, report.first_divergence
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("llama3", "has no q_norm, has no k_norm"), ("qwen2.5", "has q_bias"), ("qwen3_moe", "has router")]
+)
+def test_the_npu_says_what_its_programs_lack(saved, name, reason):
     from haarkv.models.qwen3_14b.npu import programs
 
-    if executor == "onnx":
-        pytest.importorskip("onnx", reason="needs the onnx extra")
-        from haarkv.models.qwen3_14b.onnx.model import unsupported
-    config = read_config(saved(name)[0])
-    plan = KVSpec("tq4").plan(config.num_layers)
-    reason = programs.unsupported(config) if executor == "npu" else unsupported(config, plan)
-    assert "has no q_norm" in reason or "has q_bias" in reason
+    assert reason in programs.unsupported(read_config(saved(name)[0]))
+
+
+def test_the_npu_takes_scaled_rope(saved):
+    """Its programs are handed cos and sin; what they lack here is the width of a head."""
+    from haarkv.models.qwen3_14b.npu import programs
+
+    assert programs.unsupported(read_config(saved("qwen3_yarn")[0])) == "its programs are made for head_dim 128, not 64"
+
+
+def test_one_expert_more_or_less_is_seen(saved):
+    """The comparison depends on which experts a token goes through, and on their weights."""
+    folder, theirs = saved("qwen3_moe")
+    model = load_model(folder)
+    for changed in ({"num_experts_per_tok": 3}, {"norm_topk_prob": False}):
+        other = replace(model, config=replace(model.config, **changed))
+        assert worst_error(theirs, other, "fp32", PROMPT[:, :20])[0] > 10 * bounds.TRANSFORMERS_LOGITS
+
+
+def test_published_sizes_with_experts_have_their_published_parameters():
+    counts = {size: read_config(f"random:{size}").num_parameters() for size in ("30b-a3b", "235b-a22b")}
+    assert counts == {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560}
+
+
+def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
+    """In Triton's interpreter, a few tokens."""
+    pytest.importorskip("triton", reason="needs the cuda extra")
+    from haarkv.executors.cuda import CudaExecutor
+
+    model = load_model(saved("qwen2.5_yarn")[0])
+    candidate, plan = CudaExecutor(model, interpreted=True), KVSpec("tq4").plan(model.config.num_layers)
+    report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :3].tolist()], 0, plan)
+    assert report.passed, report.first_divergence
+
+
+def test_the_gpu_says_that_it_chooses_no_experts(saved):
+    pytest.importorskip("triton", reason="needs the cuda extra")
+    from haarkv.executors.cuda import CudaExecutor
+
+    model = load_model(saved("qwen3_moe")[0])
+    reason = CudaExecutor(model, interpreted=True).supports(model.config, KVSpec("tq4").plan(model.config.num_layers))
+    assert "experts" in reason

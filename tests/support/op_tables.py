@@ -13,9 +13,10 @@ from haarkv.tq_ops.cpu.build import compiler
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.ops import cases
-from haarkv.validation.ops.cases import LAYER, cache_tensors, poisoned_cache, relative
-from haarkv.validation.ops.cases import CacheCase as Case
+from haarkv.validation.ops import caches
+from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache
+from haarkv.validation.ops.caches import CacheCase as Case
+from haarkv.validation.ops.cases import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [
@@ -60,6 +61,6 @@ every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.n
 
 
 def filled(case: Case) -> tuple[PagedKVCache, Batch]:
-    """As `cases.filled`, on the host; what a test then draws is the same each time, too."""
+    """As `caches.filled`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
-    return cases.filled(case)
+    return caches.filled(case)

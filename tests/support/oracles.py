@@ -49,7 +49,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def rope(x: Array, position: int, theta: float) -> Array:
-    """One head's vector, its pairs (i, i + D/2) rotated by position * theta^(-2i/D)."""
+    """One head's vector, its pairs (i, i + D/2) turned by position * theta^(-2i/D)."""
     half = len(x) // 2
     angle = position * theta ** (-2 * np.arange(half) / len(x))
     cos, sin = np.cos(angle), np.sin(angle)
@@ -232,7 +232,7 @@ def _seed_rotated(level: Array, norm: float, centroids: Array) -> Array:
 
 
 def tq4_seed_dequantize(level: Array, norm: float, tables: Tables) -> Array:
-    """The vector [D], rounded to BF16 before and after it is rotated back."""
+    """The vector [D], rounded to BF16 before and after it is turned back."""
     return bf16(tables.rotation @ bf16(_seed_rotated(level, norm, tables.centroids)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
@@ -109,14 +110,6 @@ def at_slots(slots: Sequence[int] | Tensor) -> Batch:
     count = torch.tensor([len(slots)], dtype=torch.int32)
     starts = torch.nn.functional.pad(count, (1, 0))
     return Batch(torch.arange(len(slots)), slots, torch.zeros(1, 1, dtype=torch.int32), count, starts, torch.tensor([0]))
-
-
-def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
-    """(layer, side, field, the very tensor) of everything that a cache stores."""
-    for layer in cache.held:
-        for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
-            for name, tensor in tensors.items():
-                yield layer, side, name, tensor
 
 
 def prefill(

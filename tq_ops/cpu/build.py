@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
 
 # No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
-_FLAGS = (
+FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
@@ -72,7 +72,7 @@ def build(target: Path = LIBRARY, *, werror: bool = False) -> Path:
     found = compiler()
     if found is None:
         raise BuildError("no C++ compiler was found; install g++ or clang++")
-    common = (*_FLAGS, *(("-Werror",) if werror else ()))
+    common = (*FLAGS, *(("-Werror",) if werror else ()))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects = [Path(folder) / f"{name}.o" for name in units()]
         _run_all(

@@ -1,19 +1,19 @@
 """Attention over packed codes in the rotated domain, decode and prefill alike: tiles split over the context, then merged.
 
 A program takes one KV head of one sequence, some of its new tokens with all query heads of the group as columns of one tile,
-and one part of the stored tokens. Partial results are un-normalised; `merge_kernel` adds them up and rotates them back.
+and one part of the stored tokens. Partial results are not normalized yet; `merge_kernel` adds them up and rotates them back.
 """
 
 import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
-from haarkv.tq_ops.cuda.rotate import dot, rotated_columns, rounded
+from haarkv.tq_ops.cuda.rotate import dot, rotate_columns, rounded
 
 
 @triton.jit
 def find_tile(tile, query_start_loc, sequences, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which sequence the tile-th column tile of a ragged batch belongs to, and its first column; -1 beyond the last."""
+    """The sequence that column tile `tile` of a ragged batch belongs to, and its first column; -1 past the last tile."""
     found, first = -1, 0
     for index in range(sequences):
         columns = (tl.load(query_start_loc + index + 1) - tl.load(query_start_loc + index)) * GROUP
@@ -35,8 +35,8 @@ def attend_tile(
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
 
-    Codes stand left of both products, queries and probabilities right of them: the few query heads of a group fill a tile
-    of 8 columns where they would leave most of 16 or 64 rows empty, and centroids go to the tensor cores from registers.
+    Codes are the left operand of both products; queries and probabilities are the right one. The few query heads of a group
+    thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
 
     Args:
         q_low, q_high: [D/2, columns], rotated queries.
@@ -58,11 +58,11 @@ def attend_tile(
         row = kv_head * BLOCK + token % BLOCK
         byte = (block * codes_stride + row * (D // 2))[:, None] + tl.arange(0, D // 2)[None, :]
     row = block * scales_stride + row
-    # Codes of tokens that do not exist are someone's leftover and stand for finite numbers; their scales may not be.
+    # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
     k_low, k_high = centroids_of(tl.load(k_codes + byte), k_centroids, k_words, TYPE, PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
-    # A lone new token sees all there is: what hides the rest is added to a whole row in the multiplication's own instruction.
+    # A lone new token sees every stored one. Adding the mask per row fuses with the multiplication into one instruction.
     hidden = tl.where(live, 0.0, -float("inf"))[:, None]
     logits = logits * (tl.load(k_scales + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
     if CAUSAL:
@@ -72,7 +72,7 @@ def attend_tile(
     p = tl.exp2(logits - finite[None, :])
     shrink = tl.exp2(peak - finite)
     total = total * shrink + tl.sum(p, 0)
-    # In units of the largest scale p * scale fits FP16 whatever the scales are.
+    # In units of the largest V scale, p * scale fits FP16 for any scales.
     v_scale = tl.load(v_scales + row, live, 0.0).to(tl.float32)
     new_widest = tl.maximum(widest, tl.max(v_scale, 0))
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
@@ -112,7 +112,7 @@ def attend_kernel(
     live = token < tl.load(query_start_loc + sequence + 1)
     position = tl.load(positions + token, live, -1).to(tl.int32)
     end = tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1)
-    # Each split takes its share of what this sequence has stored, which the host need not know.
+    # Each split takes its share of this sequence's stored tokens, whose number the host need not know.
     share = tl.cdiv(tl.cdiv(end, TOKENS), SPLITS) * TOKENS
     begin = split * share
     end = tl.minimum(end, begin + share)
@@ -146,11 +146,11 @@ def merge_kernel(
 ):  # fmt: skip
     """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
 
-    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and rotates them into WIDTH columns.
+    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and writes WIDTH of their columns.
     """
     row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
     live = row < vectors
-    # What is not rotated needs no other columns than its own, given twice.
+    # Without rotation back a program needs its own columns only; they are given twice.
     span: tl.constexpr = D // 2 if ROTATES_BACK else WIDTH
     begin = 0 if ROTATES_BACK else first
     across: tl.constexpr = D // 2 if ROTATES_BACK else 0
@@ -168,10 +168,10 @@ def merge_kernel(
         low = low * shrink[:, None] + tl.load(at, filled, 0.0) * grow[:, None]
         high = high * shrink[:, None] + tl.load(at + across, filled, 0.0) * grow[:, None]
         peak = new_peak
-    # A row that saw nothing is a padding row.
+    # A row that saw no token is padding.
     total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
     if ROTATES_BACK:
-        low = rotated_columns(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
+        low = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
     at = out + row[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(low, out.dtype.element_ty), live[:, None])

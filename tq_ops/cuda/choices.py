@@ -1,4 +1,4 @@
-"""What a launch has to choose: operand types, look-up, tile sizes, and how many parts a context is cut into."""
+"""What a launch has to choose: operand types, the lookup, tile sizes, and how many parts a context is cut into."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ class AttentionTile:
 
 
 def attention_tile(one_each: bool, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
-    """Sizes for decode (one new token a sequence) or prefill, of which no program spills: a test compiles them all."""
+    """Sizes for decode (one new token a sequence) or prefill. With none of them does a program spill: a test compiles all."""
     columns = max(16, 1 << (group - 1).bit_length()) if one_each else 16
     if operand == tl.float32:
         return AttentionTile(columns, 16 if head_dim > 128 else 32)
     if head_dim > 128:
         return AttentionTile(columns, 64)
-    # A wider tile of queries shares the look-up of a tile of codes; decode has no more than a group of them.
+    # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    # The interpreter's programs run one after the other; a few of them suffice to see that splits are merged.
+    # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.device) -> int:
-    """Parts of a context such that `PROGRAMS_A_PROCESSOR` programs or a few less stand on each processor at once.
+    """How many parts a context is cut into, so that about `PROGRAMS_A_PROCESSOR` programs run on each processor at once.
 
-    It knows the room of the block table and not the lengths, which stay on the device.
+    The lengths stay on the device, so it goes by the width of the block table.
 
     Args:
         tiles: column tiles times KV heads.
-        most_tokens: that a row of the block table has room for.
+        most_tokens: room in a row of the block table.
     """
     fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)
     return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
 
 
 def attention_operand(q: Tensor) -> tl.dtype:
-    """Of both products of attention: FP16 for a BF16 model, three bits finer and wide enough, else FP32."""
+    """Operand type of attention's two products: FP16 for a BF16 model (three bits finer, and wide enough), else FP32."""
     return tl.float16 if q.dtype == torch.bfloat16 else tl.float32
 
 
 def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
-    """BF16 where both operands hold BF16 numbers, else FP32; FP32 in the interpreter, whose BF16 products are wrong."""
+    """BF16 where both operands hold BF16 numbers, else FP32. The interpreter gets FP32: its BF16 products are wrong."""
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
 def permutes(q: Tensor) -> bool:
-    """Whether centroids are looked up in registers: they are loaded in FP32, and in the interpreter, which knows no PTX."""
+    """Whether centroids are looked up in registers. In FP32 they are loaded, and in the interpreter, which has no PTX."""
     return q.is_cuda and attention_operand(q) == tl.float16

@@ -1,4 +1,4 @@
-"""Centroids of two 4-bit levels a byte: by byte permutation on a GPU, by loads in FP32 and in Triton's interpreter."""
+"""Looking up the centroids of two 4-bit levels a byte: byte permutations on a GPU, loads in FP32 and in the interpreter."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 # Level n >= 8 is +c[n & 7], level n < 8 is -c[~n & 7]: eight magnitudes fill two words of high bytes ($5, $9) and two of
 # low bytes ($13, $17), and `prmt` picks four bytes by four nibbles at once. Of a nibble whose top bit is set `prmt` returns
 # the sign of the byte, eight times: of 0x40 ($21) that is 0, which leaves the sign bits, halved, of negative levels.
-# A word comes four times, once for each of the four codes; they are the same register.
+# Each word is passed four times, once for each of the four codes; all four are the same register.
 _PERMUTE = tl.constexpr("""
 {
     .reg .b32 negative, index, more, codes, high, low, sign;

@@ -1,8 +1,8 @@
 """The op table of `tq_ops.reference` on a GPU, or, with tensors on the CPU, in Triton's interpreter.
 
-Signatures, shapes, dtypes and errors are the reference's. Rounding points that differ, all within `validation.bounds`:
-in a BF16 model the rotated queries, the centroids and the probabilities (in units of the largest V scale of the split) are
-rounded to FP16, products accumulate in FP32, and the sum of the probabilities is taken of the unrounded ones.
+Signatures, shapes, dtypes and errors are the reference's. Rounding points that differ, all within `validation.bounds`: in a
+BF16 model the rotated queries, the centroids and the probabilities (in units of the largest V scale of the split) are rounded
+to FP16, products accumulate in FP32, and the probabilities are summed before they are rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 
 LOG2_E = 1.4426950408889634
 _ROWS, _WIDTH = 16, 32
-"""Of the small products: a tensor-core tile of vectors, and few enough columns that decode's few vectors fill a GPU."""
+"""Tile of the small products: a tensor-core tile of vectors, and so few columns that even a decode step fills a GPU."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,7 +121,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-    """As `tq_ops.reference.store_kv`: a launch that looks, and, when nothing is wrong, one that writes."""
+    """As `tq_ops.reference.store_kv`: one launch looks for faults, and if there are none, another writes."""
     slots = batch.slot_mapping
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cache.num_slots:
         raise IndexError(f"slots must lie in 0 … {cache.num_slots - 1}")
@@ -164,8 +164,8 @@ def attend(
     Args:
         q: [T, Hq, D], for its dtype and device.
         rotated: [T, Hq, D] from `rotate`.
-        rotate_back: False leaves the result in V's rotated domain, in the order of the bytes, for a projection that has
-            the rotation in it.
+        rotate_back: False leaves the result in V's rotated domain, in the order of the bytes, for a projection that already
+            contains the rotation.
     Returns:
         [T, Hq, D] of q's dtype.
     """
@@ -199,7 +199,7 @@ def attend(
 
 
 def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` whose result stays in V's rotated domain, as the bytes order it: the next projection rotates back."""
+    """`paged_attention` without the rotation back, for a projection that contains it; the result is in byte order."""
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
 
@@ -207,8 +207,7 @@ def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, sof
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
-    What it allocates is the rotated queries and a partial result for each split, of which there are `MOST_SPLITS` at most
-    whatever the context.
+    It allocates the rotated queries and one partial result per split, of which there are at most `MOST_SPLITS` at any context.
     """
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import rotated_columns, rounded
+from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def exact_norm(low, high):
-    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.rotated.exact_norm`.
+    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.turboquant.exact_norm`.
 
     Returns:
         low, high [rows, D/2] of the unit vectors, zeros where x is zero; norm [rows].
@@ -63,8 +63,8 @@ def append(
     low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
     if ROUNDS_UNIT:
         low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    rotated_low = rotated_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
-    rotated_high = rotated_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
+    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
     low, high = levels(rotated_low, boundaries), levels(rotated_high, boundaries)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))

@@ -1,4 +1,4 @@
-"""Rounding, products and rotating vectors into the domain of the codes: pieces of kernels, and the rotation of queries."""
+"""Pieces of kernels: rounding, products and rotating vectors into the domain of the codes; the kernel that rotates queries."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, TYPE: tl.constexpr):
-    """FP32 x as TYPE, to nearest, ties to even. Triton's interpreter would cut BF16 off instead of rounding it."""
+    """FP32 x as TYPE, to nearest, ties to even. Triton's interpreter truncates to BF16 instead of rounding."""
     if tl.bfloat16 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -18,7 +18,7 @@ def rounded(x, TYPE: tl.constexpr):
 def dot(a, b, into, TYPE: tl.constexpr):
     """`into + a @ b` in FP32, operands as TYPE.
 
-    FP32 operands go through three TF32 products, which keep FP32's precision on tensor cores.
+    FP32 operands take three TF32 products on tensor cores, which keep FP32 precision.
     """
     if tl.float32 == TYPE:
         return tl.dot(a.to(TYPE), b.to(TYPE), into, input_precision="tf32x3")
@@ -26,10 +26,17 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 
 @triton.jit
-def rotated_columns(
-    low, high, rotation, first,
-    rows: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
+def rotate_columns(
+    low,
+    high,
+    rotation,
+    first,
+    rows: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
+    BACK: tl.constexpr,
+):
     """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [rows, WIDTH] fp32.
 
     Args:
@@ -53,6 +60,6 @@ def rotate_kernel(
     vector, live = row[:, None].to(tl.int64) * D, row[:, None] < vectors
     at = q + vector + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
-    rotated = rotated_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
+    rotated = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
     at = out + vector + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(rotated, out.dtype.element_ty), live)

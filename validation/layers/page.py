@@ -14,7 +14,7 @@ from haarkv.validation.layers.report import LayerRow, Mode, Report
 
 FORCED: Mode = "teacher-forced"
 FREE: Mode = "free-running"
-# Cosines nearer to 1 than float64 can tell.
+# Closer to 1 than float64 can tell.
 _FLOOR = 1e-16
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 280, 66, 14, 14, 40
 
@@ -66,7 +66,7 @@ class About:
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of a plot: value by layer, drawn in colour "a" or "b"."""
+    """One line of a plot: values by layer, in colour "a" or "b"."""
 
     name: str
     colour: str

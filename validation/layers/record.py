@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,10 @@ class Recorder:
     def __init__(self, ops: OpTable, weights: Weights) -> None:
         self._calls: list[Call] = []
         ends = [("final_norm", weights.final_norm), ("head", weights.lm_head)]
-        of_layers = [(field, tensor) for layer in weights.layers for field, _, tensor in layer.named()]
+        # All experts of a layer are one stage: `experts.3.up_proj` is `experts.up_proj`.
+        of_layers = [
+            (re.sub(r"\.\d+\.", ".", field), tensor) for layer in weights.layers for field, _, tensor in layer.named()
+        ]
         self._stages = TensorNames([*ends, *of_layers])
         self.ops = with_ops(ops, {name: self._recorded(name, getattr(ops, name)) for name in OP_NAMES})
 

@@ -1,4 +1,4 @@
-"""What a validation found, as rows: for a table, a JSON object, a CSV file or a page."""
+"""The result of a validation as rows, for a table, a JSON object, a CSV file or a page."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class LayerRow:
 
     Attributes:
         phase: "prefill" or "decode".
-        step: of the phase, from 0; a long prompt is prefilled in several.
+        step: of the phase, from 0; a long prompt takes several.
         k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal.
-        unexplained: levels of K and V that differ and are no tie.
+        unexplained: levels of K and V that differ and are not a tie.
         scale_err: largest relative difference of a stored vector's length.
         hidden_cos: lowest cosine of a token's hidden state with the reference's.
         rel_l2: largest distance of a token's hidden state, relative to that token's own length.
         max_abs: largest difference of a number.
-        update_err: largest distance that rounding does not explain, relative to what the layer added to the token.
-        passed: whether all of this lies within the bounds of the mode.
+        update_err: largest distance that rounding does not explain, relative to what the layer added to the token's state.
+        passed: all of this lies within the bounds of the mode.
         ascend: the figures of `ASCEND_COLUMNS` for the hidden state.
     """
 
@@ -72,12 +72,12 @@ class LogitRow:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where two executors part.
+    """Where two executors differ.
 
     Attributes:
-        layer: None of what belongs to no layer: the head, the whole forward.
-        stage: the op, or what can be seen of a fused layer.
-        reason: "tie": levels beside a boundary; "rounding": other bits within the bounds; "fault": beyond them.
+        layer: None for the head and the whole forward.
+        stage: the op; for a fused layer, the output that can be seen.
+        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them.
         detail: in words, with figures.
     """
 
@@ -91,7 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """The largest error of a stage over all layers and forwards, beside its bound."""
+    """The largest error of a stage over all layers and forwards, and its bound."""
 
     stage: str
     error: float
@@ -102,17 +102,17 @@ class StageSummary:
 
     @property
     def share(self) -> float:
-        """The error in units of its bound; infinite if it is NaN."""
+        """The error divided by its bound; infinite if it is NaN."""
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a validation found.
+    """The result of a validation.
 
     Attributes:
-        passed: everything that was to be compared was, and lies within `validation.bounds`.
-        first_divergence: the first fault; without one, the first place where bits differ; None if none do.
+        passed: everything was compared and lies within `validation.bounds`.
+        first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
     """
 
@@ -138,7 +138,7 @@ class Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as a JSON object; a figure that is not finite is null, since JSON has no word for it."""
+    """The report as a JSON object; a figure that is not finite becomes null, since JSON cannot write it."""
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]

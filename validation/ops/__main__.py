@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 
+import torch
+
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.tables import TABLES, Table
@@ -29,8 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("test", "time", "support"), default="test")
     parser.add_argument("--table", action="append", choices=[table.name for table in TABLES], help="repeatable [default: all]")
     parser.add_argument("--op", action="append", choices=OP_NAMES, help="repeatable [default: all]")
+    parser.add_argument("--threads", type=int, help="CPU threads [default: torch's own]")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     args = parser.parse_args(argv)
+    if args.threads is not None and args.threads < 1:
+        parser.error("--threads must be at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     tables = [table for table in TABLES if not args.table or table.name in args.table]
     ops = args.op or OP_NAMES
     if args.mode == "support":

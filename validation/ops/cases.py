@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_stored
+from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache
 
-LAYER = 1
-"""Of every cache: not the first, so that a layer's own rotation counts."""
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -130,78 +127,7 @@ class Plain:
         return Finding(relative(ours, expected), bounds.LAYER_BF16.rounded_op if rounds else bounds.LAYER_FP32.op, fault)
 
 
-# -- Caches --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CacheCase:
-    """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
-
-    Attributes:
-        kv: formats, as `--kv` takes them.
-        group: query heads of a KV head.
-        pages: the cache lies in pages of another owner, which are apart.
-    """
-
-    kv: str
-    head_dim: int
-    group: int
-    kv_heads: int
-    block_size: int
-    stored: tuple[int, ...]
-    new: tuple[int, ...]
-    pages: bool = False
-
-    def __str__(self) -> str:
-        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{len(self.new)}x{max(self.stored)}-block{self.block_size}"
-        return name + "-pages" * self.pages
-
-    @cached_property
-    def plan(self) -> KVPlan:
-        """Of as many layers as `LAYER` needs."""
-        return KVSpec(self.kv).plan(LAYER + 1)
-
-
-def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
-    """(layer, side, field, the very tensor) of everything that a cache stores."""
-    for layer in made.held:
-        for side, tensors in (("k", made.k_fields(layer)), ("v", made.v_fields(layer))):
-            for name, tensor in tensors.items():
-                yield layer, side, name, tensor
-
-
-def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
-    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
-    shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
-    # Another layer's pages lie between.
-    pages = torch.empty(blocks, 2, page_bytes(case.plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
-    owned = {LAYER: pages[:, 1]} if case.pages else None
-    made = PagedKVCache(case.plan, num_blocks=blocks, device=device, pages=owned, **shape)
-    for _, _, name, tensor in cache_tensors(made):
-        tensor.fill_(float("nan") if name == "scale" else 255)
-    return made
-
-
-def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
-    """A cache with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
-    generator = torch.Generator().manual_seed(0)
-    made = poisoned_cache(case)
-    order = torch.randperm(made.num_blocks, generator=generator).tolist()
-    paging = PagedSequences(made.num_blocks, case.block_size, order=order)
-    ids = [paging.add() for _ in case.new]
-    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
-    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
-        batch = paging.batch(*zip(*pairs, strict=True))
-        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=generator)
-        reference.store_kv(k, v, made, LAYER, batch)
-    if torch.device(device).type == "cpu":
-        return made, batch
-    copy = poisoned_cache(case, device)
-    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
-        ours.copy_(theirs)
-    return copy, batch.to(device)
-
+# -- Ops over a cache ---------------------------------------------------------------------------------------------------
 
 _filled_once = cache(filled)
 
@@ -285,8 +211,8 @@ class Store:
         k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
         k[0, 0] = 0.0
         v[0, 0] *= 1e-12  # its scale is below FP16
-        v[1, 0] = 0.0
-        v[1, 0, 3] = -2.5
+        v[-1, 0] = 0.0
+        v[-1, 0, 3] = -2.5
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
@@ -302,8 +228,8 @@ class Store:
             mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
             mine = {name: tensor.cpu() for name, tensor in mine.items()}
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
-            expected, found = ({name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine))
-            compared, length = compare_stored(kv_format, LAYER, expected, found, x, bounds.ROTATED_FP32)
+            wanted, got = ({name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine))
+            compared, length = compare_stored(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
             error = max(error, float(length))

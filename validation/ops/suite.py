@@ -12,7 +12,8 @@ import torch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation.ops.cases import BF16, FP32, Attention, CacheCase, Finding, OpCase, Plain, Store
+from haarkv.validation.ops.caches import CacheCase
+from haarkv.validation.ops.cases import BF16, FP32, Attention, Finding, OpCase, Plain, Store
 from haarkv.validation.ops.tables import REFERENCE, Table
 
 HEAD_DIMS = (64, 128, 256)
@@ -78,20 +79,18 @@ SMALL_STORES = (
     CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
 )
+_PACKED = ("tq4", "tbq4_0")
 
 
-# One layer of Qwen3-14B at batch 1, and 64 new tokens of a prompt.
-def _timed(tokens: int) -> Iterator[OpCase]:
-    yield Plain("rms_norm", (tokens, 5120), BF16)
-    yield Plain("linear", (tokens, 5120, 5120), BF16)
-    yield Plain("rope", (tokens, 40, 128), FP32)
-    yield Plain("silu_mul", (tokens, 17408), BF16)
-    for kv in ("tq4", "tbq4_0"):
-        yield Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,)))
-        yield Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16)
-
-
-_TIMED: tuple[OpCase, ...] = (*_timed(1), *_timed(64))
+def timed_cases() -> Iterator[OpCase]:
+    """One layer of Qwen3-14B at batch 1: a decode step, then 64 new tokens of a prompt."""
+    for tokens in (1, 64):
+        yield Plain("rms_norm", (tokens, 5120), BF16)
+        yield Plain("linear", (tokens, 5120, 5120), BF16)
+        yield Plain("rope", (tokens, 40, 128), FP32)
+        yield Plain("silu_mul", (tokens, 17408), BF16)
+        yield from (Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,))) for kv in _PACKED)
+        yield from (Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16) for kv in _PACKED)
 
 
 def named_cases() -> Iterator[OpCase]:
@@ -100,11 +99,11 @@ def named_cases() -> Iterator[OpCase]:
         for shape in _PLAIN.get(op, ()):
             for dtype in (FP32, BF16) if op != "rope" else (FP32,):
                 yield Plain(op, shape, dtype)
-    for stored in STORES:
-        yield from (Store(stored, dtype) for dtype in (FP32, BF16))
-    yield from (Store(small, small=True) for small in SMALL_STORES)
-    for attended in ATTENTION:
-        yield from (Attention(attended, dtype) for dtype in (FP32, BF16))
+    for held in STORES:
+        yield from (Store(held, dtype) for dtype in (FP32, BF16))
+    yield from (Store(held, small=True) for held in SMALL_STORES)
+    for held in ATTENTION:
+        yield from (Attention(held, dtype) for dtype in (FP32, BF16))
     yield from SMALL_ATTENTION
 
 
@@ -141,7 +140,7 @@ def run(table: Table, chosen: Sequence[OpCase] | None = None) -> Iterator[tuple[
 def time_ops(table: Table, repeats: int = 7) -> Iterator[tuple[OpCase, float]]:
     """Median milliseconds of every op, warm, in the shapes of one layer of Qwen3-14B."""
     made = table.open()
-    for case in _TIMED:
+    for case in timed_cases():
         if case.plan is not None and case.head_dim is not None and table.unsupported(case.plan, case.head_dim):
             continue
         arguments, op, seconds = case.arguments(table.device), getattr(made, case.op), []

@@ -22,6 +22,8 @@ from haarkv.tq_ops.onnx.reads import READS
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
+OPTIONAL = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+"""Weights that a layer may have or lack: Llama has no norms of heads, Qwen2 has biases."""
 DEFAULT_OPSET = 23
 OLDEST_OPSET = 15  # the first whose models may hold functions
 NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
@@ -77,7 +79,7 @@ class GraphSpec:
 
 def unsupported(config: DecoderConfig) -> str | None:
     """In one sentence why there are no graphs of such a model, or None."""
-    if other := needs_other_tensors(config, LayerWeights):
+    if other := needs_other_tensors(config, LayerWeights, OPTIONAL):
         return f"its graphs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
     return None
 
@@ -176,7 +178,7 @@ class _Model:
         for layer in self.plan.span:
             hidden = self._layer(layer, hidden, shared)
         self._finish(hidden, begin)
-        name = f"qwen3 layers {self.plan.span.start} to {self.plan.span.stop - 1}"
+        name = f"{self.config.model_type} layers {self.plan.span.start} to {self.plan.span.stop - 1}"
         return self.g.model(name, inputs, outputs, dict(self.plan.metadata), stored)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:

@@ -1,5 +1,7 @@
 """Qwen3 with a packed `tq4` cache as ONNX graphs: prefill, decode, and any span of layers, out of the same scopes.
 
+Norms of Q's and K's heads are optional and so are biases, so that the Llama family has graphs too.
+
 New tokens come as a rectangle of B sequences and Q tokens, padded at the right; padding is any token, and what comes out for
 it is not used. The cache is read and never written: a graph returns the codes and scales of the new tokens, and its host puts
 them where it wants them.
@@ -11,7 +13,7 @@ Rounding points: those of `tq_ops.reference`, but probabilities stay in FP32. In
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -245,13 +247,11 @@ class Qwen3Scopes:
         """One decoder layer: hidden [B*Q, hidden] -> the same, and codes and scales of the new tokens' K and V."""
         x = self._normed(g, "input_norm", hidden, w["input_norm.weight"])
         q, k, v = (
-            g.node(side, "Reshape", self._linear(g, f"{side}_proj", x, w[f"{side}_proj.weight"]), shape)
+            g.node(side, "Reshape", self._projected(g, side, x, w), shape)
             for side, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))
         )
         q, k = (
-            g.call(
-                f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, of, w[f"{side}_norm.weight"]), cos=cos, sin=sin
-            )[0]
+            g.call(f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, of, w), cos=cos, sin=sin)[0]
             for side, of in (("q", q), ("k", k))
         )
         q = self._widen(g, "q_fp32", self._round(g, "q_rounded", q))
@@ -272,8 +272,15 @@ class Qwen3Scopes:
         hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", product, w["down_proj.weight"]))
         return [hidden, new_k_codes, new_k_scale, new_v_codes, new_v_scale]
 
-    def _head_norm(self, g: Graph, side: str, x: str, weight: str) -> str:
-        return g.call(f"{side}_norm", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
+    def _projected(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
+        """Q, K or V as projected, with its bias where the family has one."""
+        y, bias = self._linear(g, f"{side}_proj", x, w[f"{side}_proj.weight"]), w.get(f"{side}_bias.weight")
+        return y if bias is None else g.node(f"{side}_biased", "Add", y, self._widen(g, f"{side}_bias_fp32", bias))
+
+    def _head_norm(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
+        """Q or K, each head normed where the family does so."""
+        weight = w.get(f"{side}_norm.weight")
+        return x if weight is None else g.call(f"{side}_norm", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
 
     def _normed(self, g: Graph, name: str, hidden: str, weight: str) -> str:
         x = self._widen(g, f"{name}_x", hidden)

@@ -1,0 +1,79 @@
+"""Rotary parameters from a Hugging Face `config.json`: theta, scaling and the positions that they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_attention_factor
+from haarkv.tq_ops.errors import InputError
+
+if TYPE_CHECKING:
+    from haarkv.models.hf_config import HFConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What a config says of RoPE.
+
+    Attributes:
+        positions: that the model may be run with.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    positions: int
+
+
+def read_rope(file: HFConfig, positions: int) -> Rope:
+    """Read rotary parameters. transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
+
+    Args:
+        positions: the config's `max_position_embeddings`. YaRN is often switched on without raising it, and transformers
+            then runs longer texts all the same: the result has as many positions as the factor reaches.
+    Raises:
+        InputError: a scaling that is not built, by name, or an entry of it that cannot be.
+    """
+    old, new = file.part("rope_scaling"), file.part("rope_parameters")
+    rope = old if old.raw else new
+    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+    theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", 1e4)
+    partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or 1
+    file.refuse(
+        {
+            f"RoPE on a part of each head (partial_rotary_factor {partial})": partial != 1,
+            f"rope scaling {kind!r} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
+        }
+    )
+    if kind == "default":
+        return Rope(theta, None, positions)
+    # A config may state the trained length beside its rotary parameters; transformers then prefers that one.
+    outer = file.raw.get("original_max_position_embeddings") is not None
+    original = (file if outer else rope).count("original_max_position_embeddings", positions)
+    scaling = _READERS[kind](rope, positions, original)
+    if isinstance(scaling, YarnScaling):
+        positions = max(positions, round(scaling.factor * original))
+    return Rope(theta, scaling, positions)
+
+
+def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
+    return LinearScaling(rope.number("factor"))
+
+
+def _llama3(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+    return Llama3Scaling(rope.number("factor"), low, high, original)
+
+
+def _yarn(rope: HFConfig, positions: int, original: int) -> RopeScaling:
+    factor = rope.number("factor", positions / original)
+    scales = [rope.number(key) if rope.raw.get(key) else None for key in ("mscale", "mscale_all_dim")]
+    attention = rope.number("attention_factor", yarn_attention_factor(factor, *scales))
+    fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
+    return YarnScaling(factor, original, attention, fast, slow, bool(rope.raw.get("truncate", True)))
+
+
+_READERS: dict[str, Callable[[HFConfig, int, int], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,90 @@
+"""Caches that cases of the contract store to and attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+
+LAYER = 1
+"""Of every cache: not the first, so that a layer's own rotation counts."""
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
+
+    Attributes:
+        kv: formats, as `--kv` takes them.
+        group: query heads of a KV head.
+        pages: the cache lies in pages of another owner, which are apart.
+    """
+
+    kv: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    block_size: int
+    stored: tuple[int, ...]
+    new: tuple[int, ...]
+    pages: bool = False
+
+    def __str__(self) -> str:
+        tokens = f"{len(self.new)}x{max(self.stored)}+{max(self.new)}"
+        name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
+        return name + "-pages" * self.pages
+
+    @cached_property
+    def plan(self) -> KVPlan:
+        """Of as many layers as `LAYER` needs."""
+        return KVSpec(self.kv).plan(LAYER + 1)
+
+
+def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
+    """(layer, side, field, the very tensor) of everything that a cache stores."""
+    for layer in made.held:
+        for side, tensors in (("k", made.k_fields(layer)), ("v", made.v_fields(layer))):
+            for name, tensor in tensors.items():
+                yield layer, side, name, tensor
+
+
+def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
+    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
+    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
+    shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
+    # Another layer's pages lie between.
+    pages = torch.empty(blocks, 2, page_bytes(case.plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
+    owned = {LAYER: pages[:, 1]} if case.pages else None
+    made = PagedKVCache(case.plan, num_blocks=blocks, device=device, pages=owned, **shape)
+    for _, _, name, tensor in cache_tensors(made):
+        tensor.fill_(float("nan") if name == "scale" else 255)
+    return made
+
+
+def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
+    """A cache with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
+    generator = torch.Generator().manual_seed(0)
+    made = poisoned_cache(case)
+    order = torch.randperm(made.num_blocks, generator=generator).tolist()
+    paging = PagedSequences(made.num_blocks, case.block_size, order=order)
+    ids = [paging.add() for _ in case.new]
+    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
+    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
+        batch = paging.batch(*zip(*pairs, strict=True))
+        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=generator)
+        reference.store_kv(k, v, made, LAYER, batch)
+    if torch.device(device).type == "cpu":
+        return made, batch
+    copy = poisoned_cache(case, device)
+    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+        ours.copy_(theirs)
+    return copy, batch.to(device)
