@@ -61,13 +61,15 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
     dim, group = model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
     mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
 
-    def turned(x: Tensor, index: int) -> Tensor:
-        # Rotated as usual, this is x turned by the transposed rotation.
+    def rotated_wrongly(x: Tensor, index: int) -> Tensor:
+        # Rotated as usual, this is x rotated by the transposed rotation.
         back = haar_rotation(index, dim).float().T
         return x @ back @ back
 
     return [
-        _storing("a transposed rotation", layer, lambda k, v, c, i: _quantized(turned(k, i), turned(v, i), c, i)),
+        _storing(
+            "a transposed rotation", layer, lambda k, v, c, i: _quantized(rotated_wrongly(k, i), rotated_wrongly(v, i), c, i)
+        ),
         _storing("swapped nibbles", layer, _swapped_nibbles),
         _storing("K stored as V", layer, lambda k, _, c, i: _quantized(k, k, c, i), "store_kv.v"),
         Fault("a slot off by one", layer, "untouched_slots", "untouched_slots", {"store_kv": _off_by_one(layer)}),
@@ -189,7 +191,7 @@ def _sequential(dim: int) -> Table:
         reference.store_kv(there(k, layer), there(v, layer), cache, layer, batch)
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        turned = there(q, layer).to(q.dtype)
-        return back(reference.paged_attention(turned, cache, layer, batch, softmax_scale), layer).to(q.dtype)
+        rotated = there(q, layer).to(q.dtype)
+        return back(reference.paged_attention(rotated, cache, layer, batch, softmax_scale), layer).to(q.dtype)
 
     return {"store_kv": store_kv, "paged_attention": paged_attention}

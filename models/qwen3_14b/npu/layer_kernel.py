@@ -157,13 +157,13 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
-                        turned = _queries(q_rotated, u * unit, g * at_once, shape)
+                        rotated = _queries(q_rotated, u * unit, g * at_once, shape)
                         stored_k = Packed(k_codes, k_scale)
                         stored_v = Packed(v_codes, v_scale)
                         if pypto.is_loop_begin(t):
-                            attend_step(softmax, turned, stored_k, stored_v, place, hidden_keys, shape, first=True)
+                            attend_step(softmax, rotated, stored_k, stored_v, place, hidden_keys, shape, first=True)
                         else:
-                            attend_step(softmax, turned, stored_k, stored_v, place, hidden_keys, shape, first=False)
+                            attend_step(softmax, rotated, stored_k, stored_v, place, hidden_keys, shape, first=False)
                         if pypto.is_loop_end(t):
                             _finish(softmax, rotation_fp16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):

@@ -36,7 +36,7 @@ def vectors(*shape, seed=0):
 
 # -- What the formats say is true ----------------------------------------------------------------------------------------
 def test_every_rotated_format_describes_itself():
-    assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "tbq4_0"]
+    assert {"tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "tbq4_0"} <= set(DESCRIBED)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

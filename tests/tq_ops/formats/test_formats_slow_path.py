@@ -79,9 +79,9 @@ def test_bf16_vectors_and_views_are_stored_as_the_same_numbers_in_fp32(name):
     x = torch.randn(128, 6, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
     plain = kv_format.to_bytes(kv_format.quantize(x.float()[:, 1::2].contiguous(), 0))
     assert torch.equal(kv_format.to_bytes(kv_format.quantize(x[:, 1::2], 0)), plain)
-    turned = x.float().transpose(0, 2).contiguous().transpose(0, 2)  # the last axis is not the contiguous one
-    assert not turned.is_contiguous()
-    assert torch.equal(kv_format.to_bytes(kv_format.quantize(turned[:, 1::2], 0)), plain)
+    strided = x.float().transpose(0, 2).contiguous().transpose(0, 2)  # the last axis is not the contiguous one
+    assert not strided.is_contiguous()
+    assert torch.equal(kv_format.to_bytes(kv_format.quantize(strided[:, 1::2], 0)), plain)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
