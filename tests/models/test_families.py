@@ -182,7 +182,7 @@ def test_the_npu_takes_scaled_rope(saved):
     """Its programs are handed cos and sin; what they lack here is the width of a head."""
     from haarkv.models.qwen3_14b.npu import programs
 
-    assert programs.unsupported(read_config(saved("qwen3_yarn")[0])) == "its programs are written for head_dim 128, not 64"
+    assert programs.unsupported(read_config(saved("qwen3_yarn")[0])) == "its programs are made for head_dim 128, not 64"
 
 
 def test_one_expert_more_or_less_is_seen(saved):
