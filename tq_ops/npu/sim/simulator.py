@@ -144,7 +144,8 @@ class Simulator:
         memory = Path("/dev/shm")
         self._folder = Path(tempfile.mkdtemp(prefix="haarkv-sim-", dir=memory if os.access(memory, os.W_OK) else None))
         self._files = 0
-        self._constants: dict[int, tuple[Tensor, StoredTensor]] = {}
+        # Tensors are told apart as objects: one that was promised not to change is kept, and found again as itself.
+        self._constants: dict[Tensor, StoredTensor] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -162,8 +163,8 @@ class Simulator:
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor will not change, so that it is handed over once. Returns it."""
-        if id(tensor) not in self._constants:
-            self._constants[id(tensor)] = (tensor, self._store(tensor, constant=True))
+        if tensor not in self._constants:
+            self._constants[tensor] = self._store(tensor, constant=True)
         return tensor
 
     def run(
@@ -177,7 +178,7 @@ class Simulator:
         Raises:
             SimulatorError: it did not compile or run, or an output was not filled.
         """
-        stored = [self._constants[id(t)][1] if id(t) in self._constants else self._store(t) for t in tensors]
+        stored = [self._constants[t] if t in self._constants else self._store(t) for t in tensors]
         golden_files = {index: self._store(t) for index, t in (goldens or {}).items()}
         try:
             answer = self._call(Request(program, mode, tuple(stored), golden_files))
