@@ -16,8 +16,8 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an executor"
 # The default, and the two that are no formats but what formats are measured against.
 COMMON = {"tq4", "bf16", "fp32"}
-# What is measured or tried is chosen by name: a new format or executor is not touched by being left out.
-CHOOSES = ("benchmarks/*", "validation/planning/planner.py")
+# What is measured, tried or checked is chosen by name: a new format or executor works without being there.
+CHOOSES = ("benchmarks/*", "validation/planning/planner.py", "validation/ops/suite.py")
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 

@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from distortion import gaussian_distortion
 
 from haarkv.codebooks import haar_rotation, hadamard_signs, lloyd_max, tables
 from haarkv.codebooks.haar import compute_rotation, draw_gaussian, orthogonal_factor
-from haarkv.codebooks.lloyd_max import converged_unit_centroids, gaussian_distortion, solve
+from haarkv.codebooks.lloyd_max import converged_unit_centroids, solve
 
 # Max, "Quantizing for minimum distortion", 1960: distortion of an optimal quantizer of a unit Gaussian.
 OPTIMAL_DISTORTION = {1: 0.3634, 2: 0.11748, 3: 0.03455, 4: 0.009497}

@@ -65,7 +65,7 @@ def test_what_the_kernels_cannot_read_is_refused_in_one_line(spec, reason):
     assert "\n" not in str(error.value)
 
 
-def test_another_device_and_another_instruction_set_are_refused():
+def test_another_device_and_another_isa_are_refused():
     with pytest.raises(InputError, match="runs on the cpu, not on 'cuda:0'"):
         catalog.create("cpu", MODEL, KVSpec("tq4").plan(SMALL.num_layers), "cuda:0")
     if build.compiler():
@@ -124,6 +124,6 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
 def test_structures_are_filled_by_name_and_completely():
     with pytest.raises(AssertionError, match="scales_per_vector"):
-        library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, levels=None)
+        library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)
     # As the compiler lays them out: nothing is padded.
     assert ctypes.sizeof(library.SideArgs) == 56

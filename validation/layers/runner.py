@@ -101,6 +101,7 @@ class _Validation:
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
         order = {stage: place for place, stage in enumerate(STAGES)}
+        mlp = order["silu_mul"]  # where a stage belongs that only some families have, such as a router
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
@@ -108,7 +109,7 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows),
             logits=tuple(self.logits),
-            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, len(order)))),
+            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:

@@ -27,17 +27,3 @@ def test_a_warning_would_be_seen(tmp_path):
         [build.compiler(), *build.FLAGS, "-Werror", "-fsyntax-only", str(source)], capture_output=True, check=False
     )
     assert b"unused" in done.stderr
-
-
-def test_a_build_that_fails_leaves_the_library_as_it_was(tmp_path, monkeypatch):
-    (tmp_path / "broken.cpp").write_text("this is no C++")
-    target = tmp_path / "library.so"
-    target.write_bytes(b"old")
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setattr(build, "units", lambda: {"broken": ()})
-    if build.compiler() is None:
-        pytest.skip("no C++ compiler")
-    with pytest.raises(build.BuildError, match="error"):
-        build.build(target)
-    assert target.read_bytes() == b"old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.cpp", "library.so"]

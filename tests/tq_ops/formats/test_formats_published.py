@@ -6,10 +6,11 @@ import format_oracles as slow
 import numpy as np
 import pytest
 import torch
+from distortion import gaussian_distortion
 from small_models import at_slots
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from haarkv.codebooks.lloyd_max import Codebook, converged_unit_centroids, gaussian_distortion
+from haarkv.codebooks.lloyd_max import Codebook, converged_unit_centroids
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues
 from haarkv.tq_ops.formats.manthan import BOUNDARIES, CENTROIDS

@@ -1,0 +1,64 @@
+"""The C interface: who owns what it points to, and what is said where it does not fit."""
+
+import gc
+import subprocess
+import weakref
+
+import pytest
+import torch
+from op_tables import CPU, Case, filled, opened
+
+from haarkv.tq_ops.cpu import build, library
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cpu.ops import CpuOps
+
+
+def quantizer():
+    """A structure whose tables nobody else holds."""
+    tables = {name: torch.ones(16) for name in ("rotation", "boundaries", "centroids")}
+    return library.Quantizer(**tables, head_dim=16), weakref.ref(tables["centroids"])
+
+
+def test_a_structure_keeps_alive_what_it_points_to():
+    made, table = quantizer()
+    gc.collect()
+    assert table() is not None
+    assert made.centroids == table().data_ptr()
+    del made
+    gc.collect()
+    assert table() is None
+
+
+def test_so_does_a_structure_around_it():
+    inner, table = quantizer()
+    empty = {name: 0 for name, _ in library.Store._fields_ if name != "quantizer"}
+    outer = library.Store(**empty, quantizer=inner)
+    del inner
+    gc.collect()
+    assert table() is not None
+    assert outer.quantizer.centroids == table().data_ptr()
+
+
+def test_tables_outlive_the_caches_of_other_modules():
+    """Attention after whoever computed the tables has forgotten them, and their memory was used again."""
+    opened(CPU[0])
+    ops, case = CpuOps("portable"), Case("tq4", 64, 2, 1, 8, (20,), (1,))
+    made, batch = filled(case)
+    q = torch.randn(1, 2, 64)
+    before = ops.paged_attention(q, made, 1, batch, 0.125)
+    cpu_layout._layout.cache_clear()
+    gc.collect()
+    noise = [torch.full((64, 64), float("nan")) for _ in range(200)]
+    assert torch.equal(ops.paged_attention(q, made, 1, batch, 0.125), before)
+    del noise
+
+
+def test_a_library_of_older_sources_is_refused(tmp_path, monkeypatch):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "old.cpp").write_text("int nothing() { return 0; }")
+    old = tmp_path / "old.so"
+    subprocess.run([build.compiler(), "-shared", "-fPIC", str(tmp_path / "old.cpp"), "-o", str(old)], check=True)
+    monkeypatch.setattr(library, "LIBRARY", old)
+    with pytest.raises(library.KernelsMissingError, match=r"older than their sources; .*haarkv\.tq_ops\.cpu\.build"):
+        library.load.__wrapped__()
