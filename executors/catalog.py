@@ -11,25 +11,83 @@ from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
-Unsupported = Callable[[DecoderConfig, KVPlan], str | None]
+Refuses = Callable[[DecoderConfig, KVPlan], str | None]
 
-# -- Building one ----------------------------------------------------------------------------------------------------------
+
+def _nothing(_config: DecoderConfig, _plan: KVPlan) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is known of an executor before its module is imported.
+
+    Attributes:
+        open: makes it of a model, on a device in its own words.
+        dtype: in which it runs a model unless another is asked for.
+        any_dtype: whether it runs others.
+        devices: first words of the devices that it runs on.
+        here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
+        refuses: what `Executor.supports` answers, before there is a model.
+    """
+
+    open: Callable[[DecoderModel, str | None], Executor]
+    dtype: str = "float32"
+    any_dtype: bool = True
+    devices: tuple[str, ...] = ("cpu",)
+    here: Callable[[], bool] | None = None
+    refuses: Refuses = _nothing
+
+
+# -- One section an executor -------------------------------------------------------------------------------------------------
+
+
+def _require_host(name: str, device: str | None) -> None:
+    if device not in (None, "cpu"):
+        raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
 
 
 def _reference(model: DecoderModel, device: str | None) -> Executor:
-    if device not in (None, "cpu"):
-        raise InputError(f"executor reference runs on the cpu, not on {device!r}; drop --device")
+    _require_host("reference", device)
     from haarkv.executors.reference import ReferenceExecutor
 
     return ReferenceExecutor(model)
 
 
 def _cpu(model: DecoderModel, device: str | None) -> Executor:
-    if device not in (None, "cpu"):
-        raise InputError(f"executor cpu runs on the cpu, not on {device!r}; drop --device")
+    _require_host("cpu", device)
     from haarkv.executors.cpu import CpuExecutor
 
     return CpuExecutor(model)
+
+
+def _cpu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+    from haarkv.executors.cpu import CpuExecutor
+    from haarkv.tq_ops.cpu.library import KernelsMissingError, load
+
+    try:
+        load()
+    except KernelsMissingError as missing:
+        return str(missing)
+    return CpuExecutor.unsupported(config, plan)
+
+
+def _cuda(model: DecoderModel, device: str | None) -> Executor:
+    from haarkv.executors.cuda import CudaExecutor
+
+    return CudaExecutor(model, device)
+
+
+def _cuda_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+    from haarkv.executors.cuda import CudaExecutor
+
+    return CudaExecutor.unsupported(config, plan)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and find_spec("triton") is not None
 
 
 def _npu(model: DecoderModel, device: str | None) -> Executor:
@@ -38,10 +96,22 @@ def _npu(model: DecoderModel, device: str | None) -> Executor:
     return NpuExecutor(model, device)
 
 
-def _cuda(model: DecoderModel, device: str | None) -> Executor:
-    from haarkv.executors.cuda import CudaExecutor
+def _npu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+    from haarkv.executors.npu import NpuExecutor
 
-    return CudaExecutor(model, device)
+    return NpuExecutor.unsupported(config, plan)
+
+
+def _has_npu() -> bool:
+    if find_spec("torch_npu") is None or find_spec("pypto") is None:
+        return False
+    from haarkv.tq_ops.npu.device import torch_npu
+
+    try:
+        torch_npu()
+    except InputError:
+        return False
+    return True
 
 
 def _onnx(model: DecoderModel, device: str | None) -> Executor:
@@ -53,20 +123,26 @@ def _onnx(model: DecoderModel, device: str | None) -> Executor:
     return OnnxExecutor(model, device)
 
 
-_BUILDERS: dict[str, Callable[[DecoderModel, str | None], Executor]] = {
-    "reference": _reference,
-    "cpu": _cpu,
-    "cuda": _cuda,
-    "npu": _npu,
-    "onnx": _onnx,
+_ENTRIES: dict[str, _Entry] = {
+    "reference": _Entry(_reference, here=lambda: True),
+    "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses),
+    "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses),
+    "npu": _Entry(_npu, "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, refuses=_npu_refuses),
+    "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann")),
 }
-NAMES = tuple(_BUILDERS)
+NAMES = tuple(_ENTRIES)
+FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
+"""What `auto` tries, in this order."""
+AUTO = "auto"
 
 
-def _known(name: str) -> str:
-    if name not in NAMES:
+# -- Making one ---------------------------------------------------------------------------------------------------------------
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _ENTRIES:
         raise InputError(f"unknown executor {name!r}; choose from {', '.join((AUTO, *NAMES))}")
-    return name
+    return _ENTRIES[name]
 
 
 def default_dtype(name: str) -> str:
@@ -77,7 +153,7 @@ def default_dtype(name: str) -> str:
     Raises:
         InputError: no such executor.
     """
-    return "bfloat16" if _known(name) in ("npu", "cuda") else "float32"
+    return _entry(name).dtype
 
 
 def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = None) -> Executor:
@@ -91,19 +167,13 @@ def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = No
     """
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    executor = _BUILDERS[_known(name)](model, device)
+    executor = _entry(name).open(model, device)
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
     return executor
 
 
 # -- `auto` ----------------------------------------------------------------------------------------------------------------
-
-AUTO = "auto"
-FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
-"""What `auto` tries, in this order."""
-_DEVICES = {"cuda": "cuda", "npu": "npu", "sim": "npu", "cpu": "cpu"}
-_ONLY_DTYPE = {"npu": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -136,13 +206,15 @@ def select(
         InputError: no such executor, or no executor for this device.
     """
     if executor != AUTO:
-        return Selection(_known(executor))
-    names = [name for name in FASTEST_FIRST if device is None or _knows(name, device)]
+        _entry(executor)
+        return Selection(executor)
+    names = [name for name in FASTEST_FIRST if device is None or device.partition(":")[0] in _ENTRIES[name].devices]
     if not names:
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
     refused: list[str] = []
     for name in names:
-        if device is None and not _HERE[name]():
+        here = _ENTRIES[name].here
+        if device is None and not (here and here()):
             continue
         reason = _refusal(name, config, plans, dtype)
         if reason is None:
@@ -151,74 +223,9 @@ def select(
     raise InputError(f"executor {refused[0]}")
 
 
-def _knows(name: str, device: str) -> bool:
-    return _DEVICES.get(device.partition(":")[0]) == ("cpu" if name == "reference" else name)
-
-
 def _refusal(name: str, config: DecoderConfig, plans: Sequence[KVPlan], dtype: str | None) -> str | None:
     """Why an executor cannot run all of this, or None."""
-    if dtype and _ONLY_DTYPE.get(name, dtype) != dtype:
-        return f"it runs {_ONLY_DTYPE[name]} only"
-    if name == "cpu" and (missing := _missing_kernels()):
-        return missing
-    unsupported = _UNSUPPORTED[name]()
-    return next((reason for plan in plans if (reason := unsupported(config, plan))), None)
-
-
-def _missing_kernels() -> str:
-    from haarkv.tq_ops.cpu.library import KernelsMissingError, load
-
-    try:
-        load()
-    except KernelsMissingError as missing:
-        return str(missing)
-    return ""
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and find_spec("triton") is not None
-
-
-def _has_npu() -> bool:
-    if find_spec("torch_npu") is None or find_spec("pypto") is None:
-        return False
-    from haarkv.tq_ops.npu.device import torch_npu
-
-    try:
-        torch_npu()
-    except InputError:
-        return False
-    return True
-
-
-# Whether this machine has what an executor runs on; cheap, for every command asks.
-_HERE: dict[str, Callable[[], bool]] = {"cuda": _has_gpu, "npu": _has_npu, "cpu": lambda: True, "reference": lambda: True}
-
-
-def _cuda_unsupported() -> Unsupported:
-    from haarkv.executors.cuda import CudaExecutor
-
-    return CudaExecutor.unsupported
-
-
-def _npu_unsupported() -> Unsupported:
-    from haarkv.executors.npu import NpuExecutor
-
-    return NpuExecutor.unsupported
-
-
-def _cpu_unsupported() -> Unsupported:
-    from haarkv.executors.cpu import CpuExecutor
-
-    return CpuExecutor.unsupported
-
-
-# What `Executor.supports` answers, before there is a model to make an executor of.
-_UNSUPPORTED: dict[str, Callable[[], Unsupported]] = {
-    "cuda": _cuda_unsupported,
-    "npu": _npu_unsupported,
-    "cpu": _cpu_unsupported,
-    "reference": lambda: lambda *_: None,
-}
+    entry = _ENTRIES[name]
+    if dtype and not entry.any_dtype and dtype != entry.dtype:
+        return f"it runs {entry.dtype} only"
+    return next((reason for plan in plans if (reason := entry.refuses(config, plan))), None)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from machines import has_only
 from small_models import SMALL, small_model
 
 from haarkv.benchmarks import attention, caches, decode_peers, timing
@@ -195,12 +196,9 @@ def test_bench_decode_measures_what_it_names(run):
 
 
 def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
-    from haarkv.executors import catalog
     from tq.commands.bench_decode import _request
 
-    monkeypatch.setattr(
-        catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST}
-    )
+    has_only(monkeypatch, "cpu", "reference")
     given = {
         "model": "tiny", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": None, "device": None, "repeats": 1,
         "threads": None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from machines import has_only
 from small_models import SMALL, small_model
 
 import tq
@@ -26,7 +27,7 @@ def machine(monkeypatch):
     """A machine that has these executors."""
 
     def has(*names):
-        monkeypatch.setattr(catalog, "_HERE", {name: lambda name=name: name in names for name in catalog.FASTEST_FIRST})
+        has_only(monkeypatch, *names)
 
     return has
 

@@ -52,7 +52,7 @@ def faulty(monkeypatch):
         fault = next(f for f in planted(model, 1) if f.name == "zero output")
         return ReferenceExecutor(model, fault.table())
 
-    monkeypatch.setitem(catalog._BUILDERS, "faulty", build)
+    monkeypatch.setitem(catalog._ENTRIES, "faulty", catalog._Entry(build))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
 
@@ -247,8 +247,8 @@ def piped(*args, reader="head -1", before=""):
 PLANT = (
     "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
     "from haarkv.validation.layers.faults import planted; "
-    "catalog.NAMES += ('faulty',); catalog._BUILDERS['faulty'] = lambda model, device: ReferenceExecutor("
-    "model, next(f for f in planted(model, 1) if f.name == 'zero output').table()); "
+    "catalog.NAMES += ('faulty',); catalog._ENTRIES['faulty'] = catalog._Entry(lambda model, device: ReferenceExecutor("
+    "model, next(f for f in planted(model, 1) if f.name == 'zero output').table())); "
 )
 
 

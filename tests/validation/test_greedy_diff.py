@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import saying, write_checkpoint
+from machines import has_only
 from small_models import SMALL, small_model
 
 from haarkv.engine.session import Session
@@ -496,9 +497,7 @@ def test_no_word_is_both_an_executor_and_a_format():
     ],
 )
 def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
-    monkeypatch.setattr(
-        catalog, "_HERE", {name: lambda name=name: name in ("cpu", "reference") for name in catalog.FASTEST_FIRST}
-    )
+    has_only(monkeypatch, "cpu", "reference")
     sides = resolve_contenders("tiny", parse_contender(a), parse_contender(b), KVSpec())
     assert tuple(side.executor for side in sides) == names
     assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
