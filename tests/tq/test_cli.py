@@ -182,7 +182,7 @@ def with_token_id_beyond_the_model(folder):
 
 
 DAMAGED = {
-    "llama": (lambda f: write_checkpoint(f, config={"model_type": "llama"}), ["config.json", "llama"]),
+    "unknown family": (lambda f: write_checkpoint(f, config={"model_type": "gpt2"}), ["config.json", "gpt2"]),
     "no_config": (without_config, ["config.json", "does not exist"]),
     "config_not_json": (with_config("{'model_type': 'qwen3'}"), ["config.json", "JSON"]),
     "config_not_utf8": (with_config(b"\xff\xfe{}"), ["config.json", "JSON"]),
