@@ -191,6 +191,14 @@ def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
     assert torch.equal(first_logits(model), first_logits(plain))
 
 
+def test_stored_rope_frequencies_are_not_read(tmp_path):
+    """Older Llama checkpoints hold them in every layer; nan would be seen if they were used."""
+    plain = load_model(str(write_checkpoint(tmp_path / "plain")))
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.full((16,), torch.nan) for layer in range(2)}
+    older = load_model(str(write_checkpoint(tmp_path / "older", mutate=lambda tensors: tensors.update(frequencies))))
+    assert torch.equal(first_logits(older), first_logits(plain))
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
 def test_every_stored_dtype_is_converted_to_the_wanted_one(tmp_path, stored, wanted):
