@@ -155,6 +155,27 @@ def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
     assert read_hf_config(path).max_position_embeddings == 32768
 
 
+@pytest.mark.parametrize(
+    ("name", "entries", "positions"),
+    [
+        ("mistral", {"max_position_embeddings": 32768}, 32768),
+        ("mistral", {"max_position_embeddings": 32768, "rope_parameters": None, "rope_scaling": {
+            "type": "yarn", "factor": 4.0}}, 131072),
+        ("mistral", {"max_position_embeddings": None}, 131072),
+        ("qwen2.5", {"max_position_embeddings": None, "use_sliding_window": True}, 32768),
+    ],
+    ids=["stated", "yarn", "mistral_default", "qwen2_default"],
+)  # fmt: skip
+def test_a_config_whose_window_leaves_out_one_token_is_refused(saved, tmp_path, name, entries, positions):
+    """The window is compared with the positions that the model may be run with: YaRN's, or the family's own default."""
+    raw, path = json.loads((saved(name)[0] / "config.json").read_text()) | entries, tmp_path / "config.json"
+    path.write_text(json.dumps(raw | {"sliding_window": positions - 1}))
+    with pytest.raises(InputError, match="sliding-window"):
+        read_hf_config(path)
+    path.write_text(json.dumps(raw | {"sliding_window": positions}))
+    assert read_hf_config(path).max_position_embeddings == positions
+
+
 @pytest.mark.parametrize("name", ["qwen3_yarn", "llama3_scaled", "qwen2.5"])
 def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
     pytest.importorskip("onnxruntime", reason="needs the onnx extra")
