@@ -99,6 +99,11 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": "warm"}}, "attention_factor"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4}}, r"rope_type \['yarn'\] is not a string"),
+        ({"rope_parameters": {"rope_type": {}, "factor": 4}}, "rope_type {} is not a string"),
+        ({"rope_scaling": {"type": 4}}, "rope_type 4 is not a string"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta 1 must be above 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 0.5, "factor": 4}}, "rope_theta 0.5 must be above 1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": "default"}, "rope_parameters"),
@@ -132,6 +137,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(t
     with pytest.raises(InputError, match=word) as refused:
         read_config(tmp_path, CONFIG | entries)
     assert "config.json" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '"qwen3"', "[" * 100_000])
