@@ -18,6 +18,7 @@ def read_config(file: HFConfig) -> DecoderConfig:
     model_type = file.raw["model_type"]
     config = file.decoder(
         head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
+        num_kv_heads={"llama": None, "mistral": 8, "qwen2": 32}[model_type],
         max_positions={"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type],
         qkv_bias=model_type == "qwen2",
     )

@@ -176,6 +176,15 @@ def test_a_config_whose_window_leaves_out_one_token_is_refused(saved, tmp_path, 
     assert read_hf_config(path).max_position_embeddings == positions
 
 
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn", "qwen3_moe"])
+def test_a_config_that_does_not_say_its_kv_heads_has_transformers_own(saved, tmp_path, name):
+    raw, path = json.loads((saved(name)[0] / "config.json").read_text()), tmp_path / "config.json"
+    raw.pop("num_key_value_heads")
+    path.write_text(json.dumps(raw | {"num_attention_heads": 64, "hidden_size": 4096}))
+    theirs = getattr(transformers, f"{MODELS[name][0]}Config").from_json_file(path)
+    assert read_hf_config(path).num_kv_heads == theirs.num_key_value_heads
+
+
 @pytest.mark.parametrize("name", ["qwen3_yarn", "llama3_scaled", "qwen2.5"])
 def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
     pytest.importorskip("onnxruntime", reason="needs the onnx extra")
