@@ -136,8 +136,8 @@ def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config asks for")
-    # Two kinds of tensor are not read: a copy of the embedding as the head of a tied model, and RoPE's frequencies, which older
-    # Llama checkpoints store in every layer and the config gives.
+    # Two kinds of tensor are not read: a copy of the embedding as the head of a tied model, and RoPE's frequencies, which
+    # older Llama checkpoints store in every layer and the config gives.
     extra = [
         name for name in files if name not in shapes and not (tied and name == HEAD) and not name.endswith(_ROPE_FREQUENCIES)
     ]

@@ -80,8 +80,8 @@ class HFConfig:
 
         Args:
             head_dim, max_positions: the family's own defaults.
-            num_kv_heads: the family's own default where the entry is absent; None: as many as heads. A null entry means that
-                of every family, as in transformers.
+            num_kv_heads: the family's own default where the entry is absent; None: as many as heads. An entry that is null
+                means as many as heads in every family.
             qkv_bias: as in `DecoderConfig`.
         """
         raw, act = self.raw, self.raw.get("hidden_act", "silu")
