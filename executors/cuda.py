@@ -34,7 +34,7 @@ class CudaExecutor:
         model: weights and shapes.
         device: `cuda` or `cuda:N`; the first GPU unless given.
         folded: a plan whose V rotations are multiplied into the output projections as the model is loaded, which saves the
-            turn back at the end of attention and rounds those weights once more. Only its caches can be run then.
+            rotation back at the end of attention and rounds those weights once more. Only its caches can be run then.
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
         step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
@@ -135,12 +135,12 @@ def _open(device: str | None) -> torch.device:
 
 
 def fold_rotations(model: DecoderModel, plan: KVPlan) -> DecoderModel:
-    """The model whose output projections turn V back: `o_proj_h @ rotation` for each query head h.
+    """The model whose output projections rotate V back: `o_proj_h @ rotation` for each query head h.
 
-    Attention's turned output y stands for `y @ rotation.T`, so `(y @ rotation.T) @ o_proj_h.T = y @ (o_proj_h @ rotation).T`.
+    Attention's rotated output y stands for `y @ rotation.T`, so `(y @ rotation.T) @ o_proj_h.T = y @ (o_proj_h @ rotation).T`.
 
     Rounding points: the product in FP32, rounded once to the weight's dtype: 2**-9 of each BF16 weight. The rotation's own
-    BF16 entries are not exactly orthogonal, which it inherits as the turn back does.
+    BF16 entries are not exactly orthogonal, which it inherits as the rotation back does.
     """
     config = model.config
 

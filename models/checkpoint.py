@@ -21,6 +21,7 @@ Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
@@ -135,8 +136,11 @@ def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config asks for")
-    # Some checkpoints of tied models carry a copy of the embedding as a head; it is not read.
-    extra = [name for name in files if name not in shapes and not (tied and name == HEAD)]
+    # Two kinds of tensor are not read: a copy of the embedding as the head of a tied model, and RoPE's frequencies, which
+    # older Llama checkpoints store in every layer and the config gives.
+    extra = [
+        name for name in files if name not in shapes and not (tied and name == HEAD) and not name.endswith(_ROPE_FREQUENCIES)
+    ]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise InputError(f"{files[extra[0]]} holds {extra[0]}{more}, which the config does not know")

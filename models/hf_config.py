@@ -75,11 +75,13 @@ class HFConfig:
         kinds = self.raw.get("layer_types") or []
         return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
 
-    def decoder(self, *, head_dim: int, max_positions: int, qkv_bias: bool = False) -> DecoderConfig:
+    def decoder(self, *, head_dim: int, num_kv_heads: int | None, max_positions: int, qkv_bias: bool = False) -> DecoderConfig:
         """What all families say alike.
 
         Args:
             head_dim, max_positions: the family's own defaults.
+            num_kv_heads: the family's own default where the entry is absent; None: as many as heads. An entry that is null
+                means as many as heads in every family.
             qkv_bias: as in `DecoderConfig`.
         """
         raw, act = self.raw, self.raw.get("hidden_act", "silu")
@@ -91,7 +93,7 @@ class HFConfig:
             hidden_size=self.count("hidden_size"),
             num_layers=self.count("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=self.count("num_key_value_heads", heads),
+            num_kv_heads=self.count("num_key_value_heads", heads if "num_key_value_heads" in raw else num_kv_heads or heads),
             head_dim=self.count("head_dim", head_dim),
             intermediate_size=self.count("intermediate_size"),
             vocab_size=self.count("vocab_size"),

@@ -37,7 +37,9 @@ def read_rope(file: HFConfig, positions: int) -> Rope:
     """
     old, new = file.part("rope_scaling"), file.part("rope_parameters")
     rope = old if old.raw else new
-    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+    kind = next((rope.raw[key] for key in ("rope_type", "type") if rope.raw.get(key) is not None), "default")
+    if not isinstance(kind, str):
+        raise InputError(f"{file.path}: rope_type {kind!r} is not a string")
     theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", 1e4)
     partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or 1
     file.refuse(
@@ -53,6 +55,8 @@ def read_rope(file: HFConfig, positions: int) -> Rope:
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
     scaling = _READERS[kind](rope, positions, original)
     if isinstance(scaling, YarnScaling):
+        if theta <= 1:
+            raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
         positions = max(positions, round(scaling.factor * original))
     return Rope(theta, scaling, positions)
 

@@ -181,16 +181,19 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
 def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], optional: Collection[str] = ()) -> str | None:
     """For a builder of whole layers: what sets a config's layer apart from the one it builds, such as "has q_bias"; or None.
 
+    It names the first three fields, and a repeated group such as experts by its own field, once.
+
     Args:
         built: the weights of the layer that is built.
         optional: fields that it can do with and without.
     """
     ours, theirs = built.tensors_of(config), config.family.LayerWeights.tensors_of(config)
     more, less = (
-        [field for field in a if field not in b and field not in optional] for a, b in ((theirs, ours), (ours, theirs))
+        dict.fromkeys(path.partition(".")[0] for path in a if path not in b and path not in optional)
+        for a, b in ((theirs, ours), (ours, theirs))
     )
     apart = [f"has {field}" for field in more] + [f"has no {field}" for field in less]
-    return ", ".join(apart[:3]) or None
+    return ", ".join(apart[:3] + ["…"] * (len(apart) > 3)) or None
 
 
 def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -16,24 +16,30 @@ def read_config(file: HFConfig) -> DecoderConfig:
         InputError: an entry that cannot be, or a feature that is not built (sliding windows, biases of Llama), by name.
     """
     model_type = file.raw["model_type"]
+    config = file.decoder(
+        head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
+        num_kv_heads={"llama": None, "mistral": 8, "qwen2": 32}[model_type],
+        max_positions={"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type],
+        qkv_bias=model_type == "qwen2",
+    )
     file.refuse(
         {
-            "sliding-window attention": _slides(file) or file.windowed(),
+            "sliding-window attention": _slides(file, config.max_position_embeddings) or file.windowed(),
             "attention biases": file.raw.get("attention_bias"),
             "MLP biases": file.raw.get("mlp_bias"),
         }
     )
-    return file.decoder(
-        head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
-        max_positions={"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type],
-        qkv_bias=model_type == "qwen2",
-    )
+    return config
 
 
-def _slides(file: HFConfig) -> bool:
-    """Whether some token would not see all before it. A window as wide as the context hides nothing."""
+def _slides(file: HFConfig, positions: int) -> bool:
+    """Whether some token would not see all before it. A window as wide as the context hides nothing.
+
+    Args:
+        positions: that the model may be run with, YaRN's included.
+    """
     if file.raw["model_type"] == "mistral":
         window = file.raw.get("sliding_window", 4096)
     else:
         window = file.raw.get("sliding_window", 4096) if file.raw.get("use_sliding_window") else None
-    return window is not None and not (isinstance(window, int) and window >= file.count("max_position_embeddings", 131072))
+    return window is not None and not (isinstance(window, int) and window >= positions)

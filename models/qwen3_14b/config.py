@@ -21,7 +21,7 @@ def read_config(file: HFConfig) -> DecoderConfig:
         }
     )
     # Qwen3's own default of head_dim, whatever hidden_size / heads may be.
-    return file.decoder(head_dim=128, max_positions=32768)
+    return file.decoder(head_dim=128, num_kv_heads=32, max_positions=32768)
 
 
 QWEN3_14B = DecoderConfig(

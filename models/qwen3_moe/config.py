@@ -43,8 +43,9 @@ def read_config(file: HFConfig) -> DecoderConfig:
     chosen = file.count("num_experts_per_tok", 8)
     if chosen > experts:
         raise InputError(f"{file.path}: a token cannot go through {chosen} of {experts} experts")
+    head_dim = file.count("hidden_size") // file.count("num_attention_heads")
     return replace(
-        file.decoder(head_dim=file.count("hidden_size") // file.count("num_attention_heads"), max_positions=32768),
+        file.decoder(head_dim=head_dim, num_kv_heads=4, max_positions=32768),
         num_experts=experts,
         num_experts_per_tok=chosen,
         moe_intermediate_size=file.count("moe_intermediate_size"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
 from haarkv.tq_ops.table import OpTable
-
-if TYPE_CHECKING:
-    pass
 
 logger = init_logger(f"vllm.{__name__}")
 

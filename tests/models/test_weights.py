@@ -99,6 +99,11 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": "warm"}}, "attention_factor"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4}}, r"rope_type \['yarn'\] is not a string"),
+        ({"rope_parameters": {"rope_type": {}, "factor": 4}}, "rope_type {} is not a string"),
+        ({"rope_scaling": {"type": 4}}, "rope_type 4 is not a string"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta 1 must be above 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 0.5, "factor": 4}}, "rope_theta 0.5 must be above 1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": "default"}, "rope_parameters"),
@@ -132,6 +137,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(t
     with pytest.raises(InputError, match=word) as refused:
         read_config(tmp_path, CONFIG | entries)
     assert "config.json" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '"qwen3"', "[" * 100_000])
@@ -189,6 +195,14 @@ def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
     model = load_model(str(copy))
     assert model.weights.lm_head is model.weights.embedding
     assert torch.equal(first_logits(model), first_logits(plain))
+
+
+def test_stored_rope_frequencies_are_not_read(tmp_path):
+    """Older Llama checkpoints hold them in every layer; nan would be seen if they were used."""
+    plain = load_model(str(write_checkpoint(tmp_path / "plain")))
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.full((16,), torch.nan) for layer in range(2)}
+    older = load_model(str(write_checkpoint(tmp_path / "older", mutate=lambda tensors: tensors.update(frequencies))))
+    assert torch.equal(first_logits(older), first_logits(plain))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
