@@ -10,6 +10,9 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 
+_MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
+_PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -19,10 +22,10 @@ class Sampling:
         temperature: 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens whose probability reaches p.
-        seed: of the first sequence; sequence i draws from `seed + i`, whatever else runs beside it.
+        seed: of the first sequence, in 0 … 2**62; sequence i draws from `seed + i`, whatever else runs beside it.
         min_p: keep tokens at least p times as likely as the most likely one; 0 keeps all.
         repetition_penalty: divides the positive logits of tokens in the prompt or text so far, and multiplies the negative
-            ones; 1 changes nothing. Applies at temperature 0 too.
+            ones; 1 changes nothing. In [0.001, 1000]. Applies at temperature 0 too.
     Raises:
         InputError: a value outside its range.
     """
@@ -43,8 +46,11 @@ class Sampling:
             raise InputError(f"top-p must lie in (0, 1], not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min-p must lie in [0, 1], not {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise InputError(f"repetition penalty must be a positive number, not {self.repetition_penalty}")
+        if not 0 <= self.seed <= _MOST_SEED:
+            raise InputError(f"seed must lie in 0 … 2**62, not {self.seed}")
+        low, high = _PENALTIES
+        if not low <= self.repetition_penalty <= high:
+            raise InputError(f"repetition penalty must lie in [{low:g}, {high:g}], not {self.repetition_penalty}")
 
 
 class Sampler:
@@ -88,7 +94,9 @@ class Sampler:
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of the tokens that may be drawn, the most likely first, and their weights, which need not add up to 1."""
-        logits = logits.cpu().double() / self._sampling.temperature
+        logits = logits.cpu().double()
+        # The largest becomes 0, which stays finite however low the temperature.
+        logits = (logits - logits.amax()) / self._sampling.temperature
         order = logits.argsort(descending=True, stable=True)
         kept = torch.softmax(logits[order], dim=-1)
         if self._sampling.top_k:

@@ -11,7 +11,7 @@ from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
-from haarkv.executors.catalog import AUTO, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -242,7 +242,8 @@ def load(
     """Load a model with its tokenizer, an executor and a KV plan.
 
     Args:
-        model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format (`~` is the home folder), or the Hub id of a model that
+            was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
         executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
             reference that this machine has, that reads the cache and that runs the model.
@@ -259,6 +260,7 @@ def load(
     config = read_config(name, layers)
     plan = plan_for(spec, config)
     selected = select(executor, config, [plan], device=device, dtype=dtype)
+    check(selected.name, config, plan, device)
     generation = generation_settings(name)
     _check_generation(generation, name)
     loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress)

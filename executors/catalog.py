@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
@@ -12,6 +14,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
 Refuses = Callable[[DecoderConfig, KVPlan], str | None]
+
+
+def _any(_device: str | None) -> None:
+    pass
 
 
 def _nothing(_config: DecoderConfig, _plan: KVPlan) -> str | None:
@@ -29,6 +35,7 @@ class _Entry:
         devices: first words of the devices that it runs on.
         here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
         refuses: what `Executor.supports` answers, before there is a model.
+        require: raises InputError where it has no such device, before there is a model; `open` looks again.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -37,6 +44,7 @@ class _Entry:
     devices: tuple[str, ...] = ("cpu",)
     here: Callable[[], bool] | None = None
     refuses: Refuses = _nothing
+    require: Callable[[str | None], object] = _any
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -84,6 +92,12 @@ def _cuda_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
     return CudaExecutor.unsupported(config, plan)
 
 
+def _require_gpu(device: str | None) -> None:
+    from haarkv.executors import cuda
+
+    cuda.open_gpu(device)
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -114,21 +128,34 @@ def _has_npu() -> bool:
     return True
 
 
-def _onnx(model: DecoderModel, device: str | None) -> Executor:
+def _onnx_module() -> ModuleType:
     try:
-        from haarkv.executors.onnx import OnnxExecutor
+        from haarkv.executors import onnx
     except ImportError as error:
         raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+    return onnx
 
-    return OnnxExecutor(model, device)
+
+def _onnx(model: DecoderModel, device: str | None) -> Executor:
+    executor: Executor = _onnx_module().OnnxExecutor(model, device)
+    return executor
+
+
+def _onnx_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+    reason: str | None = _onnx_module().OnnxExecutor.unsupported(config, plan)
+    return reason
+
+
+def _require_provider(device: str | None) -> None:
+    _onnx_module().open_provider(device)
 
 
 _ENTRIES: dict[str, _Entry] = {
-    "reference": _Entry(_reference, here=lambda: True),
-    "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses),
-    "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses),
+    "reference": _Entry(_reference, here=lambda: True, require=partial(_require_host, "reference")),
+    "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")),
+    "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu),
     "npu": _Entry(_npu, "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, refuses=_npu_refuses),
-    "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann")),
+    "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider),
 }
 NAMES = tuple(_ENTRIES)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
@@ -154,6 +181,21 @@ def default_dtype(name: str) -> str:
         InputError: no such executor.
     """
     return _entry(name).dtype
+
+
+def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None) -> None:
+    """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
+
+    Args:
+        name: of `NAMES`.
+        device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
+    Raises:
+        InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
+    """
+    entry = _entry(name)
+    entry.require(device)
+    if reason := entry.refuses(config, plan):
+        raise InputError(f"executor {name} cannot run this: {reason}")
 
 
 def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = None) -> Executor:

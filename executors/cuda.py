@@ -47,7 +47,7 @@ class CudaExecutor:
     def __init__(
         self, model: DecoderModel, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
     ) -> None:
-        self.device = torch.device("cpu") if interpreted else _open(device)
+        self.device = torch.device("cpu") if interpreted else open_gpu(device)
         try:
             from haarkv.tq_ops.cuda import ops
         except ImportError:
@@ -117,7 +117,7 @@ class CudaExecutor:
         raise blame(self._model.weights, self._careful_ops, rerun)
 
 
-def _open(device: str | None) -> torch.device:
+def open_gpu(device: str | None) -> torch.device:
     """The GPU that a name means.
 
     Raises:

@@ -109,6 +109,11 @@ class OnnxExecutor:
         self._sessions: dict[GraphSpec, _Session] = {}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self.unsupported(config, plan)
+
+    @staticmethod
+    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+        """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config)
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -31,8 +32,12 @@ def serve(model: str, kv: str, flags: Sequence[str], *, per_layer: bool = False)
         raise InputError("vLLM is not installed; docs/serving.md says how, for a CPU and for a GPU")
     if kv not in KV_STORAGES:
         raise InputError(f"vLLM can keep K and V in {' or '.join(KV_STORAGES)}, not in {kv}")
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise InputError(f"no such model: {model}; give tiny, a folder in Hugging Face format, or a name that vLLM can load")
+    given = model
+    if model.startswith("~"):
+        # vLLM would take `~` for the name of a folder.
+        model = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise InputError(f"no such model: {given}; give tiny, a folder in Hugging Face format, or a name that vLLM can load")
     parsed = _parsed([model, *_flags_of(kv, flags, per_layer)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand

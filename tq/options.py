@@ -56,11 +56,13 @@ class _LayerNumbers(click.ParamType[tuple[int, ...]]):
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
 
 
+MODELS = "tiny, random:SIZE, a folder in Hugging Face format (~ is home), or the Hub id of a model already downloaded"
+"""What names a model."""
+
+
 def model_option(default: str = "tiny") -> Decorator:
     """Give a command `--model`."""
-    return click.option(
-        "--model", default=default, show_default=True, help="tiny, random:SIZE, or a folder in Hugging Face format."
-    )
+    return click.option("--model", default=default, show_default=True, help=f"{MODELS}.")
 
 
 def prompt_options(function: Callable[..., Any]) -> Callable[..., Any]:

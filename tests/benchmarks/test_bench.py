@@ -18,6 +18,7 @@ from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 
@@ -209,6 +210,19 @@ def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeyp
         (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
     ):
         assert _request({**given, "executors": executors, "kvs": kvs}).executors == expected
+
+
+def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
+    from tq.commands.bench_decode import _request
+
+    given = {
+        "model": "random:0.6b", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1,
+        "threads": None, "executors": ["auto"],
+    }  # fmt: skip
+    for device, name in (("cuda", "cuda"), ("sim", "npu")):
+        assert _request({**given, "kvs": [], "device": device}).executors == [name]
+        with pytest.raises(InputError, match=rf"executor {name} cannot run this: .*bf16"):
+            _request({**given, "kvs": ["bf16"], "device": device})
 
 
 def test_bench_ops_measures_each_op(run):

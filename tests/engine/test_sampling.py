@@ -83,7 +83,12 @@ def test_a_sequence_draws_the_same_whatever_runs_beside_it():
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", float("nan")),
+        ("seed", -1),
+        ("seed", 2**62 + 1),
+        ("seed", 2**64),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 9e-4),
+        ("repetition_penalty", 1001),
         ("repetition_penalty", -1),
         ("repetition_penalty", float("inf")),
         ("repetition_penalty", float("nan")),
@@ -92,3 +97,18 @@ def test_a_sequence_draws_the_same_whatever_runs_beside_it():
 def test_a_value_outside_its_range_is_refused(setting, value):
     with pytest.raises(InputError, match=setting.replace("_p", ".p")):
         Sampling(**{setting: value})
+
+
+def test_the_ends_of_a_range_are_taken():
+    logits = logits_of(0)
+    for setting in ({"seed": 2**62}, {"repetition_penalty": 1e-3}, {"repetition_penalty": 1e3}):
+        probabilities = Sampler(Sampling(1.0, **setting), index=3, prompt=[5]).probabilities(logits)
+        assert probabilities.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 5e-324, 1e-300])
+def test_next_to_no_temperature_draws_the_most_likely(temperature):
+    logits = logits_of(0)
+    sampler = Sampler(Sampling(temperature, top_p=0.9, min_p=0.1))
+    assert sampler.probabilities(logits).sum() == 1
+    assert sampler.next(logits) == int(logits.argmax())

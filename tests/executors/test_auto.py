@@ -125,6 +125,37 @@ def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
     assert "cpu cannot run this" in session.passed_over
 
 
+@pytest.mark.parametrize(
+    ("executor", "given", "why"),
+    [
+        ("cpu", {"kv": "bf16"}, "executor cpu cannot run this: .*bf16"),
+        ("cpu", {"device": "sim"}, "executor cpu runs on the cpu"),
+        ("npu", {"kv": "bf16"}, "executor npu cannot run this: .*bf16"),
+        ("onnx", {"kv": "bf16"}, "executor onnx cannot run this: .*bf16"),
+        ("onnx", {"device": "moon"}, "unknown provider 'moon'"),
+        ("cuda", {}, "needs an NVIDIA GPU"),
+    ],
+)
+def test_a_named_executor_refuses_before_the_weights_are_read(monkeypatch, executor, given, why):
+    if executor == "onnx":
+        pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("haarkv.engine.session.load_model", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(InputError, match=why):
+        tq.load("tiny", executor=executor, **given)
+
+
+def test_without_its_package_onnx_says_so_before_the_weights_are_read(monkeypatch):
+    import haarkv.executors
+
+    monkeypatch.delitem(sys.modules, "haarkv.executors.onnx", raising=False)
+    monkeypatch.delattr(haarkv.executors, "onnx", raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr("haarkv.engine.session.load_model", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(InputError, match=r"needs the package onnxruntime; pip install 'haarkv\[onnx\]'"):
+        tq.load("tiny", executor="onnx")
+
+
 def test_looking_for_a_device_imports_neither_triton_nor_pypto():
     code = (
         "import sys\n"

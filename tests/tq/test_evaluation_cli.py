@@ -13,6 +13,7 @@ from checkpoints import write_checkpoint
 import tq.commands.eval as command
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.validation.fidelity import setup
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.plot import pareto_front, svg
 from haarkv.validation.fidelity.setup import load_setup, parse_list
@@ -118,6 +119,18 @@ def run(capsys, tmp_path, checkpoint):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "cuda"), ("sim", "npu"), ("cpu", "reference")])
+def test_without_formats_a_device_stands_for_the_executor_that_reads_the_default_one(monkeypatch, device, name):
+    """On the cpu the reference reads them all."""
+
+    def stop(executor, *_):
+        raise InterruptedError(executor)
+
+    monkeypatch.setattr(setup.catalog, "default_dtype", stop)
+    with pytest.raises(InterruptedError, match=name):
+        setup.load_setup("tiny", device=device)
 
 
 SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--greedy-prompts", "1", "--threads", "1")

@@ -1,8 +1,11 @@
 """Options mean and read the same in every command, and every public name is explained."""
 
 import pydoc
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import click
 import pytest
@@ -10,6 +13,7 @@ import pytest
 import tq
 from tq.cli import _COMMANDS, cli
 
+ROOT = Path(__file__).parents[2]
 # In this order wherever they stand together.
 ORDER = (
     "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",
@@ -92,6 +96,19 @@ def test_every_option_and_command_is_explained(name):
     for option in options(COMMANDS[name]):
         if option.opts[0] not in ("--max-new-tokens", "--seed"):  # which say it all by name and default
             assert option.help or option.show_default, f"{option.opts[0]} of {name}"
+
+
+def test_help_says_all_that_names_a_model():
+    shown = [option.help for command in COMMANDS.values() for option in options(command) if option.opts[0] == "--model"]
+    shown += [COMMANDS["info"].help, tq.load.__doc__]
+    assert len(shown) > 6
+    for text in shown:
+        assert all(word in text for word in ("tiny", "random:SIZE", "~", "Hub id")), text
+
+
+def test_the_library_that_finds_downloaded_models_is_installed_with_the_package():
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    assert "huggingface-hub" in {re.split(r"[<>=]", line)[0] for line in required}
 
 
 def test_device_has_one_alias_everywhere():

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
+from machines import has_only
 from refusals import assert_refused
 
 import tq
@@ -175,6 +176,35 @@ def test_without_an_executor_the_reference_is_never_compared_with_itself(run, ch
     """No other executor reads vectors of 32, or bf16."""
     assert_refused(run("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
     assert_refused(run("--prompt", "spam", "--kv", "bf16"), "only reference", "not bf16")
+
+
+def test_auto_that_is_the_reference_asks_for_another_executor(run, monkeypatch):
+    has_only(monkeypatch, "cpu", "reference")
+    for reference in ("cpu", "auto"):
+        refused = run("--prompt", "spam", "--reference", reference)
+        assert_refused(refused, "auto is cpu here", "the reference itself", "name another --executor")
+        assert "only" not in refused[2]
+
+
+def test_auto_can_be_the_reference(run, monkeypatch):
+    has_only(monkeypatch, "cpu", "reference")
+    args = ("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json", *ITSELF, "--reference", "auto")
+    code, out, err = run(*args)
+    assert (code, err) == (0, "")
+    assert (json.loads(out)["candidate"], json.loads(out)["reference"]) == ("reference", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--executor", "cpu", "--kv", "bf16"), ["executor cpu cannot run this", "bf16"]),
+        (("--executor", "reference", "--reference", "cpu", "--kv", "bf16"), ["executor cpu cannot run this", "bf16"]),
+        (("--executor", "cpu", "--device", "sim"), ["runs on the cpu", "sim"]),
+    ],
+)
+def test_who_cannot_run_it_says_so_before_the_weights_are_read(run, monkeypatch, args, words):
+    monkeypatch.setattr("haarkv.models.catalog.load_model", lambda *_: pytest.fail("the weights were read"))
+    assert_refused(run("--prompt", "spam", *args), *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")

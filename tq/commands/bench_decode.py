@@ -124,11 +124,20 @@ def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
     from haarkv.engine.session import plan_for
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
     from haarkv.models.catalog import read_config
+    from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
 
     config = read_config(given["model"], given["layers"])
     plans = [plan_for(KVSpec(kv), config) for kv in kvs]
-    found = [select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name for plan in plans]
+    found: list[str] = []
+    refused: list[InputError] = []
+    for plan in plans:
+        try:
+            found.append(select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name)
+        except InputError as error:  # on a device that was named, no executor may read this one
+            refused.append(error)
+    if not found:
+        raise refused[0]
     return min(found, key=FASTEST_FIRST.index)
 
 

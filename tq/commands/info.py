@@ -45,7 +45,8 @@ class _Memory(click.ParamType[int]):
 def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
-    MODEL is tiny (the default), random:SIZE, or a folder in Hugging Face format. The weights are not read.
+    MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format (~ is home), or the Hub id of a model already
+    downloaded. The weights are not read.
     """
     from haarkv.models.catalog import read_config
 

@@ -30,6 +30,7 @@ from tq.options import (
 from tq.output import err, loading, print_table, unread_is_fine
 
 if TYPE_CHECKING:
+    from haarkv.executors.catalog import Selection
     from haarkv.models.base import DecoderModel
     from haarkv.validation.layers.page import About
     from haarkv.validation.layers.report import Finding, LayerRow, Report
@@ -100,20 +101,19 @@ def _validate(
     """The report, and why `auto` passed over a faster executor."""
     with loading(model) as progress:
         from haarkv.engine.session import Session, plan_for
-        from haarkv.executors.catalog import AUTO, create, default_dtype, select
+        from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.text import load_tokenizer
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
         plan = plan_for(kv_spec(others), config)
-        select(reference, config, [plan])  # a slip in the name is refused first
+        reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
         selected = select(executor, config, [plan], device=device, dtype=dtype)
         if executor == AUTO and selected.name == reference:
-            why = f" ({selected.passed_over})" if selected.passed_over else ""
-            raise click.UsageError(
-                f"only {reference} can run this here{why}, and compared with itself it proves nothing; change --kv or --model"
-            )
+            raise click.UsageError(_itself(selected))
+        check(reference, config, plan)
+        check(selected.name, config, plan, device)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         loaded = load_model(model, dtype or shared, layers, progress)
@@ -123,6 +123,17 @@ def _validate(
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
     with _counted(total) as on_row:
         return validate(trusted, on_trial, loaded, ids, steps, plan, on_row), selected.passed_over
+
+
+def _itself(selected: Selection) -> str:
+    """What is wrong when `auto` stands for the reference of the comparison."""
+    from haarkv.executors.catalog import FASTEST_FIRST
+
+    why = f" ({selected.passed_over})" if selected.passed_over else ""
+    nothing = "compared with itself it proves nothing"
+    if selected.name == FASTEST_FIRST[-1]:
+        return f"only {selected.name} can run this here{why}, and {nothing}; change --kv or --model"
+    return f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
 
 
 def _about(context: click.Context, model: str, prompts: Sequence[str]) -> About:

@@ -74,7 +74,8 @@ def load_setup(
         spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
         plans: other caches, by the name that their rows get.
         model, device, dtype, layers, progress: as in `engine.session.load`.
-        executor: one for all caches; `auto` is the fastest that reads every one of them.
+        executor: one for all caches; `auto` is the fastest that reads every one of them. Where no format was asked for and
+            no executor of `device` reads them all, it is the fastest there that reads the default format.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
@@ -83,13 +84,20 @@ def load_setup(
         n: plan_for(s, config) for n, s in (plans or {}).items()
     }
     must_read = list((wanted or _all(config, spec)).values())
-    executor = catalog.select(executor, config, must_read, device=device, dtype=dtype).name
+    default = formats.names()[0]
+    try:
+        executor = catalog.select(executor, config, must_read, device=device, dtype=dtype).name
+    except InputError:
+        if wanted or device is None:
+            raise
+        # No format was asked for: whoever runs on that device with the default one is measured with those that it reads.
+        executor = catalog.select(
+            executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
+        ).name
     loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
     tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
     # One executor serves every cache; the default format stands for the others until they are known.
-    runner = catalog.create(
-        executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(formats.names()[0]), config)), device
-    )
+    runner = catalog.create(executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(default), config)), device)
     wanted = wanted or {name: plan for name, plan in _all(config, spec).items() if runner.supports(config, plan) is None}
     for plan in wanted.values():
         if reason := runner.supports(config, plan):
