@@ -132,14 +132,12 @@ class Plain:
 _filled_once = cache(filled)
 
 
-@dataclass(frozen=True)
-class Attention:
-    """`paged_attention` over stored codes, against the reference."""
+class _OnCache:
+    """What the two ops that use a cache share."""
 
     cache: CacheCase
     dtype: torch.dtype
-    small: bool = False
-    op: ClassVar[str] = "paged_attention"
+    op: ClassVar[str]
 
     def __str__(self) -> str:
         return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
@@ -153,6 +151,16 @@ class Attention:
     def head_dim(self) -> int:
         """Of its cache."""
         return self.cache.head_dim
+
+
+@dataclass(frozen=True)
+class Attention(_OnCache):
+    """`paged_attention` over stored codes, against the reference."""
+
+    cache: CacheCase
+    dtype: torch.dtype
+    small: bool = False
+    op: ClassVar[str] = "paged_attention"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
@@ -181,26 +189,13 @@ def _attended(case: Attention) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(_OnCache):
     """`store_kv` of new tokens into an untouched cache, against the reference."""
 
     cache: CacheCase
     dtype: torch.dtype = FP32
     small: bool = False
     op: ClassVar[str] = "store_kv"
-
-    def __str__(self) -> str:
-        return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
-
-    @property
-    def plan(self) -> KVPlan:
-        """Of its cache."""
-        return self.cache.plan
-
-    @property
-    def head_dim(self) -> int:
-        """Of its cache."""
-        return self.cache.head_dim
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """k, v, cache, layer, batch; among K and V a zero vector, tiny ones and one along an axis."""
