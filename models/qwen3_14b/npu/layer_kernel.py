@@ -147,7 +147,10 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 append(i, slot[base + i], new_v_codes, new_v_scale, v_codes, v_scale, kv_heads)
             for _ in pypto.loop(1, name="ROTATE", idx_name="i4"):
                 _rotate(q, rotation_fp16, q_rotated, attended, layer)
-            for u in pypto.loop((tokens + unit - 1) // unit, name="UNIT", idx_name="u"):
+            # A barrier: PyPTO remembers one writer of a cache of dynamic length, so that of all APPENDs only the last would
+            # precede the KEYS that read them.
+            units = (tokens + unit - 1) // unit
+            for u in pypto.loop(units, name="UNIT", idx_name="u", submit_before_loop=True):
                 first = base + u * unit
                 start = position[first]
                 keys = start + (tokens - u * unit).min(unit)

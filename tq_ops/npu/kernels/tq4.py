@@ -42,8 +42,9 @@ def quantize(x, rotation, vectors):
     low = pypto.view(level, [vectors, HALF], [0, 0])
     high = pypto.view(level, [vectors, HALF], [0, HALF])
     pypto.set_vec_tile_shapes(rows, HALF)
-    # The byte as a signed number: high levels from 8 on set the sign bit.
-    signed = pypto.where(pypto.ge(high, 8.0), high - 16.0, high)
+    # The byte as a signed number: high levels from 8 on set the sign bit. `where` takes scalars alone: given a view into a
+    # wider tile, the device's headers would read it with the width of the result.
+    signed = high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)
     return pypto.cast(pypto.cast(signed * 16.0 + low, pypto.DT_FP16), pypto.DT_INT8), pypto.cast(scale, pypto.DT_FP16)
 
 
