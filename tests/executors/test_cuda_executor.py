@@ -136,15 +136,29 @@ def test_batches_share_few_sizes():
     assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
 
 
-def test_kernels_compile_for_hopper_without_spilling():
-    """Tensor cores, 16 bytes a copy from memory, and no registers in memory; it takes no GPU."""
+def rows_of(script: str, *arguments: str) -> list[dict]:
+    """The JSON lines of a script of tests/support that compiles, in a process that does not interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    names = ["decode 128", "prefill 128", "store 128"]
-    command = [sys.executable, str(ROOT / "tests/support/cuda_compile.py"), *names]
+    command = [sys.executable, str(ROOT / "tests/support" / script), *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = {row["kernel"]: row for row in map(json.loads, done.stdout.splitlines())}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_what_is_launched_compiles_as_it_is_launched():
+    """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
+    *refused, counted = rows_of("cuda_launches.py", "90")
+    assert refused == []
+    elementwise = {"rms_norm_kernel", "rope_kernel", "silu_mul_kernel"}
+    assert set(counted["specialisations"]) == elementwise | {f"{op}_kernel" for op in ("quantize", "rotate", "attend", "merge")}
+
+
+def test_kernels_compile_for_hopper_without_spilling():
+    """Tensor cores, 16 bytes a copy from memory, and no registers in memory; it takes no GPU."""
+    names = ["decode 128", "prefill 128", "store 128"]
+    found = {row["kernel"]: row for row in rows_of("cuda_compile.py", *names)}
     assert list(found) == names
     for row in found.values():
         assert row["LDL"] == row["STL"] == 0, row

@@ -84,7 +84,8 @@ def attend_tile(
     return new_peak, total, new_widest, out_low, out_high
 
 
-@triton.jit
+# What changes from batch to batch is no reason to compile anew.
+@triton.jit(do_not_specialize=["sequences", "table_width"])
 def attend_kernel(
     q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
     k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
@@ -139,7 +140,7 @@ def attend_kernel(
         tl.store(out + D // 2, high * widest, live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vectors"])
 def merge_kernel(
     parts, maxima, sums, out, rotation, vectors,
     D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTATES_BACK: tl.constexpr,

@@ -85,7 +85,9 @@ def append(
         tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
 
 
-@triton.jit
+# Not specialized by their values: Triton would make a constant of layer 1, compile anew for layers that 16 divides, and for
+# batches of one token.
+@triton.jit(do_not_specialize=["tokens", "layer"])
 def quantize_kernel(
     k, v, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride, slots, tokens,
     k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,

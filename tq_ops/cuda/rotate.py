@@ -50,7 +50,7 @@ def rotate_columns(
     return dot(high, tl.load(at + (D // 2) * (1 if BACK else D)), dot(low, tl.load(at), zero, TYPE), TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vectors"])
 def rotate_kernel(
     q, out, rotation, vectors,
     D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -1,0 +1,167 @@
+"""Launches the Triton kernels as on an NVIDIA GPU, on a machine without one, and compiles what each launch asks for.
+
+Triton's own launch code decides what is compiled: an integer argument that is 1 becomes a constant, one that 16 divides and a
+pointer that 16 divides say so in their type. Here a driver says which GPU there is, tensors lie on the CPU, and a launch does
+nothing to them. Whatever an executor launches is thereby compiled as a card would have it compiled.
+
+A process of its own: where Triton has been imported to interpret, it does not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from small_models import SMALL, small_model
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime.driver import driver
+
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+_PROCESSORS = 132  # of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a launch asks the compiler for."""
+
+    source: ASTSource
+    target: GPUTarget
+    options: dict
+
+    def __str__(self) -> str:
+        named = dict(zip(self.source.fn.arg_names, self.source.signature.values(), strict=True))
+        constants = {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
+        types = {name: constants.get(name, kind) for name, kind in named.items()}
+        divisible = [self.source.fn.arg_names[path[0]] for path, attributes in self.source.attrs.items() if attributes]
+        return f"{self.source.fn.__name__} {types}, divisible by 16: {divisible}"
+
+    def lower(self) -> None:
+        """Through Triton's front end: what it refuses there, it refuses on a card."""
+        backend = make_backend(self.target)
+        options, context = backend.parse_options(self.options), ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions = backend.get_codegen_implementation(options)
+        self.source.make_ir(self.target, options, functions, backend.get_module_map(), context)
+
+
+class _Driver:
+    """As much of a GPU's driver as a launch asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+class _Nothing:
+    """A compiled kernel whose launch does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None:
+        pass
+
+    def run(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def recorded(capability: int) -> Iterator[dict[str, Asked]]:
+    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it."""
+    asked: dict[str, Asked] = {}
+
+    def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> _Nothing:
+        one = Asked(source, target, options)
+        asked[str(one)] = one
+        return _Nothing()
+
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors
+    triton.compiler.compile = note
+    torch.Tensor.is_cuda = property(lambda _: True)
+    ops.linear, choices._processors = reference.linear, lambda _: _PROCESSORS
+    driver.set_active(_Driver(capability))
+    try:
+        yield asked
+    finally:
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors = kept
+
+
+def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], steps: int) -> None:
+    """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer."""
+    executor = CudaExecutor(model, interpreted=True)
+    executor._checked = lambda logits, *_: logits  # nothing was computed, so nothing is sound
+    config, plan = model.config, KVSpec(kv).plan(model.config.num_layers)
+    blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)
+    cache = PagedKVCache(
+        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size
+    )
+    paging = PagedSequences(blocks, block_size)
+    ids = [paging.add() for _ in prompts]
+    executor.prefill(torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts), cache)
+    for step in range(steps):
+        some = ids[: max(1, len(ids) - step)]
+        executor.decode(torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some)), cache)
+    executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
+
+
+PROMPTS = ([5, 16, 130], [1], [7] * 17)
+"""Batches whose sizes are small, 1, and more than 16; token counts that 16 divides and others."""
+
+
+def everything(capability: int) -> dict[str, Asked]:
+    """What models of every head_dim, both dtypes and every pair of formats launch, over blocks of 128 and pages of 16.
+
+    Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them.
+    """
+    config = replace(SMALL, hidden_size=64, num_layers=17, max_position_embeddings=4096)
+    shapes = {64: (3, 3), 128: (10, 2), 256: (4, 2)}
+    cases = [
+        *((128, torch.bfloat16, "tq4", 128, prompts) for prompts in PROMPTS),
+        *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in ("tq4", "tbq4_0", "k=tq4,v=tbq4_0")),
+        *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in shapes for dtype in (torch.bfloat16, torch.float32)),
+    ]
+    with recorded(capability) as asked:
+        for head_dim, dtype, kv, block_size, prompts in cases:
+            heads, kv_heads = shapes[head_dim]
+            shaped = replace(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
+            serve(small_model(shaped, dtype=dtype), kv, block_size, prompts, 3)
+    return asked
+
+
+def main(capability: int) -> None:
+    """Lower every launch; print each refusal as JSON, and how many there were of each kernel."""
+    counts: dict[str, int] = {}
+    for name, one in everything(capability).items():
+        kernel = one.source.fn.__name__
+        counts[kernel] = counts.get(kernel, 0) + 1
+        try:
+            one.lower()
+        except Exception as error:
+            print(json.dumps({"refused": name, "because": " ".join(str(error).split())[-400:]}), flush=True)
+    print(json.dumps({"triton": triton.__version__, "capability": capability, "specialisations": counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
