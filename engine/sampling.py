@@ -12,6 +12,7 @@ from haarkv.tq_ops.errors import InputError
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
 _PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
+_FIRST_SORTED, _GROWTH = 256, 16  # tokens sorted at first, and how many times more if all of them are kept
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,41 @@ class Sampler:
         return logits.index_put((said,), torch.where(scores < 0, scores * penalty, scores / penalty))
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the tokens that may be drawn, the most likely first, and their weights, which need not add up to 1."""
-        logits = logits.cpu().double()
+        """Ids of the tokens that may be drawn, and their weights [n] fp64, which need not add up to 1; on the CPU.
+
+        The filters keep the head of the sorted vocabulary, mostly few tokens, so only about as many are sorted.
+        """
+        sampling = self._sampling
         # The largest becomes 0, which stays finite however low the temperature.
-        logits = (logits - logits.amax()) / self._sampling.temperature
-        order = logits.argsort(descending=True, stable=True)
-        kept = torch.softmax(logits[order], dim=-1)
-        if self._sampling.top_k:
-            kept = kept[: self._sampling.top_k]
-        # A token stays while the mass before it has not reached p; the first always stays.
-        before = kept.cumsum(-1) - kept
-        kept = kept[before < self._sampling.top_p * kept.sum()]
-        kept = kept[kept >= self._sampling.min_p * kept[0]]
-        return order[: len(kept)], kept
+        logits = (logits.double() - logits.amax()) / sampling.temperature
+        # Exponentials and their sum on the CPU, whose rounding is one for all devices: a seed means one text.
+        if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+            return torch.arange(len(logits)), logits.cpu().exp()
+        total = logits.cpu().exp().sum()
+        size = sampling.top_k or _FIRST_SORTED
+        while True:
+            order, kept = _head(logits, size)
+            whole = len(order) == len(logits)
+            mass = kept[: sampling.top_k].sum() if sampling.top_k else total
+            kept = kept[: sampling.top_k] if sampling.top_k else kept
+            # A token stays while the mass before it has not reached p; the first always stays.
+            before = kept.cumsum(-1) - kept
+            some = kept[before < sampling.top_p * mass]
+            some = some[some >= sampling.min_p * some[0]]
+            if whole or sampling.top_k or len(some) < len(kept):
+                return order[: len(some)], some
+            size *= _GROWTH
+
+
+def _head(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Ids of the `size` largest logits [vocab], and of those equal to the last of them, and exp of them, descending.
+
+    Of equal ones the lower id comes first. Both on the CPU.
+    """
+    if size < len(logits):
+        ids = (logits >= logits.topk(size).values[-1]).nonzero()[:, 0]
+        values = logits[ids].cpu()
+    else:
+        ids, values = torch.arange(len(logits)), logits.cpu()
+    order = values.argsort(descending=True, stable=True)
+    return ids.cpu()[order], values[order].exp()

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from haarkv.engine import sampling as sampling_module
 from haarkv.engine.sampling import Sampler, Sampling
 from haarkv.tq_ops.errors import InputError
 
@@ -37,8 +38,11 @@ def theirs(sampling, logits, said):
     ("top_k", "top_p", "min_p", "penalty"),
     [*itertools.product((0, 1, 7), (1.0, 0.8, 0.05), (0.0, 0.1, 1.0), (1.0, 1.3)), (VOCABULARY + 5, 0.9, 0.02, 0.7)],
 )
-def test_the_distribution_is_that_of_transformers(top_k, top_p, min_p, penalty):
+@pytest.mark.parametrize("first_sorted", [3, 256])
+def test_the_distribution_is_that_of_transformers(monkeypatch, top_k, top_p, min_p, penalty, first_sorted):
+    """Also where few of the tokens are sorted at first, so that more are needed."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr(sampling_module, "_FIRST_SORTED", first_sorted)
     said = [3, 5, 5, 70, 210]
     for seed, temperature in enumerate((0.6, 1.0, 2.5)):
         sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=penalty)
@@ -46,6 +50,17 @@ def test_the_distribution_is_that_of_transformers(top_k, top_p, min_p, penalty):
         expected = theirs(sampling, logits_of(seed), said)
         assert torch.equal(ours > 0, expected > 0)
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_of_equal_tokens_the_lower_ids_are_kept():
+    logits = torch.zeros(600)
+    logits[::2] = 1.0
+    kept = Sampler(Sampling(1.0, top_k=3)).probabilities(logits).nonzero().flatten()
+    assert kept.tolist() == [0, 2, 4]
+    most = Sampler(Sampling(1.0, top_p=0.5)).probabilities(logits).nonzero().flatten()
+    assert most.tolist() == list(range(0, 2 * len(most), 2))
+    # 300 tokens of weight e beside 300 of weight 1.
+    assert len(most) == -(-0.5 * 300 * (torch.e + 1) // torch.e)
 
 
 def test_tokens_are_drawn_from_that_distribution():
