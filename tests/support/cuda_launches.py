@@ -42,10 +42,13 @@ class Asked:
     target: GPUTarget
     options: dict
 
+    def named_constants(self) -> dict[str, object]:
+        """Arguments that became constants, by name."""
+        return {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
+
     def __str__(self) -> str:
-        named = dict(zip(self.source.fn.arg_names, self.source.signature.values(), strict=True))
-        constants = {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
-        types = {name: constants.get(name, kind) for name, kind in named.items()}
+        constants = self.named_constants()
+        types = {name: constants.get(name, kind) for name, kind in self.source.signature.items()}
         divisible = [self.source.fn.arg_names[path[0]] for path, attributes in self.source.attrs.items() if attributes]
         return f"{self.source.fn.__name__} {types}, divisible by 16: {divisible}"
 
@@ -106,6 +109,8 @@ def recorded(capability: int) -> Iterator[dict[str, Asked]]:
         yield asked
     finally:
         triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors = kept
+        for one in asked.values():
+            one.source.fn.device_caches.clear()  # or it would be known the next time
 
 
 def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], steps: int) -> None:
@@ -126,8 +131,17 @@ def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], ste
     executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
 
 
+SHAPES = {64: (3, 3), 128: (10, 2), 256: (4, 2)}
+"""head_dim: query heads and KV heads."""
 PROMPTS = ([5, 16, 130], [1], [7] * 17)
 """Batches whose sizes are small, 1, and more than 16; token counts that 16 divides and others."""
+
+
+def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel:
+    """A small model of a shape of `SHAPES`."""
+    heads, kv_heads = SHAPES[head_dim]
+    config = replace(SMALL, hidden_size=64, num_layers=layers, max_position_embeddings=4096)
+    return small_model(replace(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads), dtype=dtype)
 
 
 def everything(capability: int) -> dict[str, Asked]:
@@ -135,18 +149,14 @@ def everything(capability: int) -> dict[str, Asked]:
 
     Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them.
     """
-    config = replace(SMALL, hidden_size=64, num_layers=17, max_position_embeddings=4096)
-    shapes = {64: (3, 3), 128: (10, 2), 256: (4, 2)}
     cases = [
         *((128, torch.bfloat16, "tq4", 128, prompts) for prompts in PROMPTS),
         *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in ("tq4", "tbq4_0", "k=tq4,v=tbq4_0")),
-        *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in shapes for dtype in (torch.bfloat16, torch.float32)),
+        *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in SHAPES for dtype in (torch.bfloat16, torch.float32)),
     ]
     with recorded(capability) as asked:
         for head_dim, dtype, kv, block_size, prompts in cases:
-            heads, kv_heads = shapes[head_dim]
-            shaped = replace(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
-            serve(small_model(shaped, dtype=dtype), kv, block_size, prompts, 3)
+            serve(shaped_model(head_dim, dtype, 17), kv, block_size, prompts, 3)
     return asked
 
 

@@ -85,20 +85,20 @@ def attend_tile(
 
 
 # What changes from batch to batch is no reason to compile anew.
-@triton.jit(do_not_specialize=["sequences", "table_width"])
+@triton.jit(do_not_specialize=["sequences", "table_width", "splits"])
 def attend_kernel(
     q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
     k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
-    k_centroids, v_centroids, k_words, v_words, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    k_centroids, v_centroids, k_words, v_words, scale, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention. Grid: [column tiles, HEADS, SPLITS].
+    """Partial attention. Grid: [column tiles, HEADS, splits].
 
     Args:
         q: [T, HEADS * GROUP, D], rotated, of TYPE.
-        parts: [T, HEADS * GROUP, SPLITS, D] fp32, sums of exp2(logit - maximum) * v, rotated.
-        maxima, sums: [T, HEADS * GROUP, SPLITS] fp32; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        parts: [T, HEADS * GROUP, splits, D] fp32, sums of exp2(logit - maximum) * v, rotated.
+        maxima, sums: [T, HEADS * GROUP, splits] fp32; a part without tokens has maximum -inf and sum 0, its sums of v unset.
         ONE_EACH: every sequence has one new token: a column tile is a sequence.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -114,7 +114,7 @@ def attend_kernel(
     position = tl.load(positions + token, live, -1).to(tl.int32)
     end = tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1)
     # Each split takes its share of this sequence's stored tokens, whose number the host need not know.
-    share = tl.cdiv(tl.cdiv(end, TOKENS), SPLITS) * TOKENS
+    share = tl.cdiv(tl.cdiv(end, TOKENS), splits) * TOKENS
     begin = split * share
     end = tl.minimum(end, begin + share)
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
@@ -131,7 +131,7 @@ def attend_kernel(
             tile, end, table, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
             k_centroids, v_centroids, k_words, v_words, kv_head, scale, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
         )  # fmt: skip
-    part = vector * SPLITS + split
+    part = vector * splits + split
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
@@ -140,39 +140,47 @@ def attend_kernel(
         tl.store(out + D // 2, high * widest, live[None, :])
 
 
-@triton.jit(do_not_specialize=["vectors"])
+@triton.jit(do_not_specialize=["vectors", "splits"])
 def merge_kernel(
-    parts, maxima, sums, out, rotation, vectors,
-    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTATES_BACK: tl.constexpr,
+    parts, maxima, sums, out, rotation, vectors, splits,
+    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    ROTATES_BACK: tl.constexpr,
 ):  # fmt: skip
     """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
 
-    Grid: [vectors / ROWS, D / WIDTH]; a program merges whole vectors and writes WIDTH of their columns.
+    Grid: [vectors / ROWS, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time, and
+    writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [vectors / ROWS, 1].
     """
-    row, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH
+    row, begin = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * (WIDTH * PIECES)
     live = row < vectors
-    # Without rotation back a program needs its own columns only; they are given twice.
-    span: tl.constexpr = D // 2 if ROTATES_BACK else WIDTH
-    begin = 0 if ROTATES_BACK else first
-    across: tl.constexpr = D // 2 if ROTATES_BACK else 0
-    dims = begin + tl.arange(0, span)[None, :]
+    dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    low, high = tl.zeros((ROWS, span), tl.float32), tl.zeros((ROWS, span), tl.float32)
-    for split in range(SPLITS):
-        part = row.to(tl.int64) * SPLITS + split
-        part_peak, part_total = tl.load(maxima + part, live, -float("inf")), tl.load(sums + part, live, 0.0)
-        new_peak = tl.maximum(peak, part_peak)
+    low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
+    for first in range(0, splits, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)[None, :]
+        there = live[:, None] & (split < splits)
+        part = row[:, None].to(tl.int64) * splits + split
+        peaks = tl.load(maxima + part, there, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(peaks, 1))
         finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        shrink, grow = tl.exp2(peak - finite), tl.exp2(part_peak - finite)
-        total = total * shrink + part_total * grow
-        at, filled = parts + part[:, None] * D + dims, (part_peak > -float("inf"))[:, None]
-        low = low * shrink[:, None] + tl.load(at, filled, 0.0) * grow[:, None]
-        high = high * shrink[:, None] + tl.load(at + across, filled, 0.0) * grow[:, None]
+        shrink, grow = tl.exp2(peak - finite), tl.exp2(peaks - finite[:, None])
+        total = total * shrink + tl.sum(tl.load(sums + part, there, 0.0) * grow, 1)
+        # A part without tokens left its sums of v unset.
+        at, filled, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
+        low = low * shrink[:, None] + tl.sum(tl.load(at, filled, 0.0) * grow, 1)
+        high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, filled, 0.0) * grow, 1)
         peak = new_peak
     # A row that saw no token is padding.
     total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
+    at = out + row[:, None].to(tl.int64) * D
     if ROTATES_BACK:
-        low = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, tl.float32, True)
-    at = out + row[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, rounded(low, out.dtype.element_ty), live[:, None])
+        for piece in tl.static_range(PIECES):
+            column = begin + piece * WIDTH
+            rotated = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
+            column += tl.arange(0, WIDTH)[None, :]
+            tl.store(at + column, rounded(rotated, out.dtype.element_ty), live[:, None])
+    else:
+        column = tl.arange(0, D // 2)[None, :]
+        tl.store(at + column, rounded(low, out.dtype.element_ty), live[:, None])
+        tl.store(at + D // 2 + column, rounded(high, out.dtype.element_ty), live[:, None])

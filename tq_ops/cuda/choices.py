@@ -12,6 +12,8 @@ from torch import Tensor
 PROGRAMS_A_PROCESSOR = 3
 MOST_SPLITS = 64
 _INTERPRETED_PROCESSORS = 4
+_PARTS_AT_ONCE = 16
+_MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,30 @@ def attention_tile(one_each: bool, group: int, head_dim: int, operand: tl.dtype)
         return AttentionTile(columns, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """Sizes of the launch that merges the parts of a context.
+
+    Attributes:
+        rows: vectors of a program.
+        at_once: parts of each that it loads together.
+        width, pieces: columns of one product with the rotation, and products of a program.
+    """
+
+    rows: int
+    at_once: int
+    width: int
+    pieces: int
+
+
+def merge_tile(splits: int, head_dim: int) -> MergeTile:
+    """A decode step has few vectors in many parts: a program takes one. A prompt has many in one part: a program takes 16."""
+    if splits > 1:
+        width = min(head_dim, _MATRIX_TILE // head_dim)
+        return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
+    return MergeTile(16, 1, 32, 1)
 
 
 @cache

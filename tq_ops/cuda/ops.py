@@ -185,15 +185,17 @@ def attend(
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *_strides(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
-        HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, SPLITS=splits, COLUMNS=tile.columns, TOKENS=tile.tokens,
+        splits, HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, COLUMNS=tile.columns, TOKENS=tile.tokens,
         ONE_EACH=one_each, TYPE=operand, PERMUTE=choices.permutes(q),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     out = torch.empty_like(q)
     vectors = tokens * heads * group
-    attention.merge_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
-        parts, maxima, sums, out, of_v.rotation, vectors, D=head_dim, SPLITS=splits, ROWS=_ROWS, WIDTH=_WIDTH,
-        ROTATES_BACK=rotate_back,
+    merge = choices.merge_tile(splits, head_dim)
+    across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
+    attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
+        parts, maxima, sums, out, of_v.rotation, vectors, splits, D=head_dim, ROWS=merge.rows, AT_ONCE=merge.at_once,
+        WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
     )  # fmt: skip
     return out
 

@@ -27,27 +27,24 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 @triton.jit
 def rotate_columns(
-    low,
-    high,
-    rotation,
-    first,
-    rows: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TYPE: tl.constexpr,
-    BACK: tl.constexpr,
-):
-    """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [rows, WIDTH] fp32.
+    low, high, rotation, first,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [ROWS, WIDTH] fp32.
 
     Args:
-        low, high: [rows, D/2], the halves of x.
+        low, high: [ROWS, D/2], the halves of x; a single row is multiplied without tensor cores, which take 16.
         rotation: pointer to [D, D] bf16 or fp32.
     """
     i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
     # BACK reads the same matrix along its other axis.
     at = rotation + (column * D + i if BACK else i * D + column)
-    zero = tl.zeros((rows, WIDTH), tl.float32)
-    return dot(high, tl.load(at + (D // 2) * (1 if BACK else D)), dot(low, tl.load(at), zero, TYPE), TYPE)
+    across: tl.constexpr = (D // 2) * (1 if BACK else D)
+    if ROWS == 1:
+        product = tl.trans(low) * tl.load(at).to(tl.float32) + tl.trans(high) * tl.load(at + across).to(tl.float32)
+        return tl.sum(product, 0)[None, :]
+    zero = tl.zeros((ROWS, WIDTH), tl.float32)
+    return dot(high, tl.load(at + across), dot(low, tl.load(at), zero, TYPE), TYPE)
 
 
 @triton.jit(do_not_specialize=["vectors"])
