@@ -103,7 +103,7 @@ class Execution:
         rows: PyPTO's comparisons, in VERIFY.
         cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
             own complaints in VERIFY.
-        sources: file name -> AICore C++, in COMPILE.
+        sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
     """
 
     seconds: float

@@ -167,8 +167,9 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         result["tasks"] = [
             (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
         ]
-    for source in sorted(folder.glob("kernel_aicore/*.cpp")):
-        result["sources"][source.name] = source.read_text(encoding="utf-8")
+    # The kernel functions include a header of the control flow: all sources, each in its place.
+    for source in sorted(p for p in folder.glob("kernel_*/*") if p.suffix in (".cpp", ".h")):
+        result["sources"][source.relative_to(folder).as_posix()] = source.read_text(encoding="utf-8")
 
 
 def serve(connection: Connection) -> None:
