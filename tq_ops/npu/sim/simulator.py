@@ -30,14 +30,15 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import Program
+from haarkv.tq_ops.npu.sim.order import TaskOrder
 
 
 class Mode(Enum):
     """What a call is for.
 
     NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
-    before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
-    numbers are not computed. COMPILE: every pass, then the AICore C++.
+    before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model and
+    the tables of what waits for what; numbers are not computed. COMPILE: every pass, then the AICore C++.
     """
 
     NUMBERS = "numbers"
@@ -103,6 +104,7 @@ class Execution:
         rows: PyPTO's comparisons, in VERIFY.
         cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
             own complaints in VERIFY.
+        order: the tasks of the run and what waits for what, in COST.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
     """
 
@@ -111,6 +113,7 @@ class Execution:
     cycles: int | None = None
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
+    order: list[TaskOrder] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -191,7 +194,7 @@ class Simulator:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
             answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
-            [Task(*task) for task in answer["tasks"]], answer["sources"],
+            [Task(*task) for task in answer["tasks"]], answer["order"], answer["sources"],
         )  # fmt: skip
 
     def _take_outputs(
