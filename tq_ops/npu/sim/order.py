@@ -8,10 +8,8 @@ before it has ended, and within a step nothing but the tables holds a task back.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from csv import reader
 from dataclasses import dataclass
-from random import Random
 
 _ROOT_BITS = 20  # a task's number within its step: root << 20 | task of the root
 
@@ -107,36 +105,3 @@ def roots(tasks: list[TaskOrder]) -> list[Root]:
         tile += not found or first.scope == found[0].scope
         found.append(Root(place, tile, step, first.scope, first.path, tuple(members)))
     return found
-
-
-def random_order(tasks: list[TaskOrder], generator: Random) -> list[TaskOrder]:
-    """One of the orders that the tables allow: step by step, and within a step any task that waits for none.
-
-    Raises:
-        ValueError: tasks wait for each other in a circle, or for one that is not there.
-    """
-    steps: dict[int, dict[int, TaskOrder]] = {}
-    for task in tasks:
-        steps.setdefault(task.step, {})[task.number] = task
-    return [task for _, members in sorted(steps.items()) for task in _random_step(members, generator)]
-
-
-def _random_step(members: dict[int, TaskOrder], generator: Random) -> Iterator[TaskOrder]:
-    waiting = dict.fromkeys(members, 0)
-    for task in members.values():
-        for number in task.successors:
-            if number not in members:
-                raise ValueError(f"task {task.number} of step {task.step} names a successor {number} that is not in its step")
-            waiting[number] += 1
-    ready = [number for number, count in waiting.items() if not count]
-    for _ in members:
-        if not ready:
-            raise ValueError("tasks of one step wait for each other")
-        at = generator.randrange(len(ready))
-        ready[at], ready[-1] = ready[-1], ready[at]
-        task = members[ready.pop()]
-        yield task
-        for number in task.successors:
-            waiting[number] -= 1
-            if not waiting[number]:
-                ready.append(number)
