@@ -213,13 +213,11 @@ def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     """So that no latency holds a compilation."""
     runner, announced = KeepsPrograms(), []
     monkeypatch.setattr(npu, "open_runner", lambda _: runner)
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    executor = catalog.create("npu", model, TQ4, None, announced.append)
-    assert sorted(announced) == sorted(set(runner.called)) == ["decode", "head", "prefill"]
-    cache, paging = new_cache(CONFIG, block_size=128), PagedSequences(4, 128)
-    before = len(announced)
-    executor.prefill(torch.zeros(3, dtype=torch.int64), paging.batch([paging.add()], [3]), cache)
-    assert len(announced) == before
+    config = replace(CONFIG, num_layers=1)
+    executor = catalog.create("npu", small_model(config, dtype=torch.bfloat16), KVSpec("tq4").plan(1), None, announced.append)
+    assert sorted(announced) == sorted(set(runner.called)) == ["decode_layer", "head", "prefill_layer"]
+    executor.prefill(torch.zeros(3, dtype=torch.int64), batch_of([3]), new_cache(config, block_size=128, num_blocks=32))
+    assert len(announced) == 3
 
 
 @needs_pypto[0]
