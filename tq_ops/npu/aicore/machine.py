@@ -32,7 +32,7 @@ class MachineError(AssertionError):
 class _FunctionData(ctypes.Structure):
     """What kernel functions read of PyPTO's `DynFuncData`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("expressions", ctypes.c_uint64), ("attributes", ctypes.c_void_p), ("attribute_offsets", ctypes.c_void_p),
         ("expression_values", ctypes.c_void_p), ("tensors", ctypes.c_void_p), ("addresses", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint64), ("tensor_count", ctypes.c_uint64), ("address_count", ctypes.c_uint64),
@@ -44,14 +44,14 @@ class _FunctionData(ctypes.Structure):
 class _Parameters(ctypes.Structure):
     """PyPTO's `CoreFuncParam`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("expressions", ctypes.c_void_p),
         ("task", ctypes.c_uint32), ("context", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = [("location", ctypes.c_uint32), ("index", ctypes.c_uint32)]  # noqa: RUF012
+    _fields_ = [("location", ctypes.c_uint32), ("index", ctypes.c_uint32)]
 
 
 @dataclass
