@@ -21,11 +21,13 @@ class Runner(Protocol):
     Attributes:
         device: where their tensors live.
         description: for the user, what it is.
+        simulated: its times mean nothing.
         most_vocab: rows of an LM head that one program may project to; None is all of them.
     """
 
     device: torch.device
     description: str
+    simulated: bool
     most_vocab: int | None
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -40,6 +42,7 @@ class SimRunner:
 
     device = torch.device("cpu")
     description = "PyPTO's interpreter (no NPU): right numbers, its times mean nothing"
+    simulated = True
     # The interpreter keeps every piece of a weight that a program looks at: 14 GB for the head of Qwen3-14B at once.
     most_vocab: int | None = 16384
 
@@ -59,6 +62,7 @@ class NpuRunner:
     Written to PyPTO's documentation and never run: no NPU was at hand.
     """
 
+    simulated = False
     most_vocab: int | None = None
 
     def __init__(self, index: int) -> None:
