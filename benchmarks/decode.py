@@ -165,14 +165,16 @@ def _call_rows(
 SIMULATED = "simulated: its times mean nothing, so that none is given"
 
 
-def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], object]:
-    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the next tokens [B]."""
+def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], Tensor]:
+    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the logits [B, vocab]."""
     tokens = torch.arange(case.batch, device=cache.device) % executor.config.vocab_size
 
-    def run() -> object:
+    def run() -> Tensor:
         batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
+        logits = executor.decode(tokens, batch, cache)
         # A sampler reads the token on the host, so a step is over when it is there.
-        return executor.decode(tokens, batch, cache).argmax(-1).tolist()
+        logits.argmax(-1).tolist()
+        return logits
 
     return run
 
