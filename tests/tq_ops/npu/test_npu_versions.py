@@ -1,0 +1,136 @@
+"""What is installed, found without importing torch, and held against what is published."""
+
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from haarkv.tq_ops.npu.versions import PUBLISHED, SIMULATED, Installed, installed, unpublished, unsimulated
+
+GOOD = Installed(
+    python="3.11.9",
+    torch="2.8.0+cpu",
+    torch_npu="2.8.0.post4",
+    pypto="0.2.0",
+    cann="9.0.0",
+    cann_folder=Path("/usr/local/Ascend/cann"),
+    sourced=True,
+    driver="25.5.0",
+)
+BUNDLED = replace(GOOD, pypto="0.2.1", cann="9.1.0", torch="2.12.0", torch_npu="2.12.0.post2", driver="25.5.1")
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.cann)
+def test_every_published_combination_passes(row):
+    for torch, versions in row.torch_npu.items():
+        for torch_npu in versions:
+            for python in row.python:
+                found = replace(GOOD, pypto=row.pypto, cann=row.cann, torch=torch, torch_npu=torch_npu, python=f"{python}.4")
+                assert unpublished(replace(found, driver=row.driver)) is None
+
+
+def test_builds_and_patches_of_published_versions_pass():
+    assert unpublished(GOOD) is None
+    assert unpublished(BUNDLED) is None
+    assert unpublished(replace(BUNDLED, cann="9.1.1", driver="26.0.0.b010")) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"pypto": None}, "pypto is not installed"),
+        ({"pypto": "0.3.0"}, "pypto 0.3.0 is in no combination"),
+        ({"python": "3.13.1"}, "this is 3.13.1"),
+        ({"cann": None, "cann_folder": None, "sourced": False}, "no CANN toolkit"),
+        ({"cann": "9.1.0"}, "published with CANN 9.0.0, and 9.1.0"),
+        ({"cann": "9.0.0.1"}, None),
+        ({"cann": "9.0.01"}, "published with CANN 9.0.0"),
+        ({"sourced": False}, "is not sourced; source its set_env.sh"),
+        ({"driver": None}, "no NPU driver"),
+        ({"driver": "25.3.rc1"}, "the NPU driver is 25.3.rc1"),
+        ({"driver": "25.10.0"}, None),
+        ({"torch": None}, "torch is not installed; for CANN 9.0.0 install torch==2.7.1 torch-npu==2.7.1.post4"),
+        ({"torch_npu": None}, "torch-npu is not installed"),
+        ({"torch": "2.13.0+cpu"}, "no torch-npu for torch 2.13.0"),
+        ({"torch_npu": "2.8.0.post2"}, "goes with torch-npu 2.8.0.post4"),
+    ],
+)
+def test_the_first_thing_that_is_not_published_is_named(changed, said):
+    reason = unpublished(replace(GOOD, **changed))
+    if said is None:
+        assert reason is None
+    else:
+        assert said in reason
+        assert "\n" not in reason
+
+
+def test_the_simulator_takes_the_one_pypto_that_it_knows():
+    without_cann = replace(GOOD, cann=None, cann_folder=None, sourced=False, driver=None, torch="2.13.0", torch_npu=None)
+    assert unsimulated(without_cann) is None
+    assert "knows pypto 0.2.0 only, and 0.2.1 is installed" in unsimulated(BUNDLED)
+    assert "not installed" in unsimulated(replace(GOOD, pypto=None))
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with CANN 9.0.0, a driver and packages, as files."""
+    arch = tmp_path / "cann" / f"{platform.machine()}-linux"
+    arch.mkdir(parents=True)
+    (arch / "ascend_toolkit_install.info").write_text(
+        "package_name=Ascend-cann-toolkit\nversion=9.0.0\ninnerversion=V100R001C25\ncompatible_version=[V100R001C15]\n"
+        f"arch={platform.machine()}\nos=linux\npath=/usr/local/Ascend/cann\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "version.info").write_text("Version=25.5.1\nascendhal_version=7.35\naicpu_version=1.0\n", "utf-8")
+    for name, release in (("torch", "2.9.0+cpu"), ("torch_npu", "2.9.0.post2"), ("pypto", "0.2.0")):
+        folder = tmp_path / "site" / f"{name}-{release}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    return tmp_path
+
+
+def test_versions_are_read_from_files(machine, monkeypatch):
+    found = installed(machine)
+    assert (found.cann, found.cann_folder, found.sourced, found.driver) == ("9.0.0", machine / "cann", False, "25.5.1")
+    assert (found.torch, found.torch_npu, found.pypto) == ("2.9.0+cpu", "2.9.0.post2", "0.2.0")
+    assert found.python == platform.python_version()
+    assert "not sourced" in unpublished(found)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(machine / "cann"))
+    assert unpublished(installed(machine)) is None
+
+
+def test_the_sourced_toolkit_counts_and_no_other(machine, monkeypatch):
+    other = machine / "elsewhere" / "compiler"
+    other.mkdir(parents=True)
+    (other / "version.info").write_text('Version="8.5.0"\n', encoding="utf-8")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(other.parent))
+    assert installed(machine).cann == "8.5.0"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(machine / "gone"))
+    assert installed(machine).cann is None
+
+
+def test_a_machine_without_anything_is_described(tmp_path, monkeypatch):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = installed(tmp_path)
+    assert (found.cann, found.cann_folder, found.sourced, found.driver) == (None, None, False, None)
+
+
+def test_torch_is_not_imported():
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['pypto'] = None\n"
+        "from haarkv.tq_ops.npu import versions\nversions.unpublished(versions.installed())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_extra_installs_what_the_simulator_knows():
+    assert f'npu = ["pypto=={SIMULATED}"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

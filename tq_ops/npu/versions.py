@@ -1,0 +1,231 @@
+"""What is installed for an Ascend NPU, and which combinations its makers publish.
+
+Reads package metadata and CANN's own files. Imports neither torch nor PyPTO, so it can speak where `import torch` fails.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Versions that are published to work together.
+
+    Attributes:
+        pypto: its version, as its package's metadata says.
+        cann: the release; `9.1` stands for every 9.1.x.
+        torch_npu: torch's version -> the versions of torch-npu for it and this CANN.
+        driver: the oldest one.
+        python: of PyPTO, torch-npu and haarkv.
+        chips: in Huawei's words.
+        install: how PyPTO gets there.
+    """
+
+    pypto: str
+    cann: str
+    torch_npu: Mapping[str, tuple[str, ...]]
+    driver: str
+    python: tuple[str, ...]
+    chips: str
+    install: str
+
+
+PUBLISHED = (
+    Combination(
+        pypto="0.2.0",
+        cann="9.0.0",
+        torch_npu={
+            "2.7.1": ("2.7.1.post4",),
+            "2.8.0": ("2.8.0.post4",),
+            "2.9.0": ("2.9.0.post2",),
+            "2.10.0": ("2.10.0",),
+        },
+        driver="25.5.0",
+        python=("3.11", "3.12"),
+        chips="Atlas A2 and A3",
+        install="pip install 'haarkv[npu]'",
+    ),
+    Combination(
+        pypto="0.2.1",
+        cann="9.1",
+        torch_npu={
+            "2.7.1": ("2.7.1.post8", "2.7.1.post10"),
+            "2.9.0": ("2.9.0.post6", "2.9.0.post8"),
+            "2.10.0": ("2.10.0.post4", "2.10.0.post6"),
+            "2.11.0": ("2.11.0", "2.11.0.post2"),
+            "2.12.0": ("2.12.0", "2.12.0.post2"),
+        },
+        driver="25.5.0",
+        python=("3.11", "3.12"),
+        chips="Atlas A2 and A3, Ascend 950",
+        install="it comes with CANN: source set_env.sh",
+    ),
+)
+"""What PyPTO's releases r0.2.0 and v9.1.0 and torch-npu's version tables say (gitcode.com/Ascend/pytorch, read 2026-11).
+
+PyPTO of CANN 9.1.0 calls itself 0.2.1. Python is what haarkv and every one of them support.
+"""
+
+SIMULATED = "0.2.0"
+"""The PyPTO whose interpreter is known here: the simulator replaces parts of it, which later releases have renamed."""
+
+_DEFAULT_FOLDER = Path("/usr/local/Ascend")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions found; None where nothing was found.
+
+    Attributes:
+        cann: the toolkit's.
+        cann_folder: where it lies.
+        sourced: CANN's set_env.sh was run in this shell, and this is the toolkit that it chose.
+        driver: of the NPU.
+    """
+
+    python: str
+    torch: str | None
+    torch_npu: str | None
+    pypto: str | None
+    cann: str | None
+    cann_folder: Path | None
+    sourced: bool
+    driver: str | None
+
+
+def installed(ascend: Path = _DEFAULT_FOLDER) -> Installed:
+    """What this machine has. Nothing is imported and no device is touched.
+
+    ASCEND_HOME_PATH is read as CANN's own mark that set_env.sh was run; without it, the default folders are looked at.
+
+    Args:
+        ascend: where the driver lies, and CANN unless it was sourced from elsewhere.
+    """
+    home = os.environ.get("ASCEND_HOME_PATH")
+    folder, cann = _toolkit([Path(home)] if home else _folders(ascend))
+    return Installed(
+        python=platform.python_version(),
+        torch=_package("torch"),
+        torch_npu=_package("torch_npu"),
+        pypto=_package("pypto"),
+        cann=cann,
+        cann_folder=folder,
+        sourced=bool(home),
+        driver=_field(ascend / "driver" / "version.info"),
+    )
+
+
+def unpublished(found: Installed) -> str | None:
+    """None if the combination is published, or one sentence that names the first thing that is not and what to do."""
+    if found.pypto is None:
+        return "pypto is not installed; run pip install 'haarkv[npu]', or source the set_env.sh of a CANN 9.1, which brings it"
+    row = next((row for row in PUBLISHED if row.pypto == found.pypto), None)
+    if row is None:
+        known = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED)
+        return f"pypto {found.pypto} is in no combination that is published; install {known}"
+    return _python(row, found) or _toolkit_and_driver(row, found) or _torch(row, found)
+
+
+def unsimulated(found: Installed) -> str | None:
+    """None if PyPTO's interpreter can run here, or in one sentence why it cannot; the NPU and its driver do not matter."""
+    if found.pypto is None:
+        return "pypto is not installed; run pip install 'haarkv[npu]'"
+    if found.pypto != SIMULATED:
+        return (
+            f"the simulator knows pypto {SIMULATED} only, and {found.pypto} is installed; use --device npu:0, or install "
+            f"pypto=={SIMULATED} in an environment of its own, without CANN's set_env.sh"
+        )
+    return None
+
+
+def _python(row: Combination, found: Installed) -> str | None:
+    if _minor(found.python) in row.python:
+        return None
+    return (
+        f"pypto {row.pypto} is published for Python {' and '.join(row.python)}, and this is {found.python}; use one of those"
+    )
+
+
+def _toolkit_and_driver(row: Combination, found: Installed) -> str | None:
+    if found.cann is None:
+        return f"no CANN toolkit was found; install CANN {row.cann} and source its set_env.sh"
+    if not (found.cann == row.cann or found.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
+        return f"pypto {row.pypto} is published with CANN {row.cann}, and {found.cann} is in {found.cann_folder}; install that CANN"
+    if not found.sourced:
+        return f"CANN {found.cann} in {found.cann_folder} is not sourced; source its set_env.sh"
+    if found.driver is None:
+        return f"no NPU driver was found; install {row.driver} or later"
+    if _numbers(found.driver) < _numbers(row.driver):
+        return f"the NPU driver is {found.driver}, and PyPTO needs {row.driver} or later; update it"
+    return None
+
+
+def _torch(row: Combination, found: Installed) -> str | None:
+    pairs = " or ".join(f"torch=={torch} torch-npu=={versions[-1]}" for torch, versions in row.torch_npu.items())
+    if found.torch is None or found.torch_npu is None:
+        missing = "torch" if found.torch is None else "torch-npu"
+        return f"{missing} is not installed; for CANN {row.cann} install {pairs}"
+    ours = found.torch.split("+")[0]
+    if ours not in row.torch_npu:
+        return f"no torch-npu for torch {ours} is published with CANN {row.cann}; install {pairs}"
+    if found.torch_npu.split("+")[0] not in row.torch_npu[ours]:
+        wanted = " or ".join(row.torch_npu[ours])
+        return (
+            f"torch {ours} with CANN {row.cann} goes with torch-npu {wanted}, and {found.torch_npu} is installed; install that"
+        )
+    return None
+
+
+# -- Where versions stand ----------------------------------------------------------------------------------------------------
+
+
+def _package(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _folders(ascend: Path) -> list[Path]:
+    """Where CANN is by default: since 8.5 in `cann`, before in `ascend-toolkit/latest`; for root, or for one user."""
+    return [root / name for root in (ascend, Path.home() / "Ascend") for name in ("cann", "ascend-toolkit/latest")]
+
+
+def _toolkit(folders: list[Path]) -> tuple[Path | None, str | None]:
+    """The first toolkit in these folders, and its version."""
+    for folder in folders:
+        for file in (
+            folder / f"{platform.machine()}-linux" / "ascend_toolkit_install.info",
+            folder / "ascend_toolkit_install.info",
+            folder / "compiler" / "version.info",
+        ):
+            if found := _field(file):
+                return folder, found
+    return None, None
+
+
+def _field(file: Path) -> str | None:
+    """The line `version=…` or `Version=…` of one of CANN's files, without quotes."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"^\s*version\s*=\s*[\"']?([^\s\"']+)", text, re.IGNORECASE | re.MULTILINE)
+    return match[1] if match else None
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`25.5.0.b050` as (25, 5, 0): the leading numbers, which order releases."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
