@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from haarkv.benchmarks import decode_peers
 from haarkv.benchmarks.attention import Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
-from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, row, step_cost
+from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.engine.session import plan_for
 from haarkv.executors import catalog
@@ -41,7 +42,7 @@ class Request:
         model, dtype, layers, device: as in `engine.session.load`.
         executors, kvs: each executor is run with each KV format that it supports.
         peers: SDPA, and transformers' caches where they are installed.
-        kinds: attention alone, whole steps, or both.
+        kinds: attention alone, one call of a layer, whole steps, or several of them.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
     """
 
@@ -54,7 +55,7 @@ class Request:
     layers: int | None = None
     device: str | None = None
     peers: bool = True
-    kinds: Sequence[Kind] = ("attention", "step")
+    kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
 
@@ -84,8 +85,9 @@ def measure(
         if "attention" in request.kinds:
             peers = request.peers
             rows += attention_rows(sides, model, case, k, v, machine, peers=peers, repeats=request.repeats, on_turn=on_turn)
-        if "step" in request.kinds:
-            rows += _step_rows(request, model, sides, case, k, v, machine, on_turn)
+        for kind in ("layer", "step"):
+            if kind in request.kinds:
+                rows += _call_rows(kind, request, model, sides, case, k, v, machine, on_turn)
     return machine, rows
 
 
@@ -126,35 +128,66 @@ def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan) ->
     return executor
 
 
-def _step_rows(
-    request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor, machine: Machine, on_turn: OnTurn
-) -> Iterator[CostRow]:
+def _call_rows(
+    kind: Literal["layer", "step"], request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor,
+    machine: Machine, on_turn: OnTurn,
+) -> Iterator[CostRow]:  # fmt: skip
+    """One call of a layer, or a whole step, of every side in a case; beside steps those of transformers."""
     config = model.config
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in sides.items():
-        cache, paging = filled(plan, config, case, k, v, _steps(request))
-        runs[who] = _step(executor, cache, paging, case)
-        costs[who] = step_cost(model, case, plan.bytes_per_token(config.num_kv_heads, config.head_dim))
-    if request.peers:
+        held = plan if kind == "step" else KVPlan(plan.layers[:1], plan.recent, plan.sink)
+        token_bytes = held.bytes_per_token(config.num_kv_heads, config.head_dim)
+        cost = step_cost(model, case, token_bytes) if kind == "step" else layer_cost(model, case, token_bytes)
+        if executor.simulated:
+            yield row(kind, who, case, cost, machine, None, SIMULATED)
+            continue
+        cache, paging = filled(held, config, case, k, v, _steps(request))
+        if kind == "step":
+            runs[who] = decode_step(executor, cache, paging, case)
+        else:
+            runs[who] = layer_call(executor, model, cache, paging, case)
+        costs[who] = cost
+    if request.peers and kind == "step":
         for peer in decode_peers.transformers_steps(model, case.batch, k, v):
             size = config.num_layers * config.num_kv_heads * config.head_dim * 2 * peer.bits / 8
             costs[peer.name] = step_cost(model, case, size)
             if peer.run is None:
-                yield row("step", peer.name, case, costs[peer.name], machine, None, peer.note)
+                yield row(kind, peer.name, case, costs[peer.name], machine, None, peer.note)
             else:
                 runs[peer.name] = peer.run
     # Weights and caches of a step leave no cache warm.
     for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=on_turn).items():
-        yield row("step", who, case, costs[who], machine, taken)
+        yield row(kind, who, case, costs[who], machine, taken)
 
 
-def _step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], object]:
+SIMULATED = "simulated: its times mean nothing, so that none is given"
+
+
+def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], Tensor]:
+    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the logits [B, vocab]."""
     tokens = torch.arange(case.batch, device=cache.device) % executor.config.vocab_size
 
-    def run() -> object:
+    def run() -> Tensor:
         batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
+        logits = executor.decode(tokens, batch, cache)
         # A sampler reads the token on the host, so a step is over when it is there.
-        return executor.decode(tokens, batch, cache).argmax(-1).tolist()
+        logits.argmax(-1).tolist()
+        return logits
+
+    return run
+
+
+def layer_call(
+    executor: Executor, model: DecoderModel, cache: PagedKVCache, paging: PagedSequences, case: Case
+) -> Callable[[], Tensor]:
+    """One call of the first layer for one new token a sequence, always the same; it gives the hidden states [B, hidden]."""
+    batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
+    hidden = model.embed(torch.arange(case.batch) % model.config.vocab_size).to(cache.device)
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        return executor.layers(hidden, range(1), batch, cache)
 
     return run

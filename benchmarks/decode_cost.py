@@ -8,7 +8,7 @@ from typing import Any, Literal
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderConfig, DecoderModel
 
-Kind = Literal["attention", "store", "step"]
+Kind = Literal["attention", "store", "layer", "step"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class CostRow:
         gbps: bytes of `cost` in 1e9 a second; `of_copy` is that relative to a copy.
         floor_ms: the least that this machine allows; `of_floor` is how many times as long it took.
         note: why there is no time.
+        first_ms: the very first call, with whatever it compiled; part of no other figure.
     """
 
     kind: Kind
@@ -64,6 +65,12 @@ class CostRow:
     floor_ms: float
     of_floor: float | None
     note: str = ""
+    first_ms: float | None = None
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Of a whole step, which gives every sequence a token."""
+        return self.ms / self.batch if self.ms is not None and self.kind == "step" else None
 
     @property
     def peer(self) -> bool:
@@ -72,7 +79,8 @@ class CostRow:
 
     def as_json(self) -> dict[str, Any]:
         """For a JSON line."""
-        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+        values = {**asdict(self), "ms_per_token": self.ms_per_token}
+        return {key: value for key, value in values.items() if value not in (None, "")}
 
 
 def attention_cost(config: DecoderConfig, case: Case, kv_bytes: float, item: int) -> Cost:
@@ -94,6 +102,21 @@ def store_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
         kv_bytes: of one stored token, K and V of all heads.
     """
     return Cost(0, case.batch * kv_bytes, 8 * case.batch * config.num_kv_heads * config.head_dim, 0)
+
+
+def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
+    """One call of one decoder layer in a decode step: a layer's share of the step, the head left out.
+
+    Args:
+        kv_bytes: of one token, K and V of one layer's heads.
+    """
+    config = model.config
+    head = config.vocab_size * config.hidden_size
+    whole, item = step_cost(model, case, 0), model.weights.embedding.itemsize
+    return Cost(
+        (whole.weights - head * item) / config.num_layers, case.batch * case.context * kv_bytes,
+        2 * case.batch * config.hidden_size * item, (whole.flops - 2 * case.batch * head) / config.num_layers,
+    )  # fmt: skip
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
@@ -122,4 +145,4 @@ def row(kind: Kind, who: str, case: Case, cost: Cost, machine: Machine, taken: S
         return CostRow(kind, who, case.batch, case.context, None, None, None, cost, None, None, floor, None, note)
     gbps = cost.nbytes / taken.ms / 1e6
     figures = (taken.ms, taken.low, taken.high, cost, gbps, gbps / machine.copy_gbps, floor, taken.ms / floor)
-    return CostRow(kind, who, case.batch, case.context, *figures, note)
+    return CostRow(kind, who, case.batch, case.context, *figures, note, taken.first_ms)

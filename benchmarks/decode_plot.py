@@ -10,7 +10,12 @@ from haarkv.benchmarks.npu_plot import require_matplotlib
 
 __all__ = ["require_matplotlib", "svg"]
 
-_TITLES = {"attention": "attention of one layer", "store": "storing a token", "step": "whole step"}
+_TITLES = {
+    "layer": "one call of a layer",
+    "attention": "attention of one layer",
+    "store": "storing a token",
+    "step": "whole step",
+}
 _COLORS = ("#2563a8", "#c2571a", "#2b8a5a", "#8a4fb5", "#b8336a", "#6b7280", "#0e7490", "#92400e")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,13 @@ class Spread:
     Attributes:
         ms: median, in milliseconds.
         low, high: the fastest and the slowest turn.
+        first_ms: wall time of the very first call, which may compile or capture; it counts in none of the others.
     """
 
     ms: float
     low: float
     high: float
+    first_ms: float | None = field(default=None, compare=False)
 
 
 def spread(seconds: list[float]) -> Spread:
@@ -42,9 +44,19 @@ def spread(seconds: list[float]) -> Spread:
     return Spread(1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * max(seconds))
 
 
+def accelerator(device: torch.device) -> Any:
+    """Torch's own module of a device beside the host (`torch.cuda`, `torch.npu`), with its events; None on the host.
+
+    `torch.npu` is there once torch-npu was imported. Both modules offer the same names; torch's device-neutral `torch.Event`
+    would do as well, but torch-npu documents its own.
+    """
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
 def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What times one call in seconds: the GPU's own events there, wall time here."""
-    if device.type != "cuda":
+    """What times one call in seconds: a device's own events there, so that nothing queued before leaks in; wall time here."""
+    module = accelerator(device)
+    if module is None:
 
         def on_host(run: Callable[[], object]) -> float:
             began = time.perf_counter()
@@ -53,27 +65,26 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
         return on_host
 
-    def on_gpu(run: Callable[[], object]) -> float:
-        begin: Any
-        end: Any
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
+    def on_device(run: Callable[[], object]) -> float:
+        with module.device(device):
+            begin, end = (module.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    return on_gpu
+    return on_device
 
 
 def flusher(device: torch.device) -> Callable[[], None]:
-    """A call after which no cache holds anything of use."""
-    buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    """A call after which no cache holds anything of use, and the device has nothing left to do."""
+    buffer, module = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device), accelerator(device)
 
     def flush() -> None:
         buffer.add_(1)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if module is not None:
+            module.synchronize(device)
 
     return flush
 
@@ -96,14 +107,17 @@ def take_turns(
     """
     timed, flush = clock(device), flusher(device) if cold else lambda: None
     times: dict[str, list[float]] = {name: [] for name in runs}
+    first: dict[str, float] = {}
     for turn in range(-warm_up, repeats):
         for name, run in runs.items():
             on_turn(name)
             flush()
+            began = time.perf_counter()
             taken = timed(run)
+            first.setdefault(name, 1e3 * (time.perf_counter() - began))
             if turn >= 0:
                 times[name].append(taken)
-    return {name: spread(seconds) for name, seconds in times.items()}
+    return {name: replace(spread(seconds), first_ms=first[name]) for name, seconds in times.items()}
 
 
 def take_rested_turns(
@@ -127,15 +141,18 @@ def take_rested_turns(
     """
     timed = clock(device)
     times: dict[str, list[float]] = {name: [] for name in runs}
+    first: dict[str, float] = {}
     for turn in range(repeats + 1):
         begin = turn * (_TURN_RUNS + 1)
         for name, run in runs.items():
             on_turn(name)
             time.sleep(_REST_S)
-            run(begin)
+            began = time.perf_counter()
+            timed(partial(run, begin))
+            first.setdefault(name, 1e3 * (time.perf_counter() - began))
             taken = [timed(partial(run, begin + number)) for number in range(1, _TURN_RUNS + 1)]
             times[name] += taken if turn else []
-    return {name: spread(seconds) for name, seconds in times.items()}
+    return {name: replace(spread(seconds), first_ms=first[name]) for name, seconds in times.items()}
 
 
 @dataclass(frozen=True)

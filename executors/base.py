@@ -22,12 +22,14 @@ class Executor(Protocol):
         config: shapes of the model it runs.
         device: where the cache, batches and token ids that it is given live.
         description: a phrase for the user: what runs the model, and where.
+        simulated: it runs in an interpreter of its device: right numbers, and times that mean nothing.
     """
 
     name: str
     config: DecoderConfig
     device: torch.device
     description: str
+    simulated: bool
 
     @property
     def ops(self) -> OpTable | None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
+
+if TYPE_CHECKING:
+    from haarkv.tq_ops.npu.device import Runner
 
 Refuses = Callable[[DecoderConfig, KVPlan], str | None]
 OnProgram = Callable[[str], object]
@@ -44,6 +47,7 @@ class _Entry:
         refuses: what `Executor.supports` answers, before there is a model.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
         compile_ahead: compiles what its first forwards with such a cache would have to.
+        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -54,6 +58,7 @@ class _Entry:
     refuses: Refuses = _nothing
     require: Callable[[str | None], object] = _any
     compile_ahead: Callable[[Any, KVPlan, OnProgram], None] = _compiles_nothing
+    programs: Callable[[str | None], Runner] | None = None
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -129,6 +134,12 @@ def _npu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
     return NpuExecutor.unsupported(config, plan)
 
 
+def _npu_programs(device: str | None) -> Runner:
+    from haarkv.tq_ops.npu.device import open_runner
+
+    return open_runner(device)
+
+
 def _has_npu() -> bool:
     if find_spec("torch_npu") is None or find_spec("pypto") is None:
         return False
@@ -175,6 +186,7 @@ _ENTRIES: dict[str, _Entry] = {
         here=_has_npu,
         refuses=_npu_refuses,
         compile_ahead=_compile_npu,
+        programs=_npu_programs,
     ),
     "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider),
 }
@@ -202,6 +214,25 @@ def default_dtype(name: str) -> str:
         InputError: no such executor.
     """
     return _entry(name).dtype
+
+
+def default_device(name: str) -> str:
+    """The word for the device that an executor is made for.
+
+    Raises:
+        InputError: no such executor.
+    """
+    return _entry(name).devices[0]
+
+
+def open_programs(name: str, device: str | None) -> Runner | None:
+    """What calls single programs for an executor; None for one that has none.
+
+    Raises:
+        InputError: no such executor or device, or it cannot be used.
+    """
+    programs = _entry(name).programs
+    return programs(device) if programs else None
 
 
 def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None) -> None:

@@ -56,6 +56,7 @@ class CudaExecutor:
         self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
         self.description = f"cuda ({name})"
+        self.simulated = interpreted
         self._model = model.to(self.device)
         self._folded = folded
         if folded:

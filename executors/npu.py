@@ -41,6 +41,7 @@ class NpuExecutor:
         self.config = model.config
         self.device = self._runner.device
         self.description = self._runner.description
+        self.simulated = self._runner.simulated
         with self._runner.refusals():
             self._model = model.to(self.device)
         self._decode = programs.decode_program(model.config)

@@ -96,6 +96,7 @@ class OnnxExecutor:
 
     name = "onnx"
     ops = None
+    simulated = False
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
         if reason := graphs_unsupported(model.config):

@@ -28,6 +28,7 @@ class ReferenceExecutor:
     """
 
     name = "reference"
+    simulated = False
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
 

@@ -15,7 +15,20 @@ from haarkv.tq_ops.npu.autoload import leave_npu_alone
 from tq import __version__
 from tq.output import drop_output
 
-_COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "serve", "formats", "info")
+_COMMANDS = (
+    "generate",
+    "validate",
+    "diff",
+    "eval",
+    "plan",
+    "bringup",
+    "compile",
+    "export",
+    "bench",
+    "serve",
+    "formats",
+    "info",
+)
 
 
 class _Commands(click.Group):

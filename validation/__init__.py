@@ -2,9 +2,22 @@
 
 report = validate(reference, candidate, model, prompts, steps, plan)
 report.passed, report.first_divergence, report.rows
+
+Both names are imported on first use, for a new machine is looked at here before torch is imported.
 """
 
-from haarkv.validation.layers.report import Report
-from haarkv.validation.layers.runner import validate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from haarkv.validation.layers.report import Report
+    from haarkv.validation.layers.runner import validate
 
 __all__ = ["Report", "validate"]
+_MODULES = {"Report": "haarkv.validation.layers.report", "validate": "haarkv.validation.layers.runner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from machines import has_only
 from small_models import SMALL, small_model
 
 from haarkv.benchmarks import attention, caches, decode_peers, timing
-from haarkv.benchmarks.decode_cost import Case, attention_cost, row, step_cost, store_cost
+from haarkv.benchmarks.decode_cost import Case, attention_cost, layer_cost, row, step_cost, store_cost
 from haarkv.benchmarks.report import RESULTS
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
@@ -223,6 +223,26 @@ def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
         assert _request({**given, "kvs": [], "device": device}).executors == [name]
         with pytest.raises(InputError, match=rf"executor {name} cannot run this: .*bf16"):
             _request({**given, "kvs": ["bf16"], "device": device})
+
+
+def test_a_step_and_a_layers_call_are_timed_and_named(run):
+    code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
+    rows = {r["kind"]: r for r in json.loads(out)["rows"] if r["kind"] in ("layer", "step")}
+    assert (code, set(rows)) == (0, {"layer", "step"})
+    assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
+    assert "ms_per_token" not in rows["layer"]
+    assert all(r["first_ms"] > 0 for r in rows.values())
+    assert 0 < rows["layer"]["cost"]["weights"] < rows["step"]["cost"]["weights"]
+
+
+def test_a_layers_share_of_a_step():
+    """40 layers and the head make the step; a layer reads its own K and V."""
+    model, case = qwen3_14b(), Case(2, 1000)
+    step, layer = step_cost(model, case, 40 * 1056), layer_cost(model, case, 1056)
+    head = 151936 * 5120
+    assert math.isclose(40 * layer.weights + 2 * head, step.weights)
+    assert 40 * layer.kv == step.kv
+    assert math.isclose(40 * layer.flops + 2 * 2 * head, step.flops)
 
 
 def test_bench_ops_measures_each_op(run):

@@ -44,7 +44,10 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("decode")
 @_options
 @click.option(
-    "--only", "kind", type=click.Choice(["attention", "step"]), help="Measure attention alone, or whole steps [default: both]."
+    "--only",
+    "kind",
+    type=click.Choice(["attention", "layer", "step"]),
+    help="Measure attention alone, one call of a layer, or whole steps [default: all].",
 )
 @click.option(
     "--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches."
@@ -52,11 +55,14 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) -> None:
-    """Measure decode latency by context, batch, executor and format: attention of one layer, and whole steps.
+    """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
     in the same run: moving the bytes at the speed of a copy or computing at that of a matrix product, whichever is longer.
     auto is the fastest executor here that reads one of the formats; a format that an executor does not read is left out.
+
+    A GPU or NPU is timed by its own events. The first call of each variant may compile: it is named beneath the table, and no
+    figure counts it. A simulated device gives no times.
     """
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
@@ -66,7 +72,7 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
     if plot_file is not None:
         decode_plot.require_matplotlib()
         check_writable(plot_file)
-    request = _request(given, kinds=[kind] if kind else ["attention", "step"], peers=peers, isa=given["isa"])
+    request = _request(given, kinds=[kind] if kind else ["attention", "layer", "step"], peers=peers, isa=given["isa"])
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     if plot_file is not None:
@@ -156,6 +162,10 @@ def _turning() -> Iterator[Callable[[str], None]]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+# A first call that takes so many times as long as the others has compiled something.
+_MUCH_LONGER = 10
+
+
 def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
@@ -163,6 +173,7 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
     titles = {
         "attention": "decode attention of one layer, K and V from memory",
         "store": "storing one new token in one layer",
+        "layer": "one call of one decoder layer",
         "step": "whole decode step",
     }
     for kind, title in titles.items():
@@ -171,12 +182,17 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
             continue
         cells = [_cells(r, _best_peer(chosen, r)) for r in chosen]
         columns = (
-            "batch", "context", "who", "ms", "low … high", "speed-up", "weights MB", "KV MB", "GB/s", "of copy", "floor ms",
-            "× floor",
+            "batch", "context", "who", "ms", "low … high", "ms/token", "speed-up", "weights MB", "KV MB", "GB/s", "of copy",
+            "floor ms", "× floor",
         )  # fmt: skip
         print_table(f"{request.model}, {request.dtype}: {title}, median of {request.repeats}; {limits}", columns, cells)
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
+        for r in chosen:
+            if r.ms is not None and r.first_ms is not None and r.first_ms > _MUCH_LONGER * r.ms:
+                print(
+                    f"{r.who}, batch {r.batch}, context {r.context}: first call {r.first_ms / 1e3:.2f} s, counted in no figure"
+                )
     print("speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer")
 
 
@@ -192,6 +208,7 @@ def _cells(r: CostRow, peer: float | None) -> tuple[str, ...]:
 
     return (
         str(r.batch), str(r.context), r.who, shown(r.ms, ".3f"), "–" if r.ms is None else f"{r.low:.3f} … {r.high:.3f}",
+        shown(r.ms_per_token, ".3f"),
         shown(peer / r.ms if peer and r.ms else None, ".2f"), f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}",
         shown(r.gbps, ".1f"), shown(r.of_copy, ".0%"), f"{r.floor_ms:.3f}", shown(r.of_floor, ".2f"),
     )  # fmt: skip

@@ -25,6 +25,7 @@ class Runner(Protocol):
     Attributes:
         device: where their tensors live.
         description: for the user, what it is.
+        simulated: its times mean nothing.
         most_vocab: rows of an LM head that one program may project to; None is all of them.
         keeps_programs: a program is compiled on its first call, and then kept.
         on_program: called with a program's name before it is compiled, if programs are kept.
@@ -32,6 +33,7 @@ class Runner(Protocol):
 
     device: torch.device
     description: str
+    simulated: bool
     most_vocab: int | None
     keeps_programs: bool
     on_program: Callable[[str], object]
@@ -55,6 +57,7 @@ class SimRunner:
 
     device = torch.device("cpu")
     description = "PyPTO's interpreter (no NPU): right numbers, its times mean nothing"
+    simulated = True
     # The interpreter keeps every piece of a weight that a program looks at: 14 GB for the head of Qwen3-14B at once.
     most_vocab: int | None = 16384
     keeps_programs = False
@@ -81,6 +84,7 @@ class NpuRunner:
     Written to PyPTO's documentation and never run: no NPU was at hand.
     """
 
+    simulated = False
     most_vocab: int | None = None
     keeps_programs = True
 

@@ -301,7 +301,7 @@ class _Finite:
     """An executor whose logits are refused unless all are finite: the arg max of NaN is a token like any other."""
 
     def __init__(self, executor: Executor, side: str) -> None:
-        self.name, self.description = executor.name, executor.description
+        self.name, self.description, self.simulated = executor.name, executor.description, executor.simulated
         self.config, self.device, self.ops = executor.config, executor.device, executor.ops
         self._executor, self._side = executor, side
 

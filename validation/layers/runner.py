@@ -43,6 +43,7 @@ def validate(
     steps: int,
     plan: KVPlan,
     on_row: OnRow | None = None,
+    modes: Sequence[Mode] = ("teacher-forced", "free-running"),
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -53,24 +54,26 @@ def validate(
         prompts: token ids, prefilled as one ragged batch.
         steps: decode steps, 0 or more.
         on_row: called with each row as it comes.
+        modes: one of them, or both. The head and the whole forward belong to free-running.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None)).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes).run()
 
 
-def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int) -> int:
+def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, modes: int = 2) -> int:
     """Rows that `validate` gives: each forward, layer and mode."""
-    return 2 * num_layers * len(Schedule(prompts, steps))
+    return modes * num_layers * len(Schedule(prompts, steps))
 
 
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow,
+        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode],
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
+        self.modes = frozenset(modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps), model
         self.limits = bounds_of(model.dtype)
@@ -97,7 +100,7 @@ class _Validation:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
-        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers)
+        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
         order = {stage: place for place, stage in enumerate(STAGES)}
@@ -120,9 +123,11 @@ class _Validation:
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
             bad = poison(self.reference.cache, index, made.k, made.v)
-            self._teacher_forced(index, made, bad, forward)
-            free, drift = self._free_running(index, made, bad, free, drift, forward)
-            self.whole.put(index, forward.batch.slot_mapping, bad)
+            if "teacher-forced" in self.modes:
+                self._teacher_forced(index, made, bad, forward)
+            if "free-running" in self.modes:
+                free, drift = self._free_running(index, made, bad, free, drift, forward)
+                self.whole.put(index, forward.batch.slot_mapping, bad)
             hidden = made.hidden_out
         return self._logits(forward, hidden, free)
 
@@ -196,6 +201,8 @@ class _Validation:
         if not (ours.amax(-1) > ours.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
         calls = recorder.taken() if self.ops is not None else []
+        if "free-running" not in self.modes:
+            return ours
         replayed = [(call, replay(call, self.ops, trial.executor.device, trial.cache, recorder)) for call in calls if self.ops]
         verdicts = [judge_op(call, result, intact, self.limits) for call, (result, intact) in replayed]
         outcome = trial.forward(forward.token_ids, forward.batch, forward.phase, self.model.config.vocab_size)

@@ -44,7 +44,7 @@ class WholeLayers:
 
     def __init__(self, executor: Executor) -> None:
         self.name, self.config, self.device = executor.name, executor.config, executor.device
-        self.description = f"{executor.description}, by whole layers"
+        self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
         self.supports, self.layers = executor.supports, executor.layers
         self.prefill, self.decode = executor.prefill, executor.decode
 

@@ -1,0 +1,132 @@
+"""The clock: a device's own events, first calls apart, no times from a simulator."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from npu_programs import needs_pypto
+
+from haarkv.benchmarks import timing
+from tq.cli import main
+
+
+class Device:
+    """A device as torch-npu shows it: a queue that runs beside the host, with a clock of its own in milliseconds."""
+
+    def __init__(self):
+        self.now, self.synchronized, self.current = 0.0, 0, None
+
+    def queue(self, ms):
+        self.now += ms
+
+    def module(self):
+        outer = self
+
+        class Event:
+            def __init__(self, *, enable_timing):
+                assert enable_timing
+                self.at = None
+
+            def record(self):
+                assert outer.current is not None, "recorded on whatever device is current"
+                self.at = outer.now
+
+            def synchronize(self):
+                assert self.at is not None
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Current:
+            def __init__(self, device):
+                self.device = device
+
+            def __enter__(self):
+                outer.current = self.device
+
+            def __exit__(self, *_):
+                outer.current = None
+
+        def synchronize(_):
+            outer.synchronized += 1
+
+        return SimpleNamespace(Event=Event, device=Current, synchronize=synchronize)
+
+
+NPU = SimpleNamespace(type="npu", index=0)
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    """torch-npu, mocked: `torch.npu`, and tensors of that device on the host."""
+    device = Device()
+    monkeypatch.setattr(torch, "npu", device.module(), raising=False)
+    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**10)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
+    return device
+
+
+def test_a_call_on_an_npu_takes_what_its_own_events_say(npu):
+    npu.queue(70.0)  # what ran before
+    assert timing.clock(NPU)(lambda: npu.queue(2.5)) == pytest.approx(2.5e-3)
+
+
+def test_a_flush_on_an_npu_waits_for_the_device(npu):
+    flush = timing.flusher(NPU)
+    flush()
+    assert npu.synchronized == 1
+
+
+def test_the_first_call_is_reported_apart_and_counts_in_no_figure(npu):
+    calls = []
+
+    def run():
+        calls.append(None)
+        npu.queue(60_000.0 if len(calls) == 1 else 2.0)
+
+    result = timing.take_turns({"npu tq4": run}, NPU, repeats=3)["npu tq4"]
+    assert (result.ms, result.low, result.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert len(calls) == 5
+
+
+def test_the_first_call_is_wall_time(monkeypatch):
+    times = iter([0.0, 9.0, 10.0, 11.0, 20.0, 21.0])
+    monkeypatch.setattr(timing, "clock", lambda _: lambda run: 1.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
+    runs = {"a": lambda: None}
+    assert timing.take_turns(runs, torch.device("cpu"), repeats=1, warm_up=2, cold=False)["a"].first_ms == 9000.0
+
+
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+def test_every_device_beside_the_host_has_one_path(monkeypatch, name):
+    module = SimpleNamespace()
+    monkeypatch.setattr(torch, name, module, raising=False)
+    assert timing.accelerator(SimpleNamespace(type=name)) is module
+    assert timing.accelerator(torch.device("cpu")) is None
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_a_simulated_device_gives_no_times(capsys, monkeypatch):
+    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
+    args = [
+        "--model",
+        "tiny",
+        "--executor",
+        "npu",
+        "--device",
+        "sim",
+        "--kv",
+        "tq4",
+        "--contexts",
+        "40",
+        "--no-peers",
+        "--json",
+    ]
+    assert main(["bench", "decode", *args]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["kind"] for row in rows} == {"attention", "layer", "step"}
+    assert all("ms" not in row and "first_ms" not in row for row in rows)
+    assert all("times mean nothing" in row["note"] for row in rows if row["kind"] != "attention")

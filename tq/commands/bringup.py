@@ -1,0 +1,219 @@
+"""`tq bringup`: the first hour on a new machine, one rung after the other."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tq.commands.generate import read_prompt
+from tq.files import write_whole
+from tq.options import Numbers, json_option, layers_option, model_option, prompt_options, set_threads
+from tq.output import err, unread_is_fine
+
+if TYPE_CHECKING:
+    from haarkv.validation.bringup.result import Folder, Found, Result
+    from haarkv.validation.bringup.workbench import Workbench
+
+_FIRST = "environment"
+
+
+@click.command("bringup")
+@model_option()
+@prompt_options
+@click.option(
+    "--kv", "kvs", multiple=True, metavar="LIST",
+    help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
+)  # fmt: skip
+@click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
+@click.option("--device", help="npu: npu:N, or sim to rehearse without a card; cuda: cuda:N; onnx: cpu, cuda or cann.")
+@layers_option
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+@click.option(
+    "--contexts",
+    type=Numbers(),
+    default=(),
+    help="Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), metavar="N", help="Of greedy text [default: 32; 3 in the simulator]."
+)
+@click.option(
+    "--out", "out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="Where results, logs and page go."
+)
+@click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
+@json_option
+@click.pass_context
+def command(context: click.Context, /, **given: Any) -> int:
+    """Bring an executor up on a new machine, from its versions to text and latency, one rung after the other.
+
+    \b
+      tq bringup --out first                    # on a machine with an Ascend NPU
+      tq bringup --device sim --out rehearsal   # the same, without a card
+      tq bringup --out first --resume           # after a failed rung was mended
+
+    The first rung that fails ends it: the output names the rung, and the layer and stage if there is one. FOLDER holds a JSON
+    file a rung, the whole messages of failures, index.html to look at, and report.json to send home, in which no path is left.
+
+    Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
+    """
+    with unread_is_fine():
+        set_threads(given["threads"])
+        from haarkv.validation.bringup.climb import climb
+        from haarkv.validation.bringup.ladder import ladder
+        from haarkv.validation.bringup.report import verdict
+
+        out: Path = given["out"]
+        folder = _folder(out, resume=given["resume"])
+        show = _Show(quiet=given["as_json"])
+        try:
+            with show.working() as tell:
+                bench = _bench(given, tell)
+                results = climb(
+                    ladder(bench, given["executor"], given["device"], _latency),
+                    folder,
+                    on_begin=show.begin,
+                    on_result=show.result,
+                )
+        finally:
+            # Failed or interrupted: what is known so far is worth looking at, and sending home.
+            kept = _leave(folder, show.results, context, given)
+        print(
+            kept if given["as_json"] else f"{verdict(results)}\nlook at {out / 'index.html'}; send home {out / 'report.json'}"
+        )
+        return int(any(result.verdict == "failed" for result in results))
+
+
+def _folder(path: Path, *, resume: bool) -> Folder:
+    """An empty folder, or one to go on in."""
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.validation.bringup.result import Folder
+
+    if path.is_dir() and any(path.iterdir()):
+        if not (path / f"{_FIRST}.json").is_file():
+            raise InputError(f"{path} holds something else than a bring-up; name a folder that does not exist")
+        if not resume:
+            raise InputError(f"{path} holds a bring-up; add --resume to go on, or name another folder")
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be made: {error.strerror}") from None
+    return Folder(path, write_whole)
+
+
+def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
+    """Makes the workbench, which imports torch."""
+
+    def bench() -> Workbench:
+        from haarkv.validation.bringup.workbench import Request, Workbench
+
+        kvs = tuple(kv for part in given["kvs"] for kv in part.split(",") if kv)
+        texts = (*given["prompts"], *(read_prompt(file) for file in given["files"]))
+        request = Request(
+            given["executor"], given["device"], given["model"], given["layers"], kvs, texts, given["max_new_tokens"],
+            given["contexts"],
+        )  # fmt: skip
+        return Workbench(request, tell)
+
+    return bench
+
+
+def _latency(bench: Workbench) -> Found:
+    """The highest rung: every call is timed by the device's own clock; in a simulator it is only run."""
+    from haarkv.benchmarks.latency import measure_latency
+    from haarkv.validation.bringup.result import Found, Table
+
+    executor = bench.executor(bench.model, next(iter(bench.plans.values())))
+    measured = measure_latency(executor, bench.model, bench.plans, bench.contexts, on_turn=bench.tell)
+
+    def shown(value: float | None, scale: float = 1.0) -> str:
+        return "–" if value is None else f"{value * scale:.3f}"
+
+    rows = [
+        (
+            row.kind, str(row.context), row.kv, shown(row.ms), "–" if row.ms is None else f"{row.low:.3f} … {row.high:.3f}",
+            shown(row.ms_per_token), shown(row.first_ms, 1e-3),
+        )
+        for row in measured
+    ]  # fmt: skip
+    columns = ("call", "context", "format", "ms", "low … high", "ms/token", "first call, s")
+    said = f"{len(rows)} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
+    if executor.simulated:
+        said += " ran; simulated, so that their times mean nothing and none is given"
+    title = "Batch 1; the first call, with what it compiles, counts in no other figure"
+    return Found(True, said, len(rows), "calls", tables=(Table(title, columns, tuple(rows)),))
+
+
+def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any]) -> str:
+    """Write the page and the file to send home; the latter's text."""
+    from haarkv.validation.bringup.report import PAGE, REPORT, page, report
+    from tq import __version__
+
+    if not results:
+        return ""
+    about = {
+        "executor": given["executor"],
+        "device": given["device"] or "its own",
+        "model": given["model"],
+        "command": shlex.join(["tq", *(context.find_root().obj or [])]),
+        "haarkv": __version__,
+        "date": results[-1].date,
+    }
+    if results[0].verdict == "passed":
+        from haarkv.benchmarks.report import machine
+
+        about |= {name: str(value) for name, value in machine().items()}
+    kept = report(results, about, folder)
+    folder.write(folder.path / PAGE, page(results, about))
+    folder.write(folder.path / REPORT, kept)
+    return kept
+
+
+class _Show:
+    """Prints a line for each rung as it is done; on a terminal, also what is being done.
+
+    Args:
+        quiet: prints nothing on stdout.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._name = quiet, ""
+        self.results: list[Result] = []
+
+    @contextmanager
+    def working(self) -> Iterator[Callable[[str], None]]:
+        """Gives what is told what is being done."""
+        try:
+            yield self._tell
+        finally:
+            self._clear()
+
+    def _tell(self, what: str) -> None:
+        if err().is_terminal:
+            print(f"\r\x1b[K{self._name}: {what}", end="", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if err().is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def begin(self, name: str, changed: str) -> None:
+        """A rung begins; `changed` says why it is run again."""
+        self._name = name
+        self._tell("…")
+        if changed and not self._quiet:
+            self._clear()
+            print(f"{name} is run again: {changed}", flush=True)
+
+    def result(self, result: Result, kept: bool) -> None:
+        """A rung is done, or was done before."""
+        self.results.append(result)
+        self._clear()
+        if not self._quiet:
+            log = f" (the whole message: {result.log})" if result.log else ""
+            seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
+            print(f"{result.name:14}  {result.verdict:9}  {seconds}  {result.found.said}{log}", flush=True)

@@ -1,0 +1,76 @@
+"""The first programs to run on a new card: a sum, and storing K and V as an op that can be held against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.npu.device import Runner
+from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
+from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.scopes import StoreProgram
+
+
+@dataclass(frozen=True)
+class AddProgram:
+    """out = x + y, each [n * rows, width] FP32.
+
+    Attributes:
+        rows: of a tile.
+    """
+
+    rows: int = 32
+    width: int = HEAD_DIM
+    name: str = "add"
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return Argument("x"), Argument("y"), Argument("out", output=True)
+
+    def build(self, **options: dict[str, Any]) -> Kernel:
+        from haarkv.tq_ops.npu.kernels import add_kernel
+
+        kernel: Kernel = add_kernel.build(self, options)
+        return kernel
+
+
+def add(runner: Runner, x: Tensor, y: Tensor) -> Tensor:
+    """x + y by a program, on the host; its result begins as NaN, so that nothing written is not mistaken for something.
+
+    Args:
+        x, y: [n * 32, 128] fp32, on the host.
+    """
+    device, program = runner.device, AddProgram()
+    out = torch.full_like(x, torch.nan).to(device)
+    runner.call(program, ordered(program, {"x": x.to(device), "y": y.to(device), "out": out}))
+    return out.cpu()
+
+
+class StoreByProgram:
+    """The op `store_kv`, run by a program of its own: tokens are padded to whole tiles, the cache is handed over as it is.
+
+    Args:
+        runner: calls the program.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """Quantize K and V [T, Hkv, 128] fp32 and store them at the batch's slots of a layer, in 128-token blocks."""
+        program = StoreProgram(cache.num_kv_heads)
+        matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
+        tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
+        for side, x, fields in (("k", k, cache.k_fields(layer)), ("v", v, cache.v_fields(layer))):
+            missing = -x.shape[0] % program.rows
+            tensors[side] = pad(x.float().flatten(1), (0, 0, 0, missing)).view(-1, HEAD_DIM)
+            # The very bytes: codes as INT8, one row of scales a (block, head).
+            tensors[f"{side}_codes"] = fields["codes"].view(torch.int8).view(-1, fields["codes"].shape[-1])
+            tensors[f"{side}_scale"] = fields["scale"].view(-1, cache.block_size)
+        self._runner.call(program, ordered(program, tensors))

@@ -1,0 +1,113 @@
+"""The lowest rung: what is installed, and whether such versions are known to work together. Read without importing torch.
+
+Package metadata and files only: a wrong torch or an unsourced toolkit may make `import torch` itself fail.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.validation.bringup.result import Found
+
+SIMULATOR = "sim"
+"""The device that needs no card."""
+
+
+def require_executor(name: str) -> None:
+    """Refuse what is no executor, before anything is imported that could tell: one word names its ops and its executor.
+
+    Raises:
+        InputError: no such executor.
+    """
+    if not name.isidentifier() or not all(find_spec(f"haarkv.{room}.{name}") for room in ("executors", "tq_ops")):
+        raise InputError(f"unknown executor {name!r}; name one of `tq generate -h`")
+
+
+def versions(executor: str) -> dict[str, str]:
+    """What is installed, by name: what every verdict depends on."""
+    found = {"haarkv": _installed("haarkv") or "a checkout", "python": platform.python_version()}
+    if module := _versions_of(executor):
+        of_device = {name: value for name, value in asdict(module.installed()).items() if not name.endswith("folder")}
+        found |= {name.replace("_", "-"): str(value) for name, value in of_device.items() if value not in (None, False)}
+    for requirement in _requirements(executor):
+        found.setdefault(requirement.name, _installed(requirement.name) or "none")
+    return found
+
+
+def environment(executor: str, device: str | None, load: Callable[[], object]) -> Found:
+    """Compare what is installed with what is published to work, then load torch.
+
+    Args:
+        device: as the executor takes it.
+        load: imports torch.
+    """
+    installed = versions(executor)
+    shown = {name: value for name, value in installed.items() if name in _SHOWN}
+    said = ", ".join(f"{name} {value}" for name, value in shown.items())
+    problem = _missing(executor) or _unpublished(executor, device)
+    if problem is None:
+        try:
+            load()
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = f"torch cannot be imported: {' '.join(str(error).split())[:300]}"
+    return Found(problem is None, problem or said, len(installed), "versions", facts=installed)
+
+
+_SHOWN = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
+
+
+def _versions_of(executor: str) -> ModuleType | None:
+    """The table of published combinations that the executor's room of ops keeps, if it keeps one."""
+    name = f"haarkv.tq_ops.{executor}.versions"
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError:  # its ops are a module, no room
+        return None
+    return import_module(name) if found else None
+
+
+def _unpublished(executor: str, device: str | None) -> str | None:
+    """None, or the sentence of the executor's own table."""
+    if (module := _versions_of(executor)) is None:
+        return None
+    table: Any = module
+    simulated = device == SIMULATOR
+    said: str | None = (table.unsimulated if simulated else table.unpublished)(table.installed())
+    return said if said is None or simulated else f"{said} (--device {SIMULATOR} rehearses without a card)"
+
+
+def _missing(executor: str) -> str | None:
+    """None, or in one sentence which package that haarkv asks for is absent or too old or new."""
+    for requirement in _requirements(executor):
+        found = _installed(requirement.name)
+        if found is None:
+            return f"{requirement.name} is not installed; haarkv needs {requirement}"
+        if not requirement.specifier.contains(found, prereleases=True):
+            return f"{requirement.name} {found} is installed, and haarkv needs {requirement}"
+    return None
+
+
+def _requirements(executor: str) -> Iterator[Requirement]:
+    """What haarkv asks for, with the extra of the executor's name unless a table of its own judges those packages."""
+    extra = "" if _versions_of(executor) else executor
+    for line in requires("haarkv") or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

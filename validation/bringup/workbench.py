@@ -1,0 +1,223 @@
+"""What the rungs work with: the model, its executors and plans, opened when a rung first needs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+
+import haarkv
+from haarkv.engine.session import Session, plan_for
+from haarkv.executors import catalog
+from haarkv.executors.base import Executor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import folder_of, load_model, read_config
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.npu.device import Runner
+from haarkv.validation.bringup.environment import versions
+
+Tell = Callable[[str], None]
+"""Told what is being done."""
+
+_TEXT = "def read(path, mode='r'):\n    with open(path, mode) as file:\n        return file.read()\n\n\n"
+# Beyond a block and a tile of prefill, so that a card meets both.
+_REPEATED = 8
+_CONTEXTS, _SIMULATED_CONTEXTS = (512, 4096), (40,)
+_NEW_TOKENS, _SIMULATED_NEW_TOKENS = 32, 3
+_STEPS, _SIMULATED_STEPS = 4, 1
+# Room for the calls of a measurement behind the longest context.
+_ROOM = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to bring up.
+
+    Attributes:
+        executor, device: as in `executors.catalog.create`; the device that the executor is made for unless given.
+        model, layers: as in `models.catalog.load_model`.
+        kvs: formats; every one that the executor reads unless given, in a simulator `tq4`.
+        prompts: texts; one text of ours unless given.
+        new_tokens, contexts: of greedy text and of latency; few and short in a simulator unless given.
+    """
+
+    executor: str
+    device: str | None = None
+    model: str = "tiny"
+    layers: int | None = None
+    kvs: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    new_tokens: int | None = None
+    contexts: tuple[int, ...] = ()
+
+
+class Workbench:
+    """Model, executors and plans of a request.
+
+    Args:
+        tell: told what is being done.
+    Raises:
+        InputError: no such model, executor, device or format, or they do not go together.
+    """
+
+    def __init__(self, request: Request, tell: Tell) -> None:
+        self.request, self.tell = request, tell
+        if request.executor == ReferenceExecutor.name:
+            raise InputError("the reference compared with itself proves nothing; name another --executor")
+        self.device = request.device or catalog.default_device(request.executor)
+        self.config = read_config(request.model, request.layers)
+        for kv in request.kvs:
+            catalog.check(request.executor, self.config, plan_for(KVSpec(kv), self.config), self.device)
+        if not self.readable:
+            catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
+        self._executors: dict[int, Executor] = {}
+
+    # -- What is run ---------------------------------------------------------------------------------------------------------
+    @cached_property
+    def readable(self) -> list[str]:
+        """Formats that the executor reads and that are quantized token by token, bf16 first."""
+        found = []
+        for name in sorted(formats.names(), key=lambda name: name != "bf16"):
+            try:
+                plan = plan_for(KVSpec(name), self.config)
+                catalog.check(self.request.executor, self.config, plan, self.device)
+            except InputError:
+                continue
+            if all(kv_format.group_tokens == 1 for kv_format in plan.formats):
+                found.append(name)
+        return found
+
+    @cached_property
+    def programs(self) -> Runner | None:
+        """What calls single programs, if the executor's kernels are programs."""
+        return catalog.open_programs(self.request.executor, self.device)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether times mean nothing."""
+        return self.programs is not None and self.programs.simulated
+
+    @property
+    def plans(self) -> dict[str, KVPlan]:
+        """By the name of the format, in the order in which they are run."""
+        default = [KVSpec().kv] if self.simulated and KVSpec().kv in self.readable else self.readable
+        return {kv: plan_for(KVSpec(kv), self.config) for kv in self.request.kvs or default}
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Texts that are validated and continued."""
+        return self.request.prompts or (_TEXT * (1 if self.simulated else _REPEATED),)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps of a validation."""
+        return _SIMULATED_STEPS if self.simulated else _STEPS
+
+    @property
+    def new_tokens(self) -> int:
+        """Of each greedy text."""
+        return self.request.new_tokens or (_SIMULATED_NEW_TOKENS if self.simulated else _NEW_TOKENS)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens in the cache of each measurement, as far as the model has room for them."""
+        limit = self.config.max_position_embeddings - _ROOM
+        wanted = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
+        if self.request.contexts and max(wanted) > limit:
+            raise InputError(
+                f"{self.request.model} has room for {limit} tokens and the calls that are timed, not {max(wanted)}"
+            )
+        return tuple(sorted({min(context, limit) for context in wanted}))
+
+    # -- What runs it --------------------------------------------------------------------------------------------------------
+    @cached_property
+    def model(self) -> DecoderModel:
+        """On the host, in a dtype that the executor and the reference both take."""
+        self.tell(f"loading {self.request.model}")
+        return load_model(self.request.model, catalog.default_dtype(self.request.executor), self.request.layers)
+
+    @cached_property
+    def first_layer(self) -> DecoderModel:
+        """The model with its first layer alone."""
+        weights = replace(self.model.weights, layers=self.model.weights.layers[:1])
+        return DecoderModel(replace(self.config, num_layers=1), weights, self.model.rope)
+
+    def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
+        """The executor on trial, for the whole model or its first layer; one serves every plan that it supports."""
+        depth = model.config.num_layers
+        if depth not in self._executors:
+            self.tell(f"opening {self.request.executor}")
+            self._executors[depth] = catalog.create(self.request.executor, model, plan, self.device)
+        return self._executors[depth]
+
+    @property
+    def dtype(self) -> str:
+        """Of the model."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def session(self, executor: Executor, plan: KVPlan) -> Session:
+        """An executor ready to generate."""
+        return Session(self.request.model, self.config, executor, load_tokenizer(self.request.model, self.config), plan)
+
+    def token_ids(self) -> list[list[int]]:
+        """Of the prompts."""
+        tokenizer = load_tokenizer(self.request.model, self.config)
+        return [tokenizer.encode(prompt) for prompt in self.prompts]
+
+    # -- What a verdict depends on -------------------------------------------------------------------------------------------
+    def inputs(self, *rooms: str, of_model: bool = True) -> dict[str, str]:
+        """What the verdict of a rung depends on.
+
+        Args:
+            rooms: whose code runs.
+            of_model: whether the model, its formats and its prompts matter.
+        """
+        request = self.request
+        common = {**versions(request.executor), "executor": request.executor, "device": self.device, "code": code_of(rooms)}
+        if not of_model:
+            return common
+        asked = {
+            "formats": ", ".join(self.plans),
+            "prompts": _digest(map(str.encode, self.prompts)),
+            "new tokens": str(self.new_tokens),
+            "contexts": ", ".join(map(str, self.contexts)),
+        }
+        return {**common, "model": _model_digest(request.model, request.layers), **asked}
+
+
+@cache
+def code_of(rooms: Sequence[str]) -> str:
+    """A digest of the sources of some rooms: a program that was changed is another program."""
+    root = Path(haarkv.__file__).parent
+    files = [file for room in rooms for file in sorted((root / room).resolve().rglob("*")) if file.suffix in _SOURCES]
+    return _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
+
+
+_SOURCES = (".py", ".cpp", ".h", ".safetensors")
+
+
+@cache
+def _model_digest(name: str, layers: int | None) -> str:
+    """A digest of a model's files by name, size and date, and of the small ones' contents."""
+    folder = folder_of(name)
+    if folder is None:
+        return f"{name} {layers}"
+    parts: list[bytes] = []
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        stat = file.stat()
+        parts.append(f"{file.name} {stat.st_size}".encode())
+        parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
+    return _digest(parts)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,115 @@
+"""Parts of a self-contained HTML page for light and dark screens: its style, plots by layer, tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 280, 66, 14, 14, 40
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1c2430; --soft: #5b6675; --line: #d5dbe3; --back: #ffffff; --panel: #f5f7fa;
+  --a: #0b6bcb; --b: #b4540a; --good: #14793e; --bad: #c1121f; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e9f0; --soft: #9aa6b5; --line: #37414f; --back: #12161c;
+  --panel: #1b212a; --a: #6cb2ff; --b: #f2a154; --good: #5bd08b; --bad: #ff7a80; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1360px; margin: 2rem auto;
+  padding: 0 1.25rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .25rem 0; max-width: 90ch; } .soft { color: var(--soft); }
+.verdict { font-weight: 700; padding: .1rem .6rem; border-radius: .4rem; border: 2px solid; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+.plots { display: flex; flex-wrap: wrap; gap: 1.25rem; }
+figure { margin: 0; flex: 1 1 520px; background: var(--panel); border: 1px solid var(--line); border-radius: .5rem;
+  padding: .75rem; }
+figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
+svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--line); }
+.bound { stroke: var(--bad); stroke-dasharray: 5 4; } svg text.bad { fill: var(--bad); }
+.a { stroke: var(--a); fill: var(--a); } .b { stroke: var(--b); fill: var(--b); }
+polyline { fill: none !important; stroke-width: 2; } polyline.a { stroke-width: 4; } .dashed { stroke-dasharray: 6 4; }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; font-size: .85rem; color: var(--soft); }
+.key svg { width: 34px; height: 12px; display: inline-block; vertical-align: middle; margin-right: .35rem; }
+.table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; } .left { text-align: left; } summary { cursor: pointer; margin: .5rem 0; }
+td.made { white-space: pre-wrap; overflow-wrap: anywhere; } th { vertical-align: top; }
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot: values by layer, in colour "a" or "b"."""
+
+    name: str
+    colour: str
+    dashed: bool
+    values: dict[int, float]
+
+
+def plot(title: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], bound: tuple[float, str] | None) -> str:
+    """A plot by layer, with its key.
+
+    Args:
+        ticks: values and their words, the lowest and the highest first and last.
+        bound: a value and its word, drawn across.
+    """
+    low, high = ticks[0][0], ticks[-1][0]
+    layers = sorted({layer for line in lines for layer in line.values})
+    span = max(len(layers) - 1, 1)
+
+    def x(layer: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * layers.index(layer) / span
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - (value - low) / (high - low))
+
+    parts = []
+    for value, label in ticks:
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    for layer in layers[:: -(-len(layers) // 14)]:
+        parts.append(f'<text x="{x(layer):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{layer}</text>')
+    parts.append(f'<text x="{(_WIDTH + _LEFT) / 2}" y="{_HEIGHT - 3}" text-anchor="middle">layer</text>')
+    if bound:
+        at = y(bound[0])
+        parts.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="bad" x="{_WIDTH - _RIGHT - 4}" y="{at - 5:.1f}" text-anchor="end">{bound[1]}</text>')
+    for line in lines:
+        parts += _drawn(line, x, y)
+    key = "".join(
+        f'<span><svg viewBox="0 0 34 12"><line class="{line.colour}{" dashed" * line.dashed}" x1="0" x2="34" y1="6" y2="6" '
+        f'stroke-width="2.5"/></svg>{escape(line.name)}</span>'
+        for line in lines
+    )
+    return (
+        f'<figure><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{title}, by layer">{"".join(parts)}</svg><div class="key">{key}</div></figure>'
+    )
+
+
+def _drawn(line: Line, x: Callable[[int], float], y: Callable[[float], float]) -> list[str]:
+    points = [(layer, value) for layer, value in sorted(line.values.items()) if math.isfinite(value)]
+    at = " ".join(f"{x(layer):.1f},{y(value):.1f}" for layer, value in points)
+    parts = [f'<polyline class="{line.colour}{" dashed" * line.dashed}" points="{at}"/>']
+    parts += [
+        f'<circle class="{line.colour}" cx="{x(layer):.1f}" cy="{y(value):.1f}" r="3">'
+        f"<title>{escape(line.name)}, layer {layer}: {value:.6g}</title></circle>"
+        for layer, value in points
+    ]
+    parts += [
+        f'<text class="bad" x="{x(layer):.1f}" y="{_TOP + 12}" text-anchor="middle">NaN</text>'
+        for layer, value in line.values.items()
+        if not math.isfinite(value)
+    ]
+    return parts
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, bad: Sequence[bool]) -> str:
+    """A table whose first `left` columns hold words."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}{' class=left' * (i < left)}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
+
+    body = "".join(f"<tr{' class=bad' * wrong}>{cells('td', row)}</tr>" for row, wrong in zip(rows, bad, strict=True))
+    return f'<div class="table"><table><tr>{cells("th", columns)}</tr>{body}</table></div>'
