@@ -10,6 +10,7 @@ from types import ModuleType
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -36,6 +37,8 @@ class _Entry:
         here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
         refuses: what `Executor.supports` answers, before there is a model.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
+        whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
+        numbered: its first device is one of several, of which each rank takes its own.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -45,6 +48,8 @@ class _Entry:
     here: Callable[[], bool] | None = None
     refuses: Refuses = _nothing
     require: Callable[[str | None], object] = _any
+    whole_layers: str = ""
+    numbered: bool = False
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -150,12 +155,20 @@ def _require_provider(device: str | None) -> None:
     _onnx_module().open_provider(device)
 
 
+_WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within each"
+
 _ENTRIES: dict[str, _Entry] = {
     "reference": _Entry(_reference, here=lambda: True, require=partial(_require_host, "reference")),
     "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")),
-    "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu),
-    "npu": _Entry(_npu, "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, refuses=_npu_refuses),
-    "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider),
+    "cuda": _Entry(
+        _cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu, numbered=True
+    ),
+    "npu": _Entry(
+        _npu, "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, refuses=_npu_refuses, numbered=True
+    ),
+    "onnx": _Entry(
+        _onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider, whole_layers=_WHOLE_GRAPHS
+    ),
 }
 NAMES = tuple(_ENTRIES)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
@@ -183,18 +196,20 @@ def default_dtype(name: str) -> str:
     return _entry(name).dtype
 
 
-def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None) -> None:
+def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
         name: of `NAMES`.
+        config: of what it is to run: of a rank, its part.
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
+        ranks: with whom it shares the model.
     Raises:
         InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
     """
     entry = _entry(name)
-    entry.require(device)
-    if reason := entry.refuses(config, plan):
+    entry.require(_device_of_rank(name, device, ranks))
+    if reason := (ranks.size > 1 and entry.whole_layers) or entry.refuses(config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
 
 
@@ -209,10 +224,24 @@ def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = No
     """
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    executor = _entry(name).open(model, device)
+    entry, ranks = _entry(name), model.ranks
+    if ranks.size > 1 and entry.whole_layers:
+        raise InputError(f"executor {name} cannot run this: {entry.whole_layers}")
+    executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
     return executor
+
+
+def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
+    """The device of this rank where each takes its own; else what was asked for."""
+    entry = _entry(name)
+    if ranks.size == 1 or not entry.numbered:
+        return device
+    kind = entry.devices[0]
+    if device is not None and device.startswith(f"{kind}:"):
+        raise InputError(f"each rank takes a device of its own; give --device {kind} without a number")
+    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.here and entry.here()) else device
 
 
 # -- `auto` ----------------------------------------------------------------------------------------------------------------

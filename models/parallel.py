@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torch import Tensor
-
 from haarkv.tq_ops.errors import InputError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a command asks for `ALONE` before it imports torch
+    from torch import Tensor
+
     from haarkv.models.base import DecoderConfig
 
 T = TypeVar("T")

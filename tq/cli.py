@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, RankLostError
 from tq import __version__
 from tq.output import drop_output
+from tq.ranks import LOST, Started
 
 _COMMANDS = ("generate", "validate", "diff", "eval", "plan", "compile", "export", "bench", "serve", "formats", "info")
 
@@ -74,15 +75,19 @@ def _one_line(message: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; exit codes as of `run`."""
+    return run(Started(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(started: Started) -> int:
+    """Run the command, as a user started it or as one rank of it.
 
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
     try:
         _prepare_streams()
-        typed = list(sys.argv[1:] if argv is None else argv)
-        result = cli.main(args=typed, prog_name="tq", standalone_mode=False, obj=typed)
+        result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as help_wanted:
@@ -92,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tq: {_one_line(error.format_message())}", file=sys.stderr)
         return 2
     except InputError as error:
+        if started.place and isinstance(error, RankLostError):
+            return LOST  # whoever started the ranks knows which one
         print(f"tq: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort, _InterruptedError):
