@@ -102,6 +102,8 @@ def run(started: Started) -> int:
         print(f"tq: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort, _InterruptedError):
+        if started.place:
+            return 130  # whoever started the ranks says so
         # A terminal has shown ^C, and perhaps half a line of text.
         print("\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
         return 130

@@ -120,16 +120,11 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
             return _verdict(_watch(ranks), ranks, errors, timeout_s)
         except KeyboardInterrupt:
             _interrupt(ranks)
-            if ranks and ranks[0].returncode == _INTERRUPTED:
-                return _INTERRUPTED
             raise
         finally:
             _end(ranks)
             os.close(watched)
             os.close(kept)
-
-
-_INTERRUPTED = 130
 
 
 def _start(
@@ -148,10 +143,10 @@ def _watch(ranks: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
     """Wait until all have ended well or one has not; then a while for the others. Exit codes of those that have ended."""
     while True:
         codes = _codes(ranks)
+        if len(codes) == len(ranks) or any(code < 0 for code in codes.values()):
+            return codes
         if any(codes.values()):
             break
-        if len(codes) == len(ranks):
-            return codes
         time.sleep(_LOOK_S)
     _wait(ranks, _GRACE_S)
     return _codes(ranks)
