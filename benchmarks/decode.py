@@ -27,6 +27,7 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -44,6 +45,7 @@ class Request:
         peers: SDPA, and transformers' caches where they are installed.
         kinds: attention alone, one call of a layer, whole steps, or several of them.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
+        ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Request:
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
+    ranks: Ranks = ALONE
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------------
@@ -71,7 +74,9 @@ def measure(
     Raises:
         InputError: a model, executor, format or device that is not there, or a case that the model's context does not hold.
     """
-    model = load_model(request.model, request.dtype, request.layers, progress)
+    if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
+        raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
+    model = load_model(request.model, request.dtype, request.layers, progress, request.ranks)
     config, longest = model.config, max(request.contexts)
     if "step" in request.kinds and longest + _steps(request) > config.max_position_embeddings:
         limit = config.max_position_embeddings - _steps(request)

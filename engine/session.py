@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
+from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
@@ -15,6 +16,7 @@ from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dty
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -25,7 +27,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
 @dataclass(frozen=True)
 class KVUsage:
-    """What the KV cache of a run cost.
+    """What the KV cache of a run cost, on all ranks together.
 
     Attributes:
         format: the KV plan in words; of a plain one as `--kv` takes it.
@@ -47,6 +49,7 @@ class Result:
 
     Attributes:
         sampling: as it was done.
+        ranks: what each rank holds, on rank 0; elsewhere nothing.
     """
 
     texts: list[str]
@@ -54,6 +57,7 @@ class Result:
     timing: Timing
     kv: KVUsage
     sampling: Sampling
+    ranks: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Session:
         name: of the model.
         generation: what its `generation_config.json` says of sampling, by the names of `Sampling`; empty: greedy.
         passed_over: the fastest executor here, and why `auto` did not take it; "" if it did, or was not asked.
+        ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
+            make the same calls; each gets the whole result.
+        weight_bytes: of the weights that are here.
     """
 
     name: str
@@ -73,6 +80,8 @@ class Session:
     plan: KVPlan
     generation: Mapping[str, Any] = field(default_factory=dict)
     passed_over: str = ""
+    ranks: Ranks = ALONE
+    weight_bytes: int = 0
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping."""
@@ -177,7 +186,8 @@ class Session:
             # A text cut inside a character, or at what might have begun a stop string, still owes its end.
             if on_text and (rest := growing[index].rest(text)):
                 on_text(index, rest)
-        return Result(texts, completions, timing, self._usage(cache), sampling)
+        held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
+        return Result(texts, completions, timing, self._usage(cache), sampling, tuple(self.ranks.collect(held)))
 
     def _context(self, ids: Sequence[Sequence[int]], max_new_tokens: int, wanted: int | None) -> int:
         """Tokens that the cache must hold for each prompt."""
@@ -190,12 +200,12 @@ class Session:
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
         shape = (self.config.num_kv_heads, self.config.head_dim)
-        bf16 = KVSpec("bf16").plan(self.config.num_layers)
+        bf16, ranks = KVSpec("bf16").plan(self.config.num_layers), self.ranks.size
         return KVUsage(
             format=self.plan.describe(),
-            bytes_per_token=self.plan.bytes_per_token(*shape),
-            bytes=cache.nbytes,
-            bf16_bytes=round(cache.num_slots * bf16.bytes_per_token(*shape)),
+            bytes_per_token=ranks * self.plan.bytes_per_token(*shape),
+            bytes=ranks * cache.nbytes,
+            bf16_bytes=ranks * round(cache.num_slots * bf16.bytes_per_token(*shape)),
         )
 
 
@@ -239,6 +249,7 @@ def load(
     layers: int | None = None,
     progress: Progress | None = None,
     on_program: OnProgram | None = None,
+    ranks: Ranks = ALONE,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -253,6 +264,7 @@ def load(
         layers: for `random:SIZE`, how many layers to build.
         progress: called with (tensors done, tensors in all).
         on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
+        ranks: run the model together with other processes, from `engine.ranks.join`; each holds a part of it.
     Raises:
         InputError: one of these does not exist, or they do not fit together.
     """
@@ -261,11 +273,12 @@ def load(
     formats.parse(spec.kv)
     config = read_config(name, layers)
     plan = plan_for(spec, config)
-    selected = select(executor, config, [plan], device=device, dtype=dtype)
-    check(selected.name, config, plan, device)
+    part = Split(config, ranks.rank, ranks.size).part
+    selected = select(executor, part, [plan], device=device, dtype=dtype)
+    check(selected.name, part, plan, device, ranks)
     generation = generation_settings(name)
     _check_generation(generation, name)
-    loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress)
+    loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress, ranks)
     return Session(
         name=name,
         config=loaded.config,
@@ -274,6 +287,8 @@ def load(
         plan=plan,
         generation=generation,
         passed_over=selected.passed_over,
+        ranks=ranks,
+        weight_bytes=loaded.weights.nbytes,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -48,6 +49,8 @@ class _Entry:
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
         compile_ahead: compiles what its first forwards with such a cache would have to.
         programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
+        numbered: its first device is one of several, of which each rank takes its own.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -59,6 +62,8 @@ class _Entry:
     require: Callable[[str | None], object] = _any
     compile_ahead: Callable[[Any, KVPlan, OnProgram], None] = _compiles_nothing
     programs: Callable[[str | None], Runner] | None = None
+    whole_layers: str = ""
+    numbered: bool = False
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -174,10 +179,14 @@ def _require_provider(device: str | None) -> None:
     _onnx_module().open_provider(device)
 
 
+_WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within each"
+
 _ENTRIES: dict[str, _Entry] = {
     "reference": _Entry(_reference, here=lambda: True, require=partial(_require_host, "reference")),
     "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")),
-    "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu),
+    "cuda": _Entry(
+        _cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu, numbered=True
+    ),
     "npu": _Entry(
         _npu,
         "bfloat16",
@@ -185,10 +194,13 @@ _ENTRIES: dict[str, _Entry] = {
         devices=("npu", "sim"),
         here=_has_npu,
         refuses=_npu_refuses,
+        numbered=True,
         compile_ahead=_compile_npu,
         programs=_npu_programs,
     ),
-    "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider),
+    "onnx": _Entry(
+        _onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider, whole_layers=_WHOLE_GRAPHS
+    ),
 }
 NAMES = tuple(_ENTRIES)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
@@ -235,18 +247,20 @@ def open_programs(name: str, device: str | None) -> Runner | None:
     return programs(device) if programs else None
 
 
-def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None) -> None:
+def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
         name: of `NAMES`.
+        config: of what it is to run: of a rank, its part.
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
+        ranks: with whom it shares the model.
     Raises:
         InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
     """
     entry = _entry(name)
-    entry.require(device)
-    if reason := entry.refuses(config, plan):
+    entry.require(_device_of_rank(name, device, ranks))
+    if reason := (ranks.size > 1 and entry.whole_layers) or entry.refuses(config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
 
 
@@ -264,12 +278,25 @@ def create(
     """
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    entry = _entry(name)
-    executor = entry.open(model, device)
+    entry, ranks = _entry(name), model.ranks
+    if ranks.size > 1 and entry.whole_layers:
+        raise InputError(f"executor {name} cannot run this: {entry.whole_layers}")
+    executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
     entry.compile_ahead(executor, plan, on_program or (lambda _: None))
     return executor
+
+
+def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
+    """The device of this rank where each takes its own; else what was asked for."""
+    entry = _entry(name)
+    if ranks.size == 1 or not entry.numbered:
+        return device
+    kind = entry.devices[0]
+    if device is not None and device.startswith(f"{kind}:"):
+        raise InputError(f"each rank takes a device of its own; give --device {kind} without a number")
+    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.here and entry.here()) else device
 
 
 # -- `auto` ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
-from haarkv.executors.non_finite import blame
+from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
@@ -65,7 +65,9 @@ class CudaExecutor:
         self._raise_fault = partial(ops.raise_fault, self._fault)
         self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_rotated} if folded else {})
         self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
+        graphs = self.device.type == "cuda" and self._model.ranks.size == 1
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
@@ -115,6 +117,8 @@ class CudaExecutor:
         if bool(sound):
             return logits
         self._fault.fill_(NO_FAULT)
+        if self._model.ranks.size > 1:
+            raise not_finite_among_ranks()
         raise blame(self._model.weights, self._careful_ops, rerun)
 
 

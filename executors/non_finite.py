@@ -85,6 +85,13 @@ def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) ->
     return NonFiniteError("the forward gave logits that are not finite, and a second run did not; suspect the machine")
 
 
+def not_finite_among_ranks() -> NonFiniteError:
+    """What one of several ranks says, which cannot run a forward again without the others."""
+    return NonFiniteError(
+        "the forward gave values that are not finite; run it without --tensor-parallel to see which weight it is"
+    )
+
+
 def _describe(name: str, tensor: Tensor) -> str:
     index = [int(i) for i in (~torch.isfinite(tensor)).nonzero()[0]]
     return f"the weight {name} holds {tensor[tuple(index)].item()} at {index}; the checkpoint is damaged"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from haarkv.tq_ops.npu.reads import READS
 
 class NpuExecutor:
     """Runs a bf16 model whose cache is `tq4`: one program a layer, one for the head.
+
+    Of one of several ranks a layer is two programs, attention and MLP, and the sums over ranks stand between.
 
     Args:
         model: weights and shapes, bf16.
@@ -46,7 +49,8 @@ class NpuExecutor:
             self._model = model.to(self.device)
         self._decode = programs.decode_program(model.config)
         self._prefill = programs.prefill_program(model.config)
-        self._head = programs.head_program(model.config, self._runner.most_vocab)
+        vocabulary = replace(model.config, vocab_size=model.weights.lm_head.shape[0])
+        self._head = programs.head_program(vocabulary, self._runner.most_vocab)
         keep: Callable[[Tensor], Tensor] = self._runner.constant
         self._layers = [
             {name: keep(tensor) for name, tensor in inputs.layer_constants(self._model, index).items()}
@@ -110,9 +114,21 @@ class NpuExecutor:
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
         constants = {**self._layers[index], "mask": self._masks[program]}
-        arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
-        self._runner.call(program, arguments)
-        return out
+        if self._model.ranks.size == 1:
+            arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
+            self._runner.call(program, arguments)
+            return out
+        attention, mlp = programs.cut(program)
+        arguments, added = inputs.layer_call(attention, constants, hidden, tiling, cache, index)
+        self._runner.call(attention, arguments)
+        hidden = self._with_sum(hidden, added)
+        arguments, added = inputs.mlp_call(mlp, constants, hidden)
+        self._runner.call(mlp, arguments)
+        return self._with_sum(hidden, added)
+
+    def _with_sum(self, hidden: Tensor, added: Tensor) -> Tensor:
+        """Hidden states and what all ranks add to them, rounded once."""
+        return (hidden.float() + self._model.ranks.sum(added)).to(hidden.dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         slices = []
@@ -120,7 +136,8 @@ class NpuExecutor:
             arguments, padded = inputs.head_call(self._head, constants, hidden)
             self._runner.call(self._head, arguments)
             slices.append(padded[: hidden.shape[0]])
-        logits = torch.cat(slices, dim=1)[:, : self.config.vocab_size]
+        here = torch.cat(slices, dim=1)[:, : self._model.weights.lm_head.shape[0]]
+        logits = self._model.ranks.gather(here, self.config.vocab_size)
         if not torch.isfinite(logits).all():
             raise NonFiniteError("logits are not finite on npu; --executor reference on the same prompt names the tensor")
         return logits

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from haarkv.executors.non_finite import blame
+from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
@@ -53,11 +53,19 @@ class ReferenceExecutor:
         return self._model.layers(hidden, span, batch, cache, self.ops)
 
     def _finite(self, forward: Forward, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Run a forward and refuse a result that is not finite, naming the weight that made it so."""
+        """Run a forward and refuse a result that is not finite, naming the weight that made it so.
+
+        One of several ranks says what it saw and no more: it cannot run the forward again without the others.
+        """
+        shared = self._model.ranks.size > 1
         try:
             logits = forward(token_ids, batch, cache, self.ops)
             if torch.isfinite(logits).all():
                 return logits
         except NonFiniteError:
-            pass  # K or V, too, is named by the weight behind it
+            if shared:
+                raise
+            # K or V, too, is named by the weight behind it
+        if shared:
+            raise not_finite_among_ranks()
         raise blame(self._model.weights, self.ops, lambda ops: forward(token_ids, batch, cache, ops)) from None

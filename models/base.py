@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from haarkv.models.parallel import ALONE, Ranks, even_share
 from haarkv.models.registry import family_of
 from haarkv.models.rope import RopeScaling, RopeTable
 from haarkv.models.weights import LayerWeights, Weights
@@ -105,6 +106,7 @@ class DecoderLayer(Protocol):
         cache: PagedKVCache,
         batch: Batch,
         rope: tuple[Tensor, Tensor],
+        ranks: Ranks,
     ) -> Tensor:
         """Run one layer and store its K and V.
 
@@ -113,6 +115,8 @@ class DecoderLayer(Protocol):
             weights: of this layer, the family's own `LayerWeights`.
             index: of this layer, which chooses rotation and cache.
             rope: cos and sin [T, D/2] fp32 of the batch's positions.
+            ranks: who else runs this layer. Attention and the MLP end in `ranks.sum` of what this rank's heads and columns
+                make, fp32, before the residual is added: the hidden state is rounded as often as on one rank.
         Returns:
             [T, hidden] of hidden's dtype.
         """
@@ -143,11 +147,17 @@ class Family(Protocol):
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """Shapes, weights and rotary tables of one model; it holds no state between forwards."""
+    """Shapes, weights and rotary tables of one model, or of one rank's part of it; it holds no state between forwards.
+
+    Attributes:
+        config: of what is here; of a part, `models.parallel.Split.part`.
+        ranks: who holds the other parts.
+    """
 
     config: DecoderConfig
     weights: Weights
     rope: RopeTable
+    ranks: Ranks = ALONE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,25 +168,33 @@ class DecoderModel:
         """The same model on another device; itself where it already is."""
         if self.weights.embedding.device == device:
             return self
-        return DecoderModel(self.config, self.weights.to(device), RopeTable(self.config, device))
+        return replace(self, weights=self.weights.to(device), rope=RopeTable(self.config, device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, hidden] of token ids [T]."""
-        return self.weights.embedding[token_ids]
+        embedding, ranks = self.weights.embedding, self.ranks
+        if ranks.size == 1:
+            return embedding[token_ids]
+        # One rank has a token's row, the others add zeros to it: the sum is exact.
+        row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
+        here = (row >= 0) & (row < len(embedding))
+        rows = embedding[row.clamp(0, len(embedding) - 1)].float()
+        return ranks.sum(rows.masked_fill(~here.unsqueeze(-1), 0.0)).to(embedding.dtype)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         """Run the decoder layers of `span` on hidden [T, hidden], storing their K and V."""
         layer, rope = self.config.family.decoder_layer, self.rope.at(batch.positions)
         for index in span:
             hidden = layer(
-                hidden, self.weights.layers[index], index, config=self.config, ops=ops, cache=cache, batch=batch, rope=rope
-            )
+                hidden, self.weights.layers[index], index,
+                config=self.config, ops=ops, cache=cache, batch=batch, rope=rope, ranks=self.ranks,
+            )  # fmt: skip
         return hidden
 
     def head(self, hidden: Tensor, ops: OpTable) -> Tensor:
         """Logits [N, vocab] fp32 of final hidden states [N, hidden]."""
         normed = ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return ops.linear(normed, self.weights.lm_head)
+        return self.ranks.gather(ops.linear(normed, self.weights.lm_head), self.config.vocab_size)
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         """Store the K and V of T tokens of B sequences and predict what follows each sequence.

@@ -13,6 +13,7 @@ from torch import Tensor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.checkpoint import Progress, load_weights, random_tensors, random_weights, stored_tensors
 from haarkv.models.hf_config import read_hf_config
+from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
@@ -87,25 +88,31 @@ def read_config(name: str | Path, layers: int | None = None) -> DecoderConfig:
 
 
 def load_model(
-    name: str | Path, dtype: str = "float32", layers: int | None = None, progress: Progress | None = None
+    name: str | Path,
+    dtype: str = "float32",
+    layers: int | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> DecoderModel:
-    """Load a model by name onto the host.
+    """Load a model by name onto the host; of several ranks, each its part.
 
     Args:
         name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
     Raises:
-        InputError: as `read_config` and `load_weights`; or an unknown dtype.
+        InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
     config, folder = read_config(name, layers), folder_of(name)
+    split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
     if folder is None:
-        weights = random_weights(config, DTYPES[dtype], progress=progress)
+        weights = random_weights(config, DTYPES[dtype], progress=progress, split=split)
     else:
-        weights = load_weights(folder, config, DTYPES[dtype], progress)
-    return DecoderModel(config, weights, RopeTable(config))
+        weights = load_weights(folder, config, DTYPES[dtype], progress, split)
+    part = split.part if split else config
+    return DecoderModel(part, weights, RopeTable(part), ranks)
 
 
 def stream_tensors(name: str | Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
-from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes
+from haarkv.models.parallel import Split
+from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_axes, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -24,9 +25,19 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
-def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None) -> Weights:
-    """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint."""
-    return _gathered(config, random_tensors(config, dtype, seed), progress)
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None, split: Split | None = None
+) -> Weights:
+    """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint.
+
+    Args:
+        split: keep one rank's part of what the whole model would hold.
+    """
+    tensors = random_tensors(config, dtype, seed)
+    if split:
+        axes, of = checkpoint_axes(config), split
+        tensors = ((name, tensor[of.of(axes[name])].clone()) for name, tensor in tensors)
+    return _gathered(config, tensors, progress)
 
 
 def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -39,7 +50,13 @@ def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> 
             yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
 
 
-def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, progress: Progress | None = None) -> Weights:
+def load_weights(
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    split: Split | None = None,
+) -> Weights:
     """Load a checkpoint folder, one file or sharded.
 
     Files are memory-mapped: a tensor whose dtype is already `dtype` stays in the file's pages and takes no memory of its
@@ -47,13 +64,16 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, progre
 
     Args:
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
+        split: read one rank's part of each tensor, and no more.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    return _gathered(config, stored_tensors(folder, config, dtype), progress)
+    return _gathered(config, stored_tensors(folder, config, dtype, split), progress)
 
 
-def stored_tensors(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, split: Split | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Raises:
@@ -67,8 +87,12 @@ def stored_tensors(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> I
         _check_tensor(name, shape, files[name], headers[files[name]])
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
-        for name in shapes:
-            yield name, opened[files[name]].get_tensor(name).to(dtype)
+        for name, axes in checkpoint_axes(config).items():
+            file = opened[files[name]]
+            if split is None:
+                yield name, file.get_tensor(name).to(dtype)
+            else:
+                yield name, file.get_slice(name)[split.of(axes)].to(dtype).contiguous()
 
 
 def _gathered(config: DecoderConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:

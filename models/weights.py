@@ -41,10 +41,15 @@ def repeated(name: str, of: type[TensorGroup], count: str) -> Any:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that a layer's checkpoint must hold: its Hugging Face name within the layer, and its shape."""
+    """A tensor that a layer's checkpoint must hold: its Hugging Face name within the layer, and its shape.
+
+    Attributes:
+        axes: for each axis, the attribute of `DecoderConfig` that holds its size.
+    """
 
     name: str
     shape: tuple[int, ...]
+    axes: tuple[str, ...]
 
 
 class TensorGroup:
@@ -60,9 +65,10 @@ class TensorGroup:
                 group = of.metadata["of"].tensors_of(config)
                 for index in range(getattr(config, count)):
                     for path, part in group.items():
-                        found[f"{of.name}.{index}.{path}"] = StoredTensor(f"{name}.{index}.{part.name}", part.shape)
+                        found[f"{of.name}.{index}.{path}"] = StoredTensor(f"{name}.{index}.{part.name}", part.shape, part.axes)
             elif not of.metadata["only_if"] or getattr(config, of.metadata["only_if"]):
-                found[of.name] = StoredTensor(name, tuple(getattr(config, axis) for axis in of.metadata["axes"]))
+                axes = of.metadata["axes"]
+                found[of.name] = StoredTensor(name, tuple(getattr(config, axis) for axis in axes), axes)
         return found
 
     @classmethod
@@ -143,6 +149,11 @@ class Weights:
         for _, name, tensor in self.layers[index].named():
             yield _LAYER.format(index, name), tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, a tied head counted once."""
+        return sum(tensor.nbytes for _, tensor in self.named())
+
     def to(self, device: torch.device) -> Weights:
         """Copies on another device; a tied head stays tied."""
         embedding = self.embedding.to(device)
@@ -175,7 +186,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
     """Every tensor of one layer, by its field, under its full Hugging Face name."""
     of_one = config.family.LayerWeights.tensors_of(config)
-    return {path: StoredTensor(_LAYER.format(index, part.name), part.shape) for path, part in of_one.items()}
+    return {path: StoredTensor(_LAYER.format(index, part.name), part.shape, part.axes) for path, part in of_one.items()}
 
 
 def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], optional: Collection[str] = ()) -> str | None:
@@ -198,13 +209,18 @@ def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], option
 
 def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor that a checkpoint of this config must hold."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    return {name: tuple(getattr(config, axis) for axis in axes) for name, axes in checkpoint_axes(config).items()}
+
+
+def checkpoint_axes(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """The same, and for each axis the attribute of `DecoderConfig` that holds its size: what tells how a tensor is split."""
+    axes: dict[str, tuple[str, ...]] = {EMBEDDING: ("vocab_size", "hidden_size")}
     for index in range(config.num_layers):
-        shapes |= {part.name: part.shape for part in layer_tensors(config, index).values()}
-    shapes[FINAL_NORM] = (config.hidden_size,)
+        axes |= {part.name: part.axes for part in layer_tensors(config, index).values()}
+    axes[FINAL_NORM] = ("hidden_size",)
     if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, config.hidden_size)
-    return shapes
+        axes[HEAD] = ("vocab_size", "hidden_size")
+    return axes
 
 
 def assemble(config: DecoderConfig, get: Callable[[str], Tensor]) -> Weights:

@@ -10,25 +10,15 @@ from typing import Any
 
 import click
 
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, RankLostError
 from haarkv.tq_ops.npu.autoload import leave_npu_alone
 from tq import __version__
 from tq.output import drop_output
+from tq.ranks import LOST, Started
 
 _COMMANDS = (
-    "generate",
-    "validate",
-    "diff",
-    "eval",
-    "plan",
-    "bringup",
-    "compile",
-    "export",
-    "bench",
-    "serve",
-    "formats",
-    "info",
-)
+    "generate", "validate", "diff", "eval", "plan", "bringup", "compile", "export", "bench", "serve", "formats", "info",
+)  # fmt: skip
 
 
 class _Commands(click.Group):
@@ -88,7 +78,12 @@ def _one_line(message: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; exit codes as of `run`."""
+    return run(Started(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(started: Started) -> int:
+    """Run the command, as a user started it or as one rank of it.
 
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
@@ -96,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     leave_npu_alone()
     try:
         _prepare_streams()
-        typed = list(sys.argv[1:] if argv is None else argv)
-        result = cli.main(args=typed, prog_name="tq", standalone_mode=False, obj=typed)
+        result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as help_wanted:
@@ -107,9 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tq: {_one_line(error.format_message())}", file=sys.stderr)
         return 2
     except InputError as error:
+        if started.place and isinstance(error, RankLostError):
+            return LOST  # whoever started the ranks knows which one
         print(f"tq: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort, _InterruptedError):
+        if started.place:
+            return 130  # whoever started the ranks says so
         # A terminal has shown ^C, and perhaps half a line of text.
         print("\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
         return 130

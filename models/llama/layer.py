@@ -8,6 +8,7 @@ from torch import Tensor
 
 from haarkv.models import weights as contract
 from haarkv.models.base import DecoderConfig
+from haarkv.models.parallel import Ranks
 from haarkv.models.weights import stored
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -42,6 +43,7 @@ def decoder_layer(
     cache: PagedKVCache,
     batch: Batch,
     rope: tuple[Tensor, Tensor],
+    ranks: Ranks,
 ) -> Tensor:
     """Run one layer and store its K and V; arguments as in `models.base.DecoderLayer`.
 
@@ -60,8 +62,8 @@ def decoder_layer(
     v = projected(x, weights.v_proj, weights.v_bias)
     ops.store_kv(k, v, cache, index, batch)
     attended = ops.paged_attention(q.to(dtype), cache, index, batch, config.softmax_scale).flatten(1)
-    hidden = (hidden.float() + ops.linear(attended, weights.o_proj)).to(dtype)
+    hidden = (hidden.float() + ranks.sum(ops.linear(attended, weights.o_proj))).to(dtype)
 
     x = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
     product = ops.silu_mul(ops.linear(x, weights.gate_proj), ops.linear(x, weights.up_proj), dtype)
-    return (hidden.float() + ops.linear(product, weights.down_proj)).to(dtype)
+    return (hidden.float() + ranks.sum(ops.linear(product, weights.down_proj))).to(dtype)

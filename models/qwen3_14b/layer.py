@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.parallel import Ranks
 from haarkv.models.qwen3_14b.weights import AttentionWeights, LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -21,15 +22,16 @@ def decoder_layer(
     cache: PagedKVCache,
     batch: Batch,
     rope: tuple[Tensor, Tensor],
+    ranks: Ranks,
 ) -> Tensor:
     """Run one layer and store its K and V; arguments as in `models.base.DecoderLayer`.
 
     Rounding points: those of `tq_ops.reference`; q once after RoPE, the hidden state once after each residual.
     """
-    hidden = attention(hidden, weights, index, config=config, ops=ops, cache=cache, batch=batch, rope=rope)
+    hidden = attention(hidden, weights, index, config=config, ops=ops, cache=cache, batch=batch, rope=rope, ranks=ranks)
     dtype, x = hidden.dtype, ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
     product = ops.silu_mul(ops.linear(x, weights.gate_proj), ops.linear(x, weights.up_proj), dtype)
-    return (hidden.float() + ops.linear(product, weights.down_proj)).to(dtype)
+    return (hidden.float() + ranks.sum(ops.linear(product, weights.down_proj))).to(dtype)
 
 
 def attention(
@@ -42,6 +44,7 @@ def attention(
     cache: PagedKVCache,
     batch: Batch,
     rope: tuple[Tensor, Tensor],
+    ranks: Ranks,
 ) -> Tensor:
     """The layer up to its first residual, all but the MLP; arguments and result as of `decoder_layer`."""
     tokens, dtype = hidden.shape[0], hidden.dtype
@@ -54,4 +57,4 @@ def attention(
     k = ops.rope(ops.rms_norm(k, weights.k_norm, config.rms_norm_eps), *rope)
     ops.store_kv(k, v, cache, index, batch)
     attended = ops.paged_attention(q.to(dtype), cache, index, batch, config.softmax_scale).flatten(1)
-    return (hidden.float() + ops.linear(attended, weights.o_proj)).to(dtype)
+    return (hidden.float() + ranks.sum(ops.linear(attended, weights.o_proj))).to(dtype)

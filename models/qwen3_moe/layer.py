@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.parallel import Ranks
 from haarkv.models.qwen3_14b.layer import attention
 from haarkv.models.qwen3_14b.weights import AttentionWeights
 from haarkv.models.weights import TensorGroup, repeated, stored
@@ -43,14 +44,15 @@ def decoder_layer(
     cache: PagedKVCache,
     batch: Batch,
     rope: tuple[Tensor, Tensor],
+    ranks: Ranks,
 ) -> Tensor:
     """Run one layer and store its K and V; arguments as in `models.base.DecoderLayer`.
 
     Rounding points: those of a dense Qwen3; the router's weights and the sum over a token's experts stay in FP32.
     """
-    hidden = attention(hidden, weights, index, config=config, ops=ops, cache=cache, batch=batch, rope=rope)
+    hidden = attention(hidden, weights, index, config=config, ops=ops, cache=cache, batch=batch, rope=rope, ranks=ranks)
     x = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
-    return (hidden.float() + through_experts(x, weights, config, ops)).to(hidden.dtype)
+    return (hidden.float() + ranks.sum(through_experts(x, weights, config, ops))).to(hidden.dtype)
 
 
 def through_experts(x: Tensor, weights: LayerWeights, config: DecoderConfig, ops: OpTable) -> Tensor:

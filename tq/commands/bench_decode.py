@@ -13,12 +13,14 @@ import click
 
 from tq.options import Numbers, executor_option, json_option, model_option, run_options, set_threads
 from tq.output import err, loading, print_table
+from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
     from haarkv.benchmarks.decode_cost import CostRow
     from haarkv.benchmarks.ops import OpRow
     from haarkv.benchmarks.timing import Machine
+    from haarkv.models.parallel import Ranks
 
 _OPTIONS = (
     model_option("random:0.6b"),
@@ -54,7 +56,8 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
-def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) -> None:
+@tensor_parallel
+def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, **given: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
@@ -63,6 +66,8 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
 
     A GPU or NPU is timed by its own events. The first call of each variant may compile: it is named beneath the table, and no
     figure counts it. A simulated device gives no times.
+
+    With --tensor-parallel only whole steps are measured, without peers, and bytes and floor are those of one rank.
     """
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
@@ -72,9 +77,15 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, **given: Any) 
     if plot_file is not None:
         decode_plot.require_matplotlib()
         check_writable(plot_file)
-    request = _request(given, kinds=[kind] if kind else ["attention", "layer", "step"], peers=peers, isa=given["isa"])
+    together = ranks.size > 1
+    if together and kind not in (None, "step"):
+        raise click.UsageError(f"--only {kind} is measured on one rank; leave out --tensor-parallel")
+    kinds = [kind] if kind else ["step"] if together else ["attention", "layer", "step"]
+    request = _request(given, kinds=kinds, peers=peers and not together, isa=given["isa"], ranks=ranks)
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
+    if ranks.rank:  # rank 0 says it for all
+        return
     if plot_file is not None:
         write_whole(plot_file, decode_plot.svg(rows, f"{request.model}, {request.dtype}"))
     emit("decode", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
@@ -110,6 +121,7 @@ def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence
         "layers": request.layers,
         "repeats": request.repeats,
         "isa": request.isa,
+        "tensor_parallel": request.ranks.size,
     }
     return settings | {"machine": asdict(machine), "rows": [r.as_json() for r in rows]}
 
@@ -185,7 +197,8 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
             "batch", "context", "who", "ms", "low … high", "ms/token", "speed-up", "weights MB", "KV MB", "GB/s", "of copy",
             "floor ms", "× floor",
         )  # fmt: skip
-        print_table(f"{request.model}, {request.dtype}: {title}, median of {request.repeats}; {limits}", columns, cells)
+        of = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
+        print_table(f"{request.model}, {request.dtype}{of}: {title}, median of {request.repeats}; {limits}", columns, cells)
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
         for r in chosen:

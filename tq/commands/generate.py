@@ -22,10 +22,13 @@ from tq.options import (
     set_threads,
 )
 from tq.output import compiling, err, loading, prefilling, print_table, warn
+from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
+    from haarkv.engine.ranks import RankMemory
     from haarkv.engine.session import Result, Session
+    from haarkv.models.parallel import Ranks
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -50,6 +53,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 )
 @click.option("--system", metavar="TEXT", help="The chat template's system message.")
 @json_option
+@tensor_parallel
 def command(
     model: str,
     prompts: tuple[str, ...],
@@ -66,6 +70,7 @@ def command(
     chat: bool | None,
     system: str | None,
     as_json: bool,
+    ranks: Ranks,
     **others: Any,
 ) -> None:
     """Continue prompts and stream the text.
@@ -76,9 +81,7 @@ def command(
     Sampling options default to what the model's generation_config.json says. If it says nothing, each next token is the most
     likely one.
     """
-    texts = [*prompts, *(read_prompt(file) for file in files)]
-    if not texts:
-        raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    texts = read_prompts(prompts, files, ranks)
     given = {name: others[name] for name in _SAMPLING}
     # The bar is there before torch is, whose import takes a second.
     with loading(model) as progress:
@@ -92,7 +95,7 @@ def command(
         Sampling(**{name: value for name, value in given.items() if value is not None})
         session = load(
             model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling,
+            on_program=compiling, ranks=ranks,
         )  # fmt: skip
     writer = None if as_json else _Writer(len(texts))
     with prefilling() as on_prefill:
@@ -101,11 +104,25 @@ def command(
             stop=stop, chat=chat, system=system, on_prefill=on_prefill, on_token=writer.count if writer else None,
             on_text=writer.write if writer else None, on_warning=warn,
         )  # fmt: skip
+    if ranks.rank:  # rank 0 says it for all
+        return
     if writer is None:
         print(json.dumps(_as_json(session, result)))
         return
     writer.finish(result.texts)
     _print_cost(session, result, [name for name, value in given.items() if value is not None])
+
+
+def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> list[str]:
+    """Texts of `--prompt` and `--prompt-file`; rank 0 reads them for all.
+
+    Raises:
+        click.ClickException: there is none, or as `read_prompt`.
+    """
+    texts = [*prompts, *(read_prompt(file) for file in files)] if ranks.rank == 0 else []
+    if ranks.rank == 0 and not texts:
+        raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    return ranks.share(texts)
 
 
 def read_prompt(file: str, option: str = "--prompt-file") -> str:
@@ -178,6 +195,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "executor": session.executor.name,
         "model": session.name,
         "completions": each,
+        **({"ranks": [rank.as_json() for rank in result.ranks]} if len(result.ranks) > 1 else {}),
     }
 
 
@@ -194,7 +212,14 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
         ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
                      f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x)"),
     ]  # fmt: skip
-    print_table(f"{session.name} on {session.executor.description}", [], rows, err())
+    rows += [(f"rank {rank.rank}", _memory(rank)) for rank in result.ranks if len(result.ranks) > 1]
+    together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
+    print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
+
+
+def _memory(rank: RankMemory) -> str:
+    parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
+    return ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
 
 
 def _rate(tokens_per_s: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.commands.generate import read_prompt
+from tq.commands.generate import read_prompts
 from tq.files import check_writable, write_whole
 from tq.options import (
     executor_option,
@@ -28,10 +28,12 @@ from tq.options import (
     set_threads,
 )
 from tq.output import compiling, err, loading, print_table, unread_is_fine
+from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.base import DecoderModel
+    from haarkv.models.parallel import Ranks
     from haarkv.validation.layers.page import About
     from haarkv.validation.layers.report import Finding, LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
@@ -56,6 +58,7 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
 @json_option
 @click.pass_context
+@tensor_parallel
 def command(context: click.Context, /, **given: Any) -> int:
     """Compare an executor with a reference, layer by layer.
 
@@ -74,10 +77,11 @@ def command(context: click.Context, /, **given: Any) -> int:
             raise click.UsageError("--csv and --html name the same file")
         for file in files:
             check_writable(file)
-        texts = [*given["prompts"], *(read_prompt(file) for file in given["files"])]
-        if not texts:
-            raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
-        report, note = _validate(texts, **given)
+        texts = read_prompts(given["prompts"], given["files"], given["ranks"])
+        validated = _validate(texts, **given)
+        if validated is None:  # rank 0 has the report
+            return 0
+        report, note = validated
         if given["csv_file"]:
             write_whole(given["csv_file"], _as_csv(report))
         if given["html_file"]:
@@ -96,34 +100,44 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 def _validate(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
-    steps: int, dtype: str | None, layers: int | None, **others: Any,
-) -> tuple[Report, str]:  # fmt: skip
-    """The report, and why `auto` passed over a faster executor."""
+    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, **others: Any,
+) -> tuple[Report, str] | None:  # fmt: skip
+    """The report, and why `auto` passed over a faster executor; on other ranks than 0 nothing.
+
+    Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
+    """
     with loading(model) as progress:
         from haarkv.engine.session import Session, plan_for
         from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
         from haarkv.models.catalog import load_model, read_config
+        from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
+        from haarkv.validation.layers.ranks import follow, gathered
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
         plan = plan_for(kv_spec(others), config)
+        part = Split(config, ranks.rank, ranks.size).part
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
-        selected = select(executor, config, [plan], device=device, dtype=dtype)
+        selected = select(executor, part, [plan], device=device, dtype=dtype)
         if executor == AUTO and selected.name == reference:
             raise click.UsageError(_itself(selected))
         check(reference, config, plan)
-        check(selected.name, config, plan, device)
+        check(selected.name, part, plan, device, ranks)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
-        loaded = load_model(model, dtype or shared, layers, progress)
+        here = load_model(model, dtype or shared, layers, progress, ranks)
+        on_trial = create(selected.name, here, plan, device, compiling)
+        if ranks.rank:
+            follow(on_trial, ranks, config, plan)
+            return None
+        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
     trusted = create(reference, loaded, plan, on_program=compiling)
-    on_trial = create(selected.name, loaded, plan, device, compiling)
-    session = Session(model, loaded.config, on_trial, load_tokenizer(model, loaded.config), plan)
+    session = Session(model, loaded.config, trusted, load_tokenizer(model, loaded.config), plan)
     ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
-    with _counted(total) as on_row:
-        return validate(trusted, on_trial, loaded, ids, steps, plan, on_row), selected.passed_over
+    with _counted(total) as on_row, gathered(on_trial, ranks, config, plan) as candidate:
+        return validate(trusted, candidate, loaded, ids, steps, plan, on_row), selected.passed_over
 
 
 def _itself(selected: Selection) -> str:
@@ -143,7 +157,7 @@ def _about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
     from haarkv.validation.layers.page import About
     from tq import __version__
 
-    argv = context.find_root().obj or []
+    argv = context.find_root().obj.argv
     found = {name: str(value) for name, value in machine().items()}
     versions = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
     if commit := found.pop("commit", None):

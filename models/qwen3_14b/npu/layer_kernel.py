@@ -79,6 +79,18 @@ def _finish(softmax, rotation_fp16, attended, first_row, first_head, shape):
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
 
 
+def _rest_of_layer(projected, tiles, hidden, weights, layer):
+    """Scope 3 behind the output projection: residual, MLP, residual. BF16."""
+    middle = residual(projected, hidden, tiles)
+    return mlp(middle, *weights, layer.hidden_size, layer.rms_norm_eps, tiles)
+
+
+def _part_of_sum(projected, tiles, *_):
+    """Of one of several ranks: what its heads add to the output projection, FP32. The rest is added up outside."""
+    tiles.elementwise()
+    return pypto.clone(projected)
+
+
 def build(layer: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated layer for a `LayerProgram`.
 
@@ -91,6 +103,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
     tiles = Tiles(rows)
+    finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
     @pypto.frontend.jit(**options)
     def decoder_layer(
@@ -120,7 +133,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         k_scale: pypto.Tensor([pypto.DYNAMIC, BLOCK], pypto.DT_FP16),
         v_codes: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_INT8),
         v_scale: pypto.Tensor([pypto.DYNAMIC, BLOCK], pypto.DT_FP16),
-        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
+        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
@@ -172,8 +185,8 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, HEAD_DIM)
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * HEAD_DIM]), o_proj)
-                middle = residual(projected, pypto.view(hidden, [rows, hidden_size], [base, 0]), tiles)
-                after = mlp(middle, post_norm, gate_proj, up_proj, down_proj, hidden_size, eps, tiles)
-                pypto.assemble(after, [base, 0], out)
+                before = pypto.view(hidden, [rows, hidden_size], [base, 0])
+                mlp_weights = (post_norm, gate_proj, up_proj, down_proj)
+                pypto.assemble(finish(projected, tiles, before, mlp_weights, layer), [base, 0], out)
 
     return decoder_layer

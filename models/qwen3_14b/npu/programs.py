@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from haarkv.models.base import DecoderConfig
@@ -23,6 +23,8 @@ class LayerProgram:
 
     Attributes:
         rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
+        partial: of one of several ranks: `out` is what its heads add to the output projection, FP32, and the layer ends
+            there. The MLP's weights are arguments all the same, and are not read.
     """
 
     name: str
@@ -31,6 +33,7 @@ class LayerProgram:
     rms_norm_eps: float
     rows: int
     attention: AttentionShape
+    partial: bool = False
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -46,6 +49,32 @@ class LayerProgram:
         from haarkv.models.qwen3_14b.npu import layer_kernel
 
         kernel: Kernel = layer_kernel.build(self, with_tuned(options))
+        return kernel
+
+
+@dataclass(frozen=True)
+class MlpProgram:
+    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32.
+
+    Attributes:
+        rows: tokens of a tile.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rows: int
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        names = ("hidden", "post_norm", "gate_proj", "up_proj", "down_proj")
+        return (*(Argument(name) for name in names), Argument("out", output=True))
+
+    def build(self, **options: dict[str, Any]) -> Kernel:
+        from haarkv.models.qwen3_14b.npu import mlp_kernel
+
+        kernel: Kernel = mlp_kernel.build(self, options)
         return kernel
 
 
@@ -96,6 +125,13 @@ def decode_program(config: DecoderConfig, step_tokens: int = DECODE_STEP) -> Lay
 def prefill_program(config: DecoderConfig) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
     return _layer(config, "prefill_layer", PREFILL_ROWS, PREFILL_UNIT, PREFILL_STEP, 1)
+
+
+def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:
+    """A layer's program in two, each ending where several ranks add up what they have."""
+    first = replace(program, name=f"{program.name}_attention", partial=True)
+    sizes = (program.hidden_size, program.intermediate_size, program.rms_norm_eps, program.rows)
+    return first, MlpProgram(f"{program.name}_mlp", *sizes)
 
 
 def head_program(config: DecoderConfig, most_vocab: int | None = None) -> HeadProgram:

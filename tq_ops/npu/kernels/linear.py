@@ -78,11 +78,16 @@ def residual(projected, hidden, tiles):
     return pypto.cast(projected + pypto.cast(hidden, pypto.DT_FP32), pypto.DT_BF16)
 
 
-def mlp(hidden, norm_weight, gate_proj, up_proj, down_proj, width, eps, tiles):
-    """Second half of a layer: norm, SwiGLU, residual. hidden [rows, width] BF16 -> the same."""
+def swiglu(hidden, norm_weight, gate_proj, up_proj, down_proj, width, eps, tiles):
+    """Norm and SwiGLU: hidden [rows, width] BF16 -> what the MLP adds to it, FP32; of a rank's columns, a part of it."""
     x = hidden_norm(hidden, norm_weight, width, eps)
     gate = tiles.project(x, gate_proj)
     up = tiles.project(x, up_proj)
     tiles.elementwise()
     product = pypto.cast(gate / (pypto.exp(gate * -1.0) + 1.0) * up, pypto.DT_BF16)
-    return residual(tiles.project(product, down_proj), hidden, tiles)
+    return tiles.project(product, down_proj)
+
+
+def mlp(hidden, norm_weight, gate_proj, up_proj, down_proj, width, eps, tiles):
+    """Second half of a layer: norm, SwiGLU, residual. hidden [rows, width] BF16 -> the same."""
+    return residual(swiglu(hidden, norm_weight, gate_proj, up_proj, down_proj, width, eps, tiles), hidden, tiles)

@@ -1,0 +1,179 @@
+"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between NVIDIA GPUs, HCCL between Ascend NPUs.
+
+NCCL and HCCL were never tried: no machine with two GPUs or NPUs was at hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.functional import pad
+
+from haarkv.models.parallel import Ranks, even_share
+from haarkv.tq_ops.errors import InputError, RankLostError
+
+T = TypeVar("T")
+
+TIMEOUT_S = 600
+"""How long a rank waits for another, unless told otherwise."""
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""What moves tensors of a device between ranks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among those that a command started on this machine.
+
+    Attributes:
+        meeting: a file in a folder that all ranks see, where they find each other.
+    """
+
+    rank: int
+    size: int
+    meeting: str
+
+
+@contextmanager
+def join(size: int | None = None, place: Place | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
+    """Be one of several ranks for a while.
+
+    Args:
+        size: ranks that there must be; as many as torchrun started unless given.
+        place: of this process among ranks that a command started; None if torchrun did.
+        timeout_s: seconds to wait for another rank before giving up.
+    Raises:
+        InputError: torchrun started another number of ranks, or this torch knows no ranks.
+        RankLostError: another rank does not come.
+    """
+    if not distributed.is_available():
+        raise InputError("this torch was built without torch.distributed; leave out --tensor-parallel")
+    limit = timedelta(seconds=timeout_s)
+    with _answered(timeout_s):
+        if place is None:
+            distributed.init_process_group("gloo", timeout=limit)
+        else:
+            distributed.init_process_group(
+                "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=limit
+            )
+    started = distributed.get_world_size()
+    if size is not None and size != started:
+        raise InputError(f"--tensor-parallel is {size}, and torchrun started {started} ranks; make them equal")
+    if place is not None:
+        # Else each would take all cores. torchrun gives its ranks one thread.
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+    local = distributed.get_node_local_rank(fallback_rank=distributed.get_rank())
+    yield _Joined(distributed.get_rank(), started, local, timeout_s)
+    # Only where all went well: after an error the others may be gone.
+    with _answered(timeout_s):
+        distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of torchrun's ranks."""
+    return distributed.is_available() and distributed.is_torchelastic_launched()
+
+
+class _Joined:
+    """Ranks that met; see `Ranks`."""
+
+    def __init__(self, rank: int, size: int, local: int, timeout_s: float) -> None:
+        self.rank, self.size, self.local = rank, size, local
+        self._timeout_s = timeout_s
+        self._groups: dict[str, Any] = {"cpu": None}  # the group that all met in
+
+    def sum(self, partial: Tensor) -> Tensor:
+        if partial.dtype != torch.float32:
+            raise TypeError(f"ranks add fp32, not {partial.dtype}")
+        partial = partial.contiguous()
+        with _answered(self._timeout_s):
+            distributed.all_reduce(partial, group=self._group(partial.device))
+        return partial
+
+    def gather(self, part: Tensor, width: int) -> Tensor:
+        shares = [even_share(width, rank, self.size) for rank in range(self.size)]
+        longest = max(share.stop - share.start for share in shares)
+        padded = pad(part, (0, longest - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in shares]
+        with _answered(self._timeout_s):
+            distributed.all_gather(parts, padded, group=self._group(part.device))
+        return torch.cat([one[..., : share.stop - share.start] for one, share in zip(parts, shares, strict=True)], dim=-1)
+
+    def share(self, value: T) -> T:
+        box: list[Any] = [value if self.rank == 0 else None]
+        with _answered(self._timeout_s):
+            distributed.broadcast_object_list(box, src=0)
+        shared: T = box[0]
+        return shared
+
+    def collect(self, value: T) -> list[T]:
+        boxes: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _answered(self._timeout_s):
+            distributed.gather_object(value, boxes, dst=0)
+        return boxes or []
+
+    def _group(self, device: torch.device) -> Any:
+        """The ranks' group for tensors of a device; made when it is first needed, by all ranks at the same call."""
+        if device.type not in self._groups:
+            getattr(torch, device.type).set_device(device)
+            self._groups[device.type] = distributed.new_group(
+                backend=_BACKENDS[device.type], timeout=timedelta(seconds=self._timeout_s)
+            )
+        return self._groups[device.type]
+
+
+@contextmanager
+def _answered(timeout_s: float) -> Iterator[None]:
+    """Say in one line what the backends say in many."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            f"another rank was lost: it ended, or did not answer for {timeout_s:g} s ({str(error).splitlines()[0]})"
+        ) from None
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds.
+
+    Attributes:
+        weights, kv: bytes of its part of the model and of its KV heads.
+        peak: the most that its process had at a time; on a GPU or NPU, of the device's memory. It counts all of torch, and
+            those pages of a checkpoint that were read.
+    """
+
+    rank: int
+    weights: int
+    kv: int
+    peak: int
+
+    def as_json(self) -> dict[str, int]:
+        """For a JSON line."""
+        return asdict(self)
+
+
+def memory_here(ranks: Ranks, device: torch.device, weights: int, kv: int) -> RankMemory:
+    """What this rank holds; `peak` is measured now."""
+    return RankMemory(ranks.rank, weights, kv, _peak(device))
+
+
+def _peak(device: torch.device) -> int:
+    if device.type != "cpu":
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # no such figure on this system
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

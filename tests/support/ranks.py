@@ -1,0 +1,127 @@
+"""Ranks as processes over gloo, for tests: they start as quickly as a fork, from a server that has imported what they need."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_models import new_cache, new_paging, small_model
+
+from haarkv.engine.ranks import Place, join
+from haarkv.executors import catalog
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.weights import Weights, assemble, checkpoint_axes
+from haarkv.tq_ops.kv.plan import KVSpec
+
+_TIMEOUT_S = 120
+_PROCESSES = multiprocessing.get_context("forkserver")
+# Modules of the package alone: the server does not know this folder.
+_PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu", "haarkv.models.qwen3_14b"])
+
+
+def on_ranks(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `job(ranks, *args)` returns on each of so many ranks. The job is a function of this module."""
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [_PROCESSES.Pipe(duplex=False) for _ in range(size)]
+        started = [
+            _PROCESSES.Process(target=_run, args=(Place(rank, size, str(Path(folder, "meeting"))), sender, job, args))
+            for rank, (_, sender) in enumerate(ends)
+        ]
+        try:
+            for process in started:
+                process.start()
+            for _, sender in ends:
+                sender.close()
+            results = [pickle.loads(r.recv_bytes()) if r.poll(_TIMEOUT_S) else ("silent", None) for r, _ in ends]
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+    for rank, (problem, _) in enumerate(results):
+        assert not problem, f"rank {rank}: {problem}"
+    return [result for _, result in results]
+
+
+def _run(place: Place, sender: Any, job: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    try:
+        with join(place=place, timeout_s=60) as ranks:
+            result = ("", job(ranks, *args))
+    except Exception as error:
+        result = (f"{type(error).__name__}: {error}", None)
+    # As bytes: torch would hand tensors over in memory that this process owns.
+    sender.send_bytes(pickle.dumps(result))
+
+
+# -- Models and jobs ---------------------------------------------------------------------------------------------------------
+
+
+def part_of(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
+    """A rank's part of a model that is here whole."""
+    split, axes = Split(whole.config, ranks.rank, ranks.size), checkpoint_axes(whole.config)
+    tensors = dict(whole.weights.named())
+    weights: Weights = assemble(split.part, lambda name: tensors[name][split.of(axes[name])].clone())
+    return DecoderModel(split.part, weights, whole.rope, ranks)
+
+
+def run_small(
+    ranks: Ranks, executor: str, config: DecoderConfig, dtype: torch.dtype, kv: str, lengths: Sequence[int], steps: int
+) -> dict[str, Any]:
+    """Prefill prompts of these lengths and decode some fixed tokens, with a rank's part of a small random model.
+
+    Returns:
+        logits [1 + steps, B, vocab], the last hidden states, what the caches hold by layer, side and field, and bytes.
+    """
+    model = part_of(small_model(config, seed=3, dtype=dtype), ranks)
+    plan = KVSpec(kv).plan(config.num_layers)
+    return forwards(open_executor(executor, model, plan), model, kv, lengths, steps)
+
+
+def open_executor(name: str, model: DecoderModel, plan: Any) -> Executor:
+    if name == "cuda":
+        from haarkv.executors.cuda import CudaExecutor
+
+        return CudaExecutor(model, interpreted=True)
+    return catalog.create(name, model, plan, "sim" if name == "npu" else None)
+
+
+def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
+    config = model.config
+    cache = new_cache(config, kv, num_blocks=8, block_size=128)
+    paging = new_paging(cache, [5, 2, 7, 0, 1, 3, 4, 6])
+    sequences = [paging.add() for _ in lengths]
+    generator = torch.Generator().manual_seed(11)
+    tokens = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
+    logits = [executor.prefill(torch.cat(tokens), paging.batch(sequences, list(lengths)), cache)]
+    for _ in range(steps):
+        token = torch.randint(config.vocab_size, (len(lengths),), generator=generator)
+        logits.append(executor.decode(token, paging.batch(sequences, [1] * len(lengths)), cache))
+    last = torch.randn(len(lengths), config.hidden_size, generator=generator).to(model.dtype)
+    batch = paging.batch(sequences, [1] * len(lengths))
+    hidden = executor.layers(last, range(config.num_layers), batch, cache)
+    fields = [
+        {
+            side: {name: t.clone() for name, t in of.items()}
+            for side, of in (("k", cache.k_fields(i)), ("v", cache.v_fields(i)))
+        }
+        for i in range(config.num_layers)
+    ]
+    return {
+        "logits": torch.stack(logits),
+        "hidden": hidden,
+        "fields": fields,
+        "weights": model.weights.nbytes,
+        "kv": cache.nbytes,
+    }
+
+
+def alone(*args: Any) -> dict[str, Any]:
+    """`run_small` in this process, on one rank."""
+    return run_small(ALONE, *args)

@@ -1,0 +1,200 @@
+"""`--tensor-parallel N`: a command on several ranks, which it starts itself or which torchrun has started.
+
+The command that a user types starts N processes of the same command line and waits. Rank 0 reads the input and prints; the
+others are silent. When one is lost all end, with one line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from haarkv.engine.ranks import Place
+    from haarkv.models.parallel import Ranks
+
+LOST = 3
+"""Exit code of a rank that has lost another; the process that started both says which."""
+_TIMEOUT_S = 600
+_LOOK_S = 0.02
+_GRACE_S = 3.0
+"""For the other ranks to end by themselves once one has."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """How this process was started.
+
+    Attributes:
+        argv: the command line, without `tq`.
+        place: among ranks that `tq` has started; None of a command that a user or torchrun has started.
+    """
+
+    argv: Sequence[str] = field(default_factory=list)
+    place: Place | None = None
+
+
+def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--tensor-parallel` and `--rank-timeout`, and an argument `ranks`: those that run it together."""
+
+    @click.option(
+        "--tensor-parallel",
+        "size",
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Split the model over N processes: N GPUs, N NPUs, or N processes on the CPU.",
+    )
+    @click.option(
+        "--rank-timeout",
+        "timeout_s",
+        type=click.FloatRange(min=1),
+        metavar="S",
+        default=_TIMEOUT_S,
+        show_default=True,
+        help="End if one of them does not answer for S seconds.",
+    )
+    @wraps(function)
+    def run(*args: Any, size: int, timeout_s: float, **given: Any) -> Any:
+        from haarkv.models.parallel import ALONE
+
+        started = click.get_current_context().find_root().obj or Started()
+        if size == 1:
+            return function(*args, ranks=ALONE, **given)
+        from haarkv.engine.ranks import join, started_by_torchrun
+
+        if started.place is None and not started_by_torchrun():
+            return supervise(started.argv, size, timeout_s)
+        with join(size, started.place, timeout_s) as ranks, _speaking(ranks):
+            return function(*args, ranks=ranks, **given)
+
+    return run
+
+
+@contextmanager
+def _speaking(ranks: Ranks) -> Iterator[None]:
+    """Let rank 0 alone print."""
+    if ranks.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+# -- Starting and watching them ------------------------------------------------------------------------------------------
+
+
+class RankError(click.ClickException):
+    """A rank was lost: which, and how."""
+
+
+def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
+    """Run a command line on so many ranks and wait for all of them.
+
+    Returns:
+        rank 0's exit code, which has said what there is to say.
+    Raises:
+        RankError: a rank was lost; the others have been ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # As long as this process lives, it keeps one end of a pipe open; ranks end when that end closes.
+        watched, kept = os.pipe()
+        ranks: dict[int, subprocess.Popen[bytes]] = {}
+        errors = {rank: Path(folder, f"rank{rank}.txt") for rank in range(1, size)}
+        try:
+            for rank in range(size):
+                ranks[rank] = _start(argv, rank, size, Path(folder, "meeting"), watched, errors.get(rank))
+            return _verdict(_watch(ranks), ranks, errors, timeout_s)
+        except KeyboardInterrupt:
+            _interrupt(ranks)
+            raise
+        finally:
+            _end(ranks)
+            os.close(watched)
+            os.close(kept)
+
+
+def _start(
+    argv: Sequence[str], rank: int, size: int, meeting: Path, watched: int, errors: Path | None
+) -> subprocess.Popen[bytes]:
+    """One rank. Rank 0 has this process's input and output; of the others, what they say of an error is kept in a file."""
+    # -P: a folder `tq` where the user stands is none of ours.
+    line = [sys.executable, "-P", "-m", "tq.rank", str(rank), str(size), str(meeting), str(watched), *argv]
+    if errors is None:
+        return subprocess.Popen(line, pass_fds=(watched,))
+    with errors.open("wb") as file:
+        return subprocess.Popen(line, pass_fds=(watched,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file)
+
+
+def _watch(ranks: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Wait until all have ended well or one has not; then a while for the others. Exit codes of those that have ended."""
+    while True:
+        codes = _codes(ranks)
+        if len(codes) == len(ranks) or any(code < 0 for code in codes.values()):
+            return codes
+        if any(codes.values()):
+            break
+        time.sleep(_LOOK_S)
+    _wait(ranks, _GRACE_S)
+    return _codes(ranks)
+
+
+def _codes(ranks: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    return {rank: code for rank, process in ranks.items() if (code := process.poll()) is not None}
+
+
+def _wait(ranks: Mapping[int, subprocess.Popen[bytes]], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while len(_codes(ranks)) < len(ranks) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+
+
+def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    """After Ctrl-C, which a terminal sends to all of them: let them end, and tell those that were not told."""
+    _wait(ranks, 0.3)
+    for process in ranks.values():
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    _wait(ranks, _GRACE_S)
+
+
+def _end(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    for process in ranks.values():
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapping[int, Path], timeout_s: float) -> int:
+    """Rank 0's exit code, unless a rank was lost.
+
+    Raises:
+        RankError: which rank, and how.
+    """
+    first = codes.get(0)
+    if first is not None and first >= 0 and first != LOST and (first or not any(codes.values())):
+        return first
+    for rank, code in codes.items():
+        if code < 0:
+            raise RankError(f"rank {rank} was killed by {signal.Signals(-code).name}; the other ranks were ended")
+        if code and code != LOST:
+            said = errors[rank].read_text(encoding="utf-8", errors="replace").strip().splitlines() if rank in errors else []
+            why = said[-1].removeprefix("tq: ") if said else f"exit code {code}"
+            raise RankError(f"rank {rank} failed: {why}")
+    silent = [str(rank) for rank in ranks if rank not in codes]
+    if silent:
+        raise RankError(f"rank {', '.join(silent)} did not answer for {timeout_s:g} s; all ranks were ended")
+    raise RankError(f"the ranks lost each other; if one was busy for more than {timeout_s:g} s, raise --rank-timeout")

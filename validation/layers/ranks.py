@@ -1,0 +1,139 @@
+"""An executor on several ranks, as the validator drives one: with the whole cache, on rank 0; the other ranks follow.
+
+For each call rank 0 hands the cache out by KV heads, and puts together what the ranks have stored: the validator sees every
+slot of every head, as of an executor on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig
+from haarkv.models.parallel import Ranks, kv_heads_of
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.validation.layers.trial import Stored, sides, snapshot
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of an executor, for every rank.
+
+    Attributes:
+        method: prefill, decode or layers.
+        x: token ids or hidden states.
+        span: the layers that run, the only ones whose cache is handed out.
+        stored: each of them, all KV heads.
+        blocks: of the cache, and tokens of each.
+    """
+
+    method: str
+    x: Tensor
+    span: range
+    batch: Batch
+    stored: dict[int, Stored]
+    blocks: tuple[int, int]
+
+
+class _Part:
+    """A rank's executor, and its part of the cache on trial."""
+
+    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+        self.executor, self.ranks, self._plan = executor, ranks, plan
+        self._heads = kv_heads_of(whole.num_kv_heads, ranks.rank, ranks.size)
+        self._caches: dict[tuple[int, int], PagedKVCache] = {}
+
+    def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
+        """The result, and what each rank has stored; on other ranks than 0 no list."""
+        executor, cache = self.executor, self._cache(call.blocks)
+        for layer, stored in call.stored.items():
+            for side, of in sides(cache, layer).items():
+                for name, tensor in of.items():
+                    tensor.copy_(stored[side][name][:, self._heads])
+        x, batch = call.x.to(executor.device), call.batch.to(executor.device)
+        if call.method == "layers":
+            result = executor.layers(x, call.span, batch, cache)
+        else:
+            result = (executor.prefill if call.method == "prefill" else executor.decode)(x, batch, cache)
+        return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
+
+    def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
+        config = self.executor.config
+        if blocks not in self._caches:
+            self._caches[blocks] = PagedKVCache(
+                self._plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks[0],
+                block_size=blocks[1], device=self.executor.device,
+            )  # fmt: skip
+        return self._caches[blocks]
+
+
+class Gathered:
+    """The executors of all ranks as one, which takes the whole model's cache. Rank 0 has it.
+
+    Args:
+        executor: of this rank's part.
+        whole: shapes of the model.
+    """
+
+    ops = None
+    device = torch.device("cpu")
+
+    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+        self.name, self.simulated, self.config = executor.name, executor.simulated, whole
+        self.description = f"{executor.description}, {ranks.size} ranks"
+        self._part = _Part(executor, ranks, whole, plan)
+
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+        return self._part.executor.supports(self._part.executor.config, plan)
+
+    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call("prefill", token_ids, range(self.config.num_layers), batch, cache)
+
+    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call("decode", token_ids, range(self.config.num_layers), batch, cache)
+
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call("layers", hidden, span, batch, cache)
+
+    def _call(self, method: str, x: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
+        ranks, stored = self._part.ranks, {layer: sides(cache, layer) for layer in span}
+        call = ranks.share(_Call(method, x, span, batch, stored, (cache.num_blocks, cache.block_size)))
+        result, parts = self._part.run(call)
+        for rank, of_rank in enumerate(parts):
+            heads = kv_heads_of(self.config.num_kv_heads, rank, ranks.size)
+            for layer in span:
+                for side, of in sides(cache, layer).items():
+                    for name, tensor in of.items():
+                        tensor[:, heads] = of_rank[layer][side][name]
+        return result
+
+
+@contextmanager
+def gathered(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> Iterator[Executor]:
+    """On rank 0: the executors of all ranks as one, for as long as the others follow. On a single rank the executor itself."""
+    if ranks.size == 1:
+        yield executor
+        return
+    try:
+        yield Gathered(executor, ranks, whole, plan)
+    finally:
+        ranks.share(None)
+
+
+def follow(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+    """On every other rank: run what rank 0 runs, until it is done."""
+    part = _Part(executor, ranks, whole, plan)
+    with torch.inference_mode():
+        while (call := ranks.share(_no_call())) is not None:
+            part.run(call)
+
+
+def _no_call() -> _Call | None:
+    return None
