@@ -48,7 +48,8 @@ def test_generate_refuses_in_one_line(capfd, args, said):
 @needs_pypto[0]
 @needs_pypto[1]
 def test_generate_refuses_a_format_that_no_program_reads(capfd):
-    assert "its programs read tq4, not bf16" in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=bf16")
+    said = "its programs read tq4, tq4_seed and bf16, not q8_0"
+    assert said in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=q8_0")
 
 
 def test_compile_refuses_before_it_compiles(capfd, tmp_path):
