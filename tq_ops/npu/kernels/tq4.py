@@ -17,6 +17,9 @@ CENTROIDS = READS.built_in(HEAD_DIM).centroids
 BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 _LEAST_NORM = 1e-30
 _LARGEST_FP16 = 65504.0
+_SIXTEENS = 24576.0
+_STEP = 0.09613037109375
+_POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
 
 class Packed(RotatedSide):
@@ -91,20 +94,20 @@ def _squared_centroid(level):
 def centroids(codes, rows):
     """Codes [n, 64] INT8 -> centroids [n, 128] FP16, still rotated and without their scale; `rows` to a vector tile.
 
-    A byte read as signed, plus 128 with the sign flipped, is 16 h + l of its levels. Rounding (byte - 7.5) / 16 gives h - 8
-    (never a tie), from where both levels follow, less 7.5. The book is odd about there: seven selects by the distance, then
-    the sign.
+    Arithmetic alone, because a select costs the device a dozen instructions a row. A byte read as signed is 16 h + l, where h
+    is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts in sixteens, rounds byte - 7.5 to 16 h
+    (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both levels end as a distance from 7.5.
     """
     pypto.set_vec_tile_shapes(rows, HALF)
-    byte = pypto.cast(codes, pypto.DT_FP16)
-    shifted = pypto.where(pypto.ge(byte, 0.0), byte - 135.5, byte + 120.5)
-    nibble = pypto.cast(shifted * 0.0625, pypto.DT_INT8, pypto.CastMode.CAST_RINT)
-    high = pypto.cast(nibble, pypto.DT_FP16)
-    level = pypto.concat([shifted - high * 16.0, high + 0.5], 1)
+    byte = pypto.cast(codes, pypto.DT_FP16) - 7.5
+    upper = (byte + _SIXTEENS) - _SIXTEENS
+    shifted = upper + 8.0
+    side = pypto.clip(shifted, -8.0, 8.0)
+    distance = pypto.concat([byte - upper, shifted * 0.0625 - side], 1)
     pypto.set_vec_tile_shapes(rows, HEAD_DIM)
-    distance = pypto.abs(level)
-    # Begun from the distance itself, all of which is overwritten: there is no FP16 constant to begin from.
-    value = pypto.where(pypto.ge(distance, 1.0), distance, CENTROIDS[8])
-    for step in range(1, 8):
-        value = pypto.where(pypto.ge(distance, float(step)), CENTROIDS[8 + step], value)
-    return pypto.where(pypto.ge(level, 0.0), value, value * -1.0)
+    x = distance * _STEP
+    square = x * x
+    value = square + _POLYNOMIAL[0]
+    for coefficient in _POLYNOMIAL[1:]:
+        value = value * square + coefficient
+    return value * x
