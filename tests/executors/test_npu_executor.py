@@ -319,8 +319,9 @@ def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
     """Two layers of a plan, in different formats, each by the program that was made for them, on its own fields."""
     called = []
 
-    class Runner:
-        device, description, most_vocab = torch.device("cpu"), "", None
+    class Runner(device.SimRunner):
+        def __init__(self):
+            pass
 
         def constant(self, tensor):
             return tensor
@@ -329,7 +330,7 @@ def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
             shapes = dict(zip((a.name for a in program.arguments), (t.shape[1:] for t in tensors), strict=True))
             called.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
 
-    monkeypatch.setattr(npu, "open_runner", lambda device: Runner())
+    monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
     spec = KVSpec("tq4", layers={1: "k=bf16,v=tq4_seed"})
     executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(CONFIG.num_layers), "sim")
     cache, paging, sequences = filled(CONFIG, spec, [3], seed=1)
