@@ -1,22 +1,36 @@
 """A layer of `tiny` about to run as an NPU program, with what it should give."""
 
+from dataclasses import replace
+
 import torch
 from small_models import new_cache
 
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs
+from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 LAYER = 1
 
 
-def layer_call(program, new, stored):
-    """A layer of `tiny` about to run: arguments, goldens by argument index, and which rows of the output are padding."""
-    model = load_model("tiny", "bfloat16")
+def stretched(model, positions):
+    """The model with rotary tables for at least so many positions."""
+    config = replace(model.config, max_position_embeddings=max(positions, model.config.max_position_embeddings))
+    return DecoderModel(config, model.weights, RopeTable(config))
+
+
+def layer_call(program, new, stored, blocks=12):
+    """A layer of `tiny` about to run: arguments, goldens by argument index, and which rows of the output are padding.
+
+    Args:
+        blocks: of the cache; tokens may stand behind the positions that `tiny` was made for.
+    """
+    model = stretched(load_model("tiny", "bfloat16"), blocks * 128)
     executor = ReferenceExecutor(model)
-    cache = new_cache(model.config, block_size=128, num_blocks=12)
-    paging = PagedSequences(12, 128, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
+    cache = new_cache(model.config, block_size=128, num_blocks=blocks)
+    paging = PagedSequences(blocks, 128, torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist())
     sequences = [paging.add() for _ in new]
     generator = torch.Generator().manual_seed(2)
 

@@ -39,7 +39,9 @@ def conflicts(schedule: Schedule) -> Iterator[Conflict]:
                 touched.setdefault(operand.address, []).append((task, operand))
         for address, accesses in touched.items():
             runs = [_runs(operand.offset, operand.shape, operand.whole) for _, operand in accesses]
-            for writer, written, mine in ((*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written):
+            for writer, written, mine in (
+                (*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written
+            ):
                 for (other, used), theirs in zip(accesses, runs, strict=True):
                     if other is writer or theirs[0][0] >= mine[-1][1] or mine[0][0] >= theirs[-1][1]:
                         continue
