@@ -21,7 +21,8 @@ from haarkv.tq_ops.npu.aicore.schedule import Schedule, Task, ordered
 
 # Memory nobody wrote reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF
-_PAGE, _GUARD = 4096, 4096
+# A cube loads whole tiles: rows behind a tensor's end are read, and are in no product.
+_PAGE, _GUARD = 4096, 1 << 16
 _VALUE_BITS = 63
 
 

@@ -65,8 +65,10 @@ _MAKEFILE = """\
 BISHENG := bisheng
 # PyPTO's headers, and those of CANN, with pto/ among them.
 PYTHON := python3
+ifndef PYPTO_INCLUDE
 FIND := from importlib.util import find_spec; print(find_spec("pypto").submodule_search_locations[0])
 PYPTO_INCLUDE := $(shell $(PYTHON) -c '$(FIND)')/lib/include
+endif
 CANN := /usr/local/Ascend/ascend-toolkit/latest
 CANN_INCLUDE := $(CANN)/include
 
