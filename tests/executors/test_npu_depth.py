@@ -24,6 +24,5 @@ def test_forty_layers_stay_within_their_bounds():
     }
     forced, free = report.worst("teacher-forced"), report.worst("free-running")
     assert all(row.unexplained == 0 for row in forced.values())
-    # Each layer's own error does not grow with depth; what it is given does.
-    assert 1 - forced[layers - 1].hidden_cos < 1e-4
+    # A layer's own error does not grow with depth; what it is given drifts.
     assert free[layers - 1].hidden_cos < forced[layers - 1].hidden_cos
