@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,5 +133,21 @@ def test_torch_is_not_imported():
     assert done.returncode == 0, done.stderr
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def test_the_extra_installs_what_the_simulator_knows():
-    assert f'npu = ["pypto=={SIMULATED}"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert PROJECT["optional-dependencies"]["npu"] == [f"pypto=={SIMULATED}"]
+
+
+@pytest.mark.parametrize(("extra", "row"), [("cann90", PUBLISHED[0]), ("cann91", PUBLISHED[1])], ids=["9.0", "9.1"])
+def test_the_extras_of_an_npu_are_published_combinations(extra, row):
+    pins = dict(pin.split("==") for pin in PROJECT["optional-dependencies"][extra] if "==" in pin)
+    assert extra == "cann" + "".join(row.cann.split(".")[:2])
+    assert pins["torch-npu"] in row.torch_npu[pins["torch"]]
+    assert ("haarkv[npu]" in PROJECT["optional-dependencies"][extra]) == (row.pypto == SIMULATED)
+
+
+def test_the_floor_of_torch_is_the_oldest_that_an_npu_needs():
+    oldest = min((torch for row in PUBLISHED for torch in row.torch_npu), key=lambda v: [int(n) for n in v.split(".")])
+    assert f"torch>={oldest}" in PROJECT["dependencies"]
