@@ -5,11 +5,11 @@ A program sees a level's byte as INT8: it is 0 to 15, so that the sign says noth
 
 import pypto
 
-from haarkv.tq_ops.formats.turboquant import SEED_EPS
+from haarkv.tq_ops.formats import SEED_EPS
 from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import RotatedSide
 from haarkv.tq_ops.npu.kernels.tq4 import CENTROIDS, rotated_levels
-from haarkv.tq_ops.npu.sides import TQ4_SEED
+from haarkv.tq_ops.npu.sides import PUBLISHED
 
 _ROWS = 32  # of a vector tile; FP32 rows of 128, several of them at a time
 
@@ -21,7 +21,7 @@ class SeedBytes(RotatedSide):
     every tile back.
     """
 
-    side = TQ4_SEED
+    side = PUBLISHED
 
     def quantize(self, x, rotation, count):
         """As `tq_ops.formats.turboquant.TurboQuant4Seed`.
