@@ -13,7 +13,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
@@ -84,6 +84,11 @@ PUBLISHED = Side(formats.PUBLISHED.name, Stored("codes", torch.int8, HEAD_DIM), 
 BF16 = Side("bf16", Stored("data", torch.bfloat16, HEAD_DIM), None, 2)
 SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
 """Every side that programs read, by the name of its format."""
+
+
+def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
+    """A layer's K and V."""
+    return side_of(plan.k(layer)), side_of(plan.v(layer))
 
 
 def side_of(kv_format: KVFormat) -> Side:

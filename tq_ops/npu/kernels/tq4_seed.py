@@ -11,7 +11,7 @@ from haarkv.tq_ops.npu.kernels.side import RotatedSide
 from haarkv.tq_ops.npu.kernels.tq4 import CENTROIDS, rotated_levels
 from haarkv.tq_ops.npu.sides import PUBLISHED
 
-_ROWS = 32  # of a vector tile; FP32 rows of 128, several of them at a time
+_ROWS = 64  # of a vector tile of FP32
 
 
 class SeedBytes(RotatedSide):
@@ -32,7 +32,7 @@ class SeedBytes(RotatedSide):
             codes [count, 128] INT8 and norm [count, 1] FP32.
         Rounding points: x / norm to BF16.
         """
-        pypto.set_vec_tile_shapes(min(count, _ROWS), HEAD_DIM)
+        pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
         norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True) + SEED_EPS)
         level = rotated_levels(x / norm, rotation, count)
         return [pypto.cast(pypto.cast(level, pypto.DT_FP16), pypto.DT_INT8), pypto.clone(norm)]
