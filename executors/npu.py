@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape
-from haarkv.tq_ops.npu.sides import side_of
+from haarkv.tq_ops.npu.sides import sides_of
 
 
 class NpuExecutor:
@@ -109,8 +109,7 @@ class NpuExecutor:
         tiling = inputs.tile(batch, build(self.config), self._model.rope.at(batch.positions))
         state = tiling.spread(hidden)
         for index in span:
-            sides = side_of(cache.k_format(index)), side_of(cache.v_format(index))
-            state = self._layer(build(self.config, *sides), index, state, tiling, cache)
+            state = self._layer(build(self.config, *sides_of(cache.plan, index)), index, state, tiling, cache)
         return state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:

@@ -57,6 +57,8 @@ def test_compile_refuses_before_it_compiles(capfd, tmp_path):
     assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
     assert "no such size: random:3b" in refused(capfd, "compile", "--model", "random:3b")
     assert "'tail' is not one of" in refused(capfd, "compile", "--program", "tail")
+    said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"
+    assert said in refused(capfd, "compile", "--kv", "q8_0")
 
 
 @needs_pypto[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tq.files import check_folder, whole_folder
-from tq.options import json_option, model_option
+from tq.options import json_option, kv_option, model_option
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
 )
+@kv_option
 @json_option
-def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> int:
+def command(model: str, names: tuple[str, ...], folder: Path | None, kv: str, as_json: bool) -> int:
     """Compile a model's NPU programs down to AICore C++, and check its text. Only the model's config is read.
 
     This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
@@ -41,21 +42,27 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     """
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.kv.plan import KVPlan
 
     if folder is not None:
         check_folder(folder)
-    config = read_config(model)
+    config, plan = read_config(model), KVPlan.uniform(*formats.parse(kv), 1)
     compiled: list[Compiled] = []
     with _progress(len(names or _PROGRAMS)) as begin:
-        compiled.extend(compile_programs(config, names or _PROGRAMS, begin))
+        compiled.extend(compile_programs(config, names or _PROGRAMS, begin, plan))
     if folder is not None:
         _write(folder, compiled)
     found = [str(finding) for program in compiled for finding in program.report.findings]
     if as_json:
-        print(json.dumps({"model": model, "programs": [_row(c) for c in compiled], "cpp": str(folder) if folder else None}))
+        print(
+            json.dumps(
+                {"model": model, "kv": kv, "programs": [_row(c) for c in compiled], "cpp": str(folder) if folder else None}
+            )
+        )
         return 1 if found else 0
     columns = ("program", "seconds", "kernel functions", "lines of C++", "most bytes of a core's memory", "stack", "findings")
-    print_table(f"{model} for Ascend NPU", columns, [_cells(c) for c in compiled])
+    print_table(f"{model} with a {kv} cache for Ascend NPU", columns, [_cells(c) for c in compiled])
     for line in found:
         print(line)
     if folder is not None:

@@ -7,5 +7,4 @@ from haarkv.tq_ops.kv.reads import Reads
 
 HEAD_DIM = 128
 FORMAT = formats.get("tq4")
-ALSO = (formats.get("tq4_seed"), formats.get("bf16"))
-READS = Reads("its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=ALSO)
+READS = Reads("its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")))

@@ -11,11 +11,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.program import Argument
-from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,16 @@ def _unread_row(device: torch.device) -> Tensor:
     return torch.zeros(1, _NO_SCALES.width, dtype=_NO_SCALES.dtype, device=device)
 
 
-TQ4 = Side("tq4", Stored("codes", torch.int8, HEAD_DIM // 2), Stored("scale", torch.float16, BLOCK_SIZE), 8)
-TQ4_SEED = Side("tq4_seed", Stored("codes", torch.int8, HEAD_DIM), Stored("norm", torch.float32, 1), 4)
+TQ4 = Side(FORMAT.name, Stored("codes", torch.int8, HEAD_DIM // 2), Stored("scale", torch.float16, BLOCK_SIZE), 8)
+PUBLISHED = Side(formats.PUBLISHED.name, Stored("codes", torch.int8, HEAD_DIM), Stored("norm", torch.float32, 1), 4)
 BF16 = Side("bf16", Stored("data", torch.bfloat16, HEAD_DIM), None, 2)
-SIDES = {side.name: side for side in (TQ4, TQ4_SEED, BF16)}
+SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
 """Every side that programs read, by the name of its format."""
+
+
+def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
+    """A layer's K and V."""
+    return side_of(plan.k(layer)), side_of(plan.v(layer))
 
 
 def side_of(kv_format: KVFormat) -> Side:

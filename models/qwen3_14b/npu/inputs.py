@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.reads import READS
-from haarkv.tq_ops.npu.sides import side_of
+from haarkv.tq_ops.npu.sides import sides_of
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, 
 
 def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's cache as its program sees it, the very bytes."""
-    k, v = side_of(cache.k_format(layer)), side_of(cache.v_format(layer))
+    k, v = sides_of(cache.plan, layer)
     return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 

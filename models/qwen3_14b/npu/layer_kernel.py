@@ -10,8 +10,7 @@ import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
 from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
-from haarkv.tq_ops.npu.kernels.side import DTYPES
-from haarkv.tq_ops.npu.kernels.sides import kernel_of
+from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
 _HEADS_PER_VECTOR_TILE = 8
 
@@ -106,7 +105,6 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
     side_k, side_v = kernel_of(layer.k), kernel_of(layer.v)
-    k_vector, k_scale, v_vector, v_scale = layer.k.vectors, layer.k.scale_row, layer.v.vectors, layer.v.scale_row
     tiles = Tiles(rows)
     finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
@@ -134,10 +132,10 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         position: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sequence: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], pypto.DT_INT32),
-        k_vectors: pypto.Tensor([pypto.DYNAMIC, k_vector.width], DTYPES[k_vector.dtype]),
-        k_scales: pypto.Tensor([pypto.DYNAMIC, k_scale.width], DTYPES[k_scale.dtype]),
-        v_vectors: pypto.Tensor([pypto.DYNAMIC, v_vector.width], DTYPES[v_vector.dtype]),
-        v_scales: pypto.Tensor([pypto.DYNAMIC, v_scale.width], DTYPES[v_scale.dtype]),
+        k_vectors: parameter(layer.k.vectors),
+        k_scales: parameter(layer.k.scale_row),
+        v_vectors: parameter(layer.v.vectors),
+        v_scales: parameter(layer.v.scale_row),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
         stored_k = side_k(k_vectors, k_scales)

@@ -4,6 +4,7 @@ import pytest
 from npu_programs import needs_pypto, store_case, verify
 from npu_verify import VerificationError, check_verified
 
+from haarkv.tq_ops.npu.sides import SIDES, TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 pytestmark = needs_pypto
@@ -18,6 +19,16 @@ def simulator():
 @pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 2), (5, 8), (20, 2)])
 def test_codes_and_scales_are_those_of_the_format_after_every_pass(simulator, tokens, kv_heads):
     worst, run = verify(simulator, store_case(tokens, kv_heads))
+    assert worst == 0
+    assert len({row.pass_name for row in run.rows}) >= 6
+
+
+@pytest.mark.parametrize("name", [name for name in SIDES if name != TQ4.name])
+def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, name):
+    """Bytes of levels and numbers in BF16 and FP32 alike, to the last bit."""
+    case = store_case(20, side=SIDES[name])
+    assert set(case.goldens) == {a.name for prefix in "kv" for a in SIDES[name].arguments(prefix) if a.output}
+    worst, run = verify(simulator, case)
     assert worst == 0
     assert len({row.pass_name for row in run.rows}) >= 6
 

@@ -5,14 +5,13 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
-from haarkv.tq_ops.npu.kernels.side import DTYPES
-from haarkv.tq_ops.npu.kernels.sides import kernel_of
+from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
 
 def build(program: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated kernel of a `StoreProgram`: tiles of `program.rows` tokens."""
     rows, kv_heads, side = program.rows, program.num_kv_heads, program.side
-    vectors, scales, cache_side = side.vectors, side.scale_row, kernel_of(side)
+    cache_side = kernel_of(side)
     count = rows * kv_heads
 
     @pypto.frontend.jit(**options)
@@ -21,10 +20,10 @@ def build(program: Any, options: dict[str, Any]) -> Any:
         v: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
         rotation: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_BF16),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
-        k_vectors: pypto.Tensor([pypto.DYNAMIC, vectors.width], DTYPES[vectors.dtype]),
-        k_scales: pypto.Tensor([pypto.DYNAMIC, scales.width], DTYPES[scales.dtype]),
-        v_vectors: pypto.Tensor([pypto.DYNAMIC, vectors.width], DTYPES[vectors.dtype]),
-        v_scales: pypto.Tensor([pypto.DYNAMIC, scales.width], DTYPES[scales.dtype]),
+        k_vectors: parameter(side.vectors),
+        k_scales: parameter(side.scale_row),
+        v_vectors: parameter(side.vectors),
+        v_scales: parameter(side.scale_row),
     ):
         tokens = slot.shape[0]
         stored_k = cache_side(k_vectors, k_scales)

@@ -5,13 +5,13 @@ A program sees a level's byte as INT8: it is 0 to 15, so that the sign says noth
 
 import pypto
 
-from haarkv.tq_ops.formats.turboquant import SEED_EPS
+from haarkv.tq_ops.formats import SEED_EPS
 from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import RotatedSide
 from haarkv.tq_ops.npu.kernels.tq4 import CENTROIDS, rotated_levels
-from haarkv.tq_ops.npu.sides import TQ4_SEED
+from haarkv.tq_ops.npu.sides import PUBLISHED
 
-_ROWS = 32  # of a vector tile; FP32 rows of 128, several of them at a time
+_ROWS = 64  # of a vector tile of FP32
 
 
 class SeedBytes(RotatedSide):
@@ -21,7 +21,7 @@ class SeedBytes(RotatedSide):
     every tile back.
     """
 
-    side = TQ4_SEED
+    side = PUBLISHED
 
     def quantize(self, x, rotation, count):
         """As `tq_ops.formats.turboquant.TurboQuant4Seed`.
@@ -32,7 +32,7 @@ class SeedBytes(RotatedSide):
             codes [count, 128] INT8 and norm [count, 1] FP32.
         Rounding points: x / norm to BF16.
         """
-        pypto.set_vec_tile_shapes(min(count, _ROWS), HEAD_DIM)
+        pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
         norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True) + SEED_EPS)
         level = rotated_levels(x / norm, rotation, count)
         return [pypto.cast(pypto.cast(level, pypto.DT_FP16), pypto.DT_INT8), pypto.clone(norm)]
