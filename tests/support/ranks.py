@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from haarkv.engine.ranks import Place, join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.parallel import ALONE, Alone, Ranks, Split
 from haarkv.models.weights import Weights, assemble, checkpoint_axes
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.layers.ranks import follow, gathered
+from haarkv.validation.layers.runner import validate
 
 _TIMEOUT_S = 120
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -125,3 +128,35 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
 def alone(*args: Any) -> dict[str, Any]:
     """`run_small` in this process, on one rank."""
     return run_small(ALONE, *args)
+
+
+class Faulty:
+    """Ranks of which one does something wrong; see `Ranks`."""
+
+    def __init__(self, ranks: Ranks, fault: str) -> None:
+        self._ranks, self._fault, self._sums = ranks, fault, 0
+        self.rank, self.size, self.local = ranks.rank, ranks.size, ranks.local
+        self.gather, self.share, self.collect = ranks.gather, ranks.share, ranks.collect
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        total = self._ranks.sum(partial.clone())
+        return partial if self._fault == "a sum is left out" else total
+
+
+def validated(
+    ranks: Ranks, executor: str, config: DecoderConfig, dtype: torch.dtype, lengths: Sequence[int], steps: int, fault: str = ""
+) -> Any:
+    """The report of `validate` on a small random model with a `tq4` cache; None on other ranks than 0."""
+    whole, plan = small_model(config, seed=3, dtype=dtype), KVSpec("tq4").plan(config.num_layers)
+    part = part_of(whole, Faulty(ranks, fault) if fault else ranks)
+    if fault == "a rank has another's keys":
+        of_first = part_of(whole, Alone(0, ranks.size)).weights.layers
+        layers = tuple(replace(ours, k_proj=first.k_proj) for ours, first in zip(part.weights.layers, of_first, strict=True))
+        part = replace(part, weights=replace(part.weights, layers=layers))
+    on_trial = open_executor(executor, part, plan)
+    if ranks.rank:
+        return follow(on_trial, ranks, config, plan)
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    with gathered(on_trial, ranks, config, plan) as candidate:
+        return validate(catalog.create("reference", whole, plan), candidate, whole, prompts, steps, plan)

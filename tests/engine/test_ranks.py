@@ -1,0 +1,98 @@
+"""Ranks as processes over gloo: together they are one process, each with its part of weights and cache."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from npu_programs import needs_pypto
+from ranks import alone, on_ranks, run_small, validated
+from small_models import SMALL
+
+from haarkv.models.parallel import even_share
+from haarkv.validation.bounds import REORDERED_KV, REORDERED_LOGITS
+
+FOUR = replace(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
+MODELS = {
+    "4 KV heads on 2": (2, FOUR),
+    "4 KV heads on 4": (4, FOUR),
+    "2 KV heads on 4, each held twice": (4, replace(FOUR, num_kv_heads=2)),
+    "a tied head": (2, replace(FOUR, tie_word_embeddings=True)),
+    "biases": (2, replace(FOUR, model_type="qwen2", qkv_bias=True)),
+    "experts": (
+        2,
+        replace(
+            FOUR, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+        ),
+    ),
+}
+LENGTHS, STEPS = (37, 5), 2
+
+
+@pytest.mark.parametrize(("size", "config"), MODELS.values(), ids=MODELS)
+def test_together_they_are_one_process(size, config):
+    """In FP32 with a cache that rounds nothing, only the order of FP32 sums is another."""
+    args = ("reference", config, torch.float32, "fp32", LENGTHS, STEPS)
+    one, many = alone(*args), on_ranks(size, run_small, *args)
+    assert (many[0]["logits"] - one["logits"]).abs().max() <= REORDERED_LOGITS
+    for rank in many[1:]:
+        # To the last bit: else tokens and experts could be chosen apart.
+        assert torch.equal(rank["logits"], many[0]["logits"])
+        assert torch.equal(rank["hidden"], many[0]["hidden"])
+    shares = max(1, size // config.num_kv_heads)
+    for layer in range(config.num_layers):
+        for side in "kv":
+            whole = one["fields"][layer][side]
+            for name, values in whole.items():
+                parts = torch.cat([rank["fields"][layer][side][name] for rank in many[::shares]], dim=1)
+                error = (parts - values).norm(dim=-1) / values.norm(dim=-1).clamp(min=1e-9)
+                assert error.max() <= REORDERED_KV
+
+
+@pytest.mark.parametrize(("size", "config"), [MODELS["4 KV heads on 4"], MODELS["2 KV heads on 4, each held twice"]])
+def test_a_rank_holds_its_part_and_no_more(size, config):
+    args = ("reference", config, torch.bfloat16, "tq4", (5,), 0)
+    one, many = alone(*args), on_ranks(size, run_small, *args)
+    assert [rank["kv"] for rank in many] == [one["kv"] // min(size, config.num_kv_heads)] * size
+    d, hidden, wide = config.head_dim, config.hidden_size, config.intermediate_size
+    norms = 2 * hidden + 2 * d
+    heads, kv_heads = config.num_heads // size, max(1, config.num_kv_heads // size)
+    layer = norms + hidden * (2 * heads * d + 2 * kv_heads * d + 3 * wide // size)
+    for rank, held in enumerate(many):
+        rows = even_share(config.vocab_size, rank, size)
+        numbers = config.num_layers * layer + hidden + 2 * hidden * (rows.stop - rows.start)
+        assert held["weights"] == 2 * numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("executor", ["reference", "cpu"])
+def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtype):
+    report, nothing = on_ranks(2, validated, executor, FOUR, dtype, LENGTHS, 1)
+    assert nothing is None
+    assert report.passed, report.first_divergence
+    assert len(report.rows) == 2 * 2 * FOUR.num_layers
+
+
+@pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_so_are_they_over_the_cuda_table():
+    config = replace(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
+    report, _ = on_ranks(2, validated, "cuda", config, torch.bfloat16, (3,), 0)
+    assert report.passed, report.first_divergence
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_so_are_npu_layers_cut_in_two():
+    config = replace(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)
+    report, _ = on_ranks(2, validated, "npu", config, torch.bfloat16, (6,), 1)
+    assert report.passed, report.first_divergence
+
+
+FAULTS = {"a sum is left out": "attention_mlp", "a rank has another's keys": "store_kv.k"}
+
+
+@pytest.mark.parametrize(("fault", "stage"), FAULTS.items(), ids=FAULTS)
+def test_a_fault_of_ranks_is_found(fault, stage):
+    report, _ = on_ranks(2, validated, "reference", FOUR, torch.bfloat16, (9,), 0, fault)
+    assert not report.passed
+    assert (report.first_divergence.layer, report.first_divergence.stage) == (0, stage)

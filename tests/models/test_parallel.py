@@ -1,0 +1,76 @@
+"""What of a model each rank holds: parts that make up the whole, read by themselves, and models that cannot be cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from small_models import SMALL
+
+from haarkv.models.catalog import load_model
+from haarkv.models.checkpoint import random_weights
+from haarkv.models.parallel import Alone, Split
+from haarkv.models.weights import checkpoint_axes
+from haarkv.tq_ops.errors import InputError
+
+FOUR = replace(SMALL, num_heads=8, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_number_of_a_weight_lies_with_a_rank(size):
+    config = replace(FOUR, num_experts=2, moe_intermediate_size=32, model_type="qwen3_moe", num_experts_per_tok=1)
+    parts = [Split(config, rank, size) for rank in range(size)]
+    whole = Split(config)
+    for axes in set(checkpoint_axes(config).values()):
+        cut = [axis for axis in axes if parts[0].axis(axis) != whole.axis(axis)]
+        assert len(cut) <= 1, axes
+        for axis in cut:
+            assert [i for part in parts for i in range(*part.axis(axis).indices(10**6))] == [*range(getattr(config, axis))]
+
+
+def test_query_heads_lie_with_the_kv_head_they_read():
+    config = replace(SMALL, num_heads=8, num_kv_heads=2)
+    for rank in range(4):
+        split = Split(config, rank, 4)
+        heads = range(split.axis("q_size").start // 128, split.axis("q_size").stop // 128)
+        assert {head // 4 for head in heads} == {split.kv_heads.start}
+        assert (split.part.num_heads, split.part.num_kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "said"),
+    [
+        (SMALL, 3, "10 heads cannot be split evenly over 3 ranks"),
+        (replace(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
+        (replace(FOUR, intermediate_size=82), 4, "intermediate_size 82 cannot be split evenly over 4 ranks"),
+        (replace(FOUR, vocab_size=3), 4, "a vocabulary of 3 cannot be split over 4 ranks"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(config, size, said):
+    with pytest.raises(InputError, match=said):
+        Split(config, 0, size)
+
+
+def assert_is_the_part(part, whole, split):
+    axes, tensors = checkpoint_axes(split.whole), dict(whole.named())
+    for name, tensor in part.named():
+        assert torch.equal(tensor, tensors[name][split.of(axes[name])]), name
+        assert tensor.is_contiguous(), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_part_of_a_checkpoint(tmp_path, rank):
+    folder = write_checkpoint(tmp_path / "m")
+    whole, part = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", ranks=Alone(rank, 2))
+    split = Split(whole.config, rank, 2)
+    assert part.config == split.part
+    assert_is_the_part(part.weights, whole.weights, split)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_draws_what_the_whole_random_model_would_hold_there(rank):
+    split = Split(FOUR, rank, 4)
+    whole, part = (random_weights(FOUR, torch.float32, split=of) for of in (None, split))
+    assert_is_the_part(part, whole, split)
+    # The whole tensor is not kept behind a view of it.
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named())
