@@ -11,7 +11,7 @@ from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
-from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -238,6 +238,7 @@ def load(
     dtype: str | None = None,
     layers: int | None = None,
     progress: Progress | None = None,
+    on_program: OnProgram | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -251,6 +252,7 @@ def load(
         dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
         layers: for `random:SIZE`, how many layers to build.
         progress: called with (tensors done, tensors in all).
+        on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
     Raises:
         InputError: one of these does not exist, or they do not fit together.
     """
@@ -267,7 +269,7 @@ def load(
     return Session(
         name=name,
         config=loaded.config,
-        executor=create(selected.name, loaded, plan, device),
+        executor=create(selected.name, loaded, plan, device, on_program),
         tokenizer=load_tokenizer(name, loaded.config),
         plan=plan,
         generation=generation,

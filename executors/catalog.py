@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
 
 Refuses = Callable[[DecoderConfig, KVPlan], str | None]
+OnProgram = Callable[[str], object]
+"""Called with the name of a program before it is compiled."""
 
 
 def _any(_device: str | None) -> None:
@@ -26,6 +28,10 @@ def _any(_device: str | None) -> None:
 
 def _nothing(_config: DecoderConfig, _plan: KVPlan) -> str | None:
     return None
+
+
+def _compiles_nothing(_executor: Executor, _plan: KVPlan, _on_program: OnProgram) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class _Entry:
         refuses: what `Executor.supports` answers, before there is a model.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
         programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        compile_ahead: compiles what its first forwards with such a cache would have to.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -51,6 +58,7 @@ class _Entry:
     refuses: Refuses = _nothing
     require: Callable[[str | None], object] = _any
     programs: Callable[[str | None], Runner] | None = None
+    compile_ahead: Callable[[Any, KVPlan, OnProgram], None] = _compiles_nothing
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -116,6 +124,10 @@ def _npu(model: DecoderModel, device: str | None) -> Executor:
     return NpuExecutor(model, device)
 
 
+def _compile_npu(executor: Any, plan: KVPlan, on_program: OnProgram) -> None:
+    executor.compile_ahead(plan, on_program)
+
+
 def _npu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
     from haarkv.executors.npu import NpuExecutor
 
@@ -167,7 +179,14 @@ _ENTRIES: dict[str, _Entry] = {
     "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")),
     "cuda": _Entry(_cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu),
     "npu": _Entry(
-        _npu, "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, refuses=_npu_refuses, programs=_npu_programs
+        _npu,
+        "bfloat16",
+        any_dtype=False,
+        devices=("npu", "sim"),
+        here=_has_npu,
+        refuses=_npu_refuses,
+        programs=_npu_programs,
+        compile_ahead=_compile_npu,
     ),
     "onnx": _Entry(_onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider),
 }
@@ -231,20 +250,25 @@ def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = N
         raise InputError(f"executor {name} cannot run this: {reason}")
 
 
-def create(name: str, model: DecoderModel, plan: KVPlan, device: str | None = None) -> Executor:
-    """An executor for a model and a KV plan.
+def create(
+    name: str, model: DecoderModel, plan: KVPlan, device: str | None = None, on_program: OnProgram | None = None
+) -> Executor:
+    """An executor for a model and a KV plan, with its programs compiled if it keeps any, so that no forward waits for them.
 
     Args:
         name: of `NAMES`, or `auto`.
         device: where it runs, in the executor's own words; its default unless given.
+        on_program: called before each program is compiled.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    executor = _entry(name).open(model, device)
+    entry = _entry(name)
+    executor = entry.open(model, device)
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
+    entry.compile_ahead(executor, plan, on_program or (lambda _: None))
     return executor
 
 

@@ -11,7 +11,7 @@ from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
@@ -42,7 +42,8 @@ class NpuExecutor:
         self.device = self._runner.device
         self.description = self._runner.description
         self.simulated = self._runner.simulated
-        self._model = model.to(self.device)
+        with self._runner.refusals():
+            self._model = model.to(self.device)
         self._decode = programs.decode_program(model.config)
         self._prefill = programs.prefill_program(model.config)
         self._head = programs.head_program(model.config, self._runner.most_vocab)
@@ -64,15 +65,36 @@ class NpuExecutor:
         """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim) or programs.unsupported(config)
 
+    def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
+        """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
+
+        A device keeps programs and compiles each on its first call. The simulator keeps none, and nothing is done.
+
+        Args:
+            on_program: called with a program's name before it is compiled, now and later.
+        """
+        self._runner.on_program = on_program
+        if not self._runner.keeps_programs:
+            return
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=head_dim, num_blocks=1, num_rows=1, device=self.device)
+        paging = PagedSequences(1, cache.block_size, num_rows=1)
+        sequence = paging.add()
+        for forward, tokens in ((self.prefill, 2), (self.decode, 1)):
+            batch = paging.batch([sequence], [tokens]).to(self.device)
+            forward(torch.zeros(tokens, dtype=torch.int64, device=self.device), batch, cache)
+
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
-        return self._logits(hidden[batch.query_start_loc[1:].long() - 1])
+        with self._runner.refusals():
+            hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
+            return self._logits(hidden[batch.query_start_loc[1:].long() - 1])
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
-        return self._logits(hidden)
+        with self._runner.refusals():
+            hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
+            return self._logits(hidden)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -3,3 +3,7 @@
 This package is what gets installed. Its rooms lie at the top of the repository, and here as links: `haarkv.models` is the
 folder `models/`. `import tq` is the short face.
 """
+
+from haarkv.tq_ops.npu.autoload import leave_unsourced_npu_alone
+
+leave_unsourced_npu_alone()

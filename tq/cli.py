@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.autoload import leave_npu_alone
 from tq import __version__
 from tq.output import drop_output
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
+    leave_npu_alone()
     try:
         _prepare_streams()
         typed = list(sys.argv[1:] if argv is None else argv)

@@ -118,6 +118,11 @@ def loading(model: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def compiling(program: str) -> None:
+    """Say on stderr which program of a device is compiled next: it is long, and done once in a process."""
+    print(f"tq: compiling {program}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def prefilling() -> Iterator[OnPrefill]:
     """A bar on stderr while prompts are read, gone before the first new token; silent when stderr is not a terminal."""

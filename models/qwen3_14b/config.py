@@ -40,5 +40,9 @@ SIZES: dict[str, DecoderConfig] = {
     "8b": replace(QWEN3_14B, hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12288),
     "14b": QWEN3_14B,
     "32b": replace(QWEN3_14B, num_layers=64, num_heads=64, intermediate_size=25600),
-}
-"""Every dense Qwen3, by the word that `random:SIZE` takes."""
+    "narrow": replace(
+        QWEN3_14B, hidden_size=256, num_heads=2, num_kv_heads=1, intermediate_size=512, vocab_size=1024,
+        eos_token_ids=(), tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+"""Every dense Qwen3, by the word that `random:SIZE` takes; `narrow` is none: 40 layers that an interpreter runs in minutes."""

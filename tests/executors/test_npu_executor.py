@@ -9,7 +9,7 @@ import torch
 from npu_programs import needs_pypto
 from small_models import SMALL, cache_tensors, new_cache, small_model
 
-from haarkv.executors import catalog
+from haarkv.executors import catalog, npu
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops.errors import InputError
@@ -17,6 +17,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import device
 from haarkv.tq_ops.npu.sim import simulator
+from haarkv.tq_ops.npu.versions import SIMULATED, installed
 from haarkv.validation.bounds import LAYER_BF16
 
 TQ4 = KVSpec("tq4").plan(SMALL.num_layers)
@@ -136,7 +137,7 @@ def test_a_device_that_is_not_there_is_refused(name, said):
 def fake_torch_npu(monkeypatch, *, version, available=True, count=1, broken=None):
     npu = SimpleNamespace(is_available=lambda: available, device_count=lambda: count, set_device=lambda _: None)
     monkeypatch.setattr(device, "find_spec", lambda name: object())
-    monkeypatch.setattr(device.metadata, "version", lambda name: version)
+    monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=version))
     if broken is None:
         monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
     else:
@@ -172,16 +173,59 @@ def test_an_npu_too_many_is_refused(monkeypatch):
 
 
 def test_without_pypto_the_simulator_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(simulator, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=None))
     with pytest.raises(InputError, match=r"pip install 'haarkv\[npu\]'"):
         device.open_runner("sim")
 
 
+def test_another_pypto_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto="0.2.1"))
+    with pytest.raises(InputError, match=r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"):
+        device.open_runner("sim")
+
+
 def test_without_a_compiler_the_simulator_names_it(monkeypatch):
-    monkeypatch.setattr(simulator, "find_spec", lambda name: object())
+    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=SIMULATED))
     monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == "cmake" else "/usr/bin/" + tool)
     with pytest.raises(InputError, match="cmake not found"):
         device.open_runner("sim")
+
+
+class KeepsPrograms(device.SimRunner):
+    """The simulator, which says of itself what a device's runner says: that it compiles each program once."""
+
+    keeps_programs = True
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def call(self, program, tensors):
+        if program.name not in self.called:
+            self.on_program(program.name)
+        self.called.append(program.name)
+        super().call(program, tensors)
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_programs_are_compiled_before_the_first_forward(monkeypatch):
+    """So that no latency holds a compilation."""
+    runner, announced = KeepsPrograms(), []
+    monkeypatch.setattr(npu, "open_runner", lambda _: runner)
+    config = replace(CONFIG, num_layers=1)
+    executor = catalog.create("npu", small_model(config, dtype=torch.bfloat16), KVSpec("tq4").plan(1), None, announced.append)
+    assert sorted(announced) == sorted(set(runner.called)) == ["decode_layer", "head", "prefill_layer"]
+    executor.prefill(torch.zeros(3, dtype=torch.int64), batch_of([3]), new_cache(config, block_size=128, num_blocks=32))
+    assert len(announced) == 3
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_the_simulator_compiles_nothing_ahead():
+    announced = []
+    catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", announced.append)
+    assert announced == []
 
 
 # -- Layers in the interpreter -------------------------------------------------------------------------------------------

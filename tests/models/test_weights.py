@@ -147,10 +147,16 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
 
 
 def test_published_sizes_have_their_published_parameters():
-    millions = {size: config.num_parameters() / 1e6 for size, config in SIZES.items()}
+    millions = {size: config.num_parameters() / 1e6 for size, config in SIZES.items() if size != "narrow"}
     assert {size: round(n) for size, n in millions.items()} == {
         "0.6b": 596, "1.7b": 1721, "4b": 4022, "8b": 8191, "14b": 14768, "32b": 32762,
     }  # fmt: skip
+
+
+def test_the_narrow_model_is_as_deep_as_14b_and_small():
+    narrow, wide = SIZES["narrow"], QWEN3_14B
+    assert (narrow.num_layers, narrow.head_dim, narrow.rope_theta) == (wide.num_layers, wide.head_dim, wide.rope_theta)
+    assert narrow.num_parameters() < 30e6
 
 
 def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):

@@ -21,7 +21,7 @@ from tq.options import (
     run_options,
     set_threads,
 )
-from tq.output import err, loading, prefilling, print_table, warn
+from tq.output import compiling, err, loading, prefilling, print_table, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
@@ -90,7 +90,10 @@ def command(
         set_threads(threads)
         stop_list(stop)
         Sampling(**{name: value for name, value in given.items() if value is not None})
-        session = load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress)
+        session = load(
+            model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
+            on_program=compiling,
+        )  # fmt: skip
     writer = None if as_json else _Writer(len(texts))
     with prefilling() as on_prefill:
         result = session.generate(

@@ -27,7 +27,7 @@ from tq.options import (
     run_options,
     set_threads,
 )
-from tq.output import err, loading, print_table, unread_is_fine
+from tq.output import compiling, err, loading, print_table, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -117,7 +117,8 @@ def _validate(
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         loaded = load_model(model, dtype or shared, layers, progress)
-    trusted, on_trial = create(reference, loaded, plan), create(selected.name, loaded, plan, device)
+    trusted = create(reference, loaded, plan, on_program=compiling)
+    on_trial = create(selected.name, loaded, plan, device, compiling)
     session = Session(model, loaded.config, on_trial, load_tokenizer(model, loaded.config), plan)
     ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0

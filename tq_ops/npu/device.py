@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -11,8 +13,11 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.folders import send_pypto_output_away
 from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.refusals import in_one_line
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.versions import installed, unpublished
 
 
 class Runner(Protocol):
@@ -23,18 +28,31 @@ class Runner(Protocol):
         description: for the user, what it is.
         simulated: its times mean nothing.
         most_vocab: rows of an LM head that one program may project to; None is all of them.
+        keeps_programs: a program is compiled on its first call, and then kept.
+        on_program: called with a program's name before it is compiled, if programs are kept.
+        compiled: what each kept program's first call took with its compilation, in seconds, by name.
     """
 
     device: torch.device
     description: str
     simulated: bool
     most_vocab: int | None
+    keeps_programs: bool
+    on_program: Callable[[str], object]
+    compiled: dict[str, float]
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor on `device` will not change. Returns it."""
 
     def call(self, program: Program, tensors: list[Tensor]) -> None:
         """Run a program on its tensors, in order; outputs are filled in place."""
+
+    def refusals(self) -> AbstractContextManager[None]:
+        """Within it, what the driver refuses long after a launch is an InputError of one line, too."""
+
+
+def _silent(name: str) -> None:
+    """Nobody wants to know."""
 
 
 class SimRunner:
@@ -45,8 +63,11 @@ class SimRunner:
     simulated = True
     # The interpreter keeps every piece of a weight that a program looks at: 14 GB for the head of Qwen3-14B at once.
     most_vocab: int | None = 16384
+    keeps_programs = False
 
     def __init__(self) -> None:
+        self.on_program: Callable[[str], object] = _silent
+        self.compiled: dict[str, float] = {}
         self._simulator = Simulator()
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -55,66 +76,89 @@ class SimRunner:
     def call(self, program: Program, tensors: list[Tensor]) -> None:
         self._simulator.run(program, tensors, Mode.NUMBERS)
 
+    def refusals(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class NpuRunner:
     """An Ascend NPU. PyPTO compiles a program on its first call and keeps it for the process.
+
+    Its `output` folder goes to the user's cache folder.
 
     Written to PyPTO's documentation and never run: no NPU was at hand.
     """
 
     simulated = False
     most_vocab: int | None = None
+    keeps_programs = True
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("npu", index)
         self.description = f"Ascend NPU {index}"
+        self.on_program: Callable[[str], object] = _silent
+        self.compiled: dict[str, float] = {}
         self._kernels: dict[Program, Kernel] = {}
-        torch_npu().set_device(index)
+        npu = torch_npu()
+        send_pypto_output_away()
+        with in_one_line(f"opening npu:{index}", "npu"):
+            npu.set_device(index)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def call(self, program: Program, tensors: list[Tensor]) -> None:
-        if program not in self._kernels:
-            self._kernels[program] = program.build(runtime_options={"run_mode": 0})
-        self._kernels[program](*tensors)
+        if program in self._kernels:
+            with in_one_line(f"running {program.name} on {self.device}", program.name):
+                self._kernels[program](*tensors)
+            return
+        self.on_program(program.name)
+        began = time.perf_counter()
+        with in_one_line(f"compiling {program.name} for {self.device}", program.name):
+            kernel = program.build(runtime_options={"run_mode": 0})
+            kernel(*tensors)
+        self._kernels[program] = kernel
+        self.compiled[program.name] = time.perf_counter() - began
+
+    def refusals(self) -> AbstractContextManager[None]:
+        return in_one_line(f"running on {self.device}", "npu", (RuntimeError,))
 
 
 def torch_npu() -> Any:
-    """torch-npu's module `torch.npu`.
+    """torch-npu's module `torch.npu`, loaded here: nobody else does (`autoload`).
 
     Raises:
-        InputError: torch-npu is absent, made for another torch, or sees no NPU.
+        InputError: torch-npu is absent, made for another torch, cannot be loaded, or sees no NPU.
     """
     if find_spec("torch_npu") is None:
         raise InputError("torch-npu is not installed, so there is no NPU to run on; install it or use --device sim")
-    ours, theirs = torch.__version__.split("+")[0], metadata.version("torch_npu")
-    if ours.split(".")[:2] != theirs.split(".")[:2]:
+    found = installed()
+    ours, theirs = torch.__version__.split("+")[0], found.torch_npu
+    if theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
         raise InputError(
             f"torch-npu {theirs} is made for another torch than {ours}; install matching ones or use --device sim"
         )
     try:
         import torch_npu as module
-    except (ImportError, OSError, RuntimeError) as error:
-        raise InputError(f"torch-npu cannot be loaded ({error}); source CANN's set_env.sh or use --device sim") from None
-    npu: Any = module.npu
-    if not npu.is_available():
+
+        npu: Any = module.npu
+        available = npu.is_available()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        advice = unpublished(found) or "check the NPU's driver with npu-smi info"
+        raise InputError(f"torch-npu cannot be loaded ({said[0]}); {advice}; or use --device sim") from None
+    if not available:
         raise InputError("torch-npu sees no NPU; check npu-smi info, or use --device sim")
     return npu
 
 
 def open_runner(device: str | None) -> Runner:
-    """The runner for `sim`, `npu` or `npu:N`; without a wish, the first NPU if there is one, else the simulator.
+    """The runner for `sim`, `npu` or `npu:N`; without a wish, the first NPU where torch-npu is installed, else the simulator.
 
     Raises:
         InputError: no such device, or it cannot be used.
     """
     if device is None:
-        try:
-            torch_npu()
-        except InputError:
-            return SimRunner()
-        return open_runner("npu:0")
+        device = "sim" if find_spec("torch_npu") is None else "npu:0"
     if device == "sim":
         return SimRunner()
     match = re.fullmatch(r"npu(?::(\d+))?", device)

@@ -103,12 +103,12 @@ class Installed:
 def installed(ascend: Path = _DEFAULT_FOLDER) -> Installed:
     """What this machine has. Nothing is imported and no device is touched.
 
-    ASCEND_HOME_PATH is read as CANN's own mark that set_env.sh was run; without it, the default folders are looked at.
+    CANN's own mark that set_env.sh was run is read; without it, the default folders are looked at.
 
     Args:
         ascend: where the driver lies, and CANN unless it was sourced from elsewhere.
     """
-    home = os.environ.get("ASCEND_HOME_PATH")
+    home = sourced_from()
     folder, cann = _toolkit([Path(home)] if home else _folders(ascend))
     return Installed(
         python=platform.python_version(),
@@ -120,6 +120,11 @@ def installed(ascend: Path = _DEFAULT_FOLDER) -> Installed:
         sourced=bool(home),
         driver=_field(ascend / "driver" / "version.info"),
     )
+
+
+def sourced_from() -> str | None:
+    """The toolkit whose set_env.sh was run in this shell, or None."""
+    return os.environ.get("ASCEND_HOME_PATH") or None
 
 
 def unpublished(found: Installed) -> str | None:
@@ -157,7 +162,7 @@ def _toolkit_and_driver(row: Combination, found: Installed) -> str | None:
     if found.cann is None:
         return f"no CANN toolkit was found; install CANN {row.cann} and source its set_env.sh"
     if not (found.cann == row.cann or found.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
-        return f"pypto {row.pypto} is published with CANN {row.cann}, and {found.cann} is in {found.cann_folder}; install that CANN"
+        return f"pypto {row.pypto} goes with CANN {row.cann}, and {found.cann} is in {found.cann_folder}; install {row.cann}"
     if not found.sourced:
         return f"CANN {found.cann} in {found.cann_folder} is not sourced; source its set_env.sh"
     if found.driver is None:

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,9 +47,9 @@ def test_builds_and_patches_of_published_versions_pass():
         ({"pypto": "0.3.0"}, "pypto 0.3.0 is in no combination"),
         ({"python": "3.13.1"}, "this is 3.13.1"),
         ({"cann": None, "cann_folder": None, "sourced": False}, "no CANN toolkit"),
-        ({"cann": "9.1.0"}, "published with CANN 9.0.0, and 9.1.0"),
+        ({"cann": "9.1.0"}, "goes with CANN 9.0.0, and 9.1.0"),
         ({"cann": "9.0.0.1"}, None),
-        ({"cann": "9.0.01"}, "published with CANN 9.0.0"),
+        ({"cann": "9.0.01"}, "goes with CANN 9.0.0"),
         ({"sourced": False}, "is not sourced; source its set_env.sh"),
         ({"driver": None}, "no NPU driver"),
         ({"driver": "25.3.rc1"}, "the NPU driver is 25.3.rc1"),
@@ -132,5 +133,21 @@ def test_torch_is_not_imported():
     assert done.returncode == 0, done.stderr
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def test_the_extra_installs_what_the_simulator_knows():
-    assert f'npu = ["pypto=={SIMULATED}"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert PROJECT["optional-dependencies"]["npu"] == [f"pypto=={SIMULATED}"]
+
+
+@pytest.mark.parametrize(("extra", "row"), [("cann90", PUBLISHED[0]), ("cann91", PUBLISHED[1])], ids=["9.0", "9.1"])
+def test_the_extras_of_an_npu_are_published_combinations(extra, row):
+    pins = dict(pin.split("==") for pin in PROJECT["optional-dependencies"][extra] if "==" in pin)
+    assert extra == "cann" + "".join(row.cann.split(".")[:2])
+    assert pins["torch-npu"] in row.torch_npu[pins["torch"]]
+    assert ("haarkv[npu]" in PROJECT["optional-dependencies"][extra]) == (row.pypto == SIMULATED)
+
+
+def test_the_floor_of_torch_is_the_oldest_that_an_npu_needs():
+    oldest = min((torch for row in PUBLISHED for torch in row.torch_npu), key=lambda v: [int(n) for n in v.split(".")])
+    assert f"torch>={oldest}" in PROJECT["dependencies"]

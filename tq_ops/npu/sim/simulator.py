@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +29,8 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import Program
+from haarkv.tq_ops.npu.refusals import refusal
+from haarkv.tq_ops.npu.versions import installed, unsimulated
 
 
 class Mode(Enum):
@@ -120,8 +121,8 @@ class SimulatorError(InputError):
 
 def unavailable() -> str | None:
     """None, or in one sentence why nothing can be simulated here."""
-    if find_spec("pypto") is None:
-        return "pypto is not installed; run pip install 'haarkv[npu]'"
+    if reason := unsimulated(installed()):
+        return reason
     missing = [tool for tool in ("cmake", "make", "g++") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found; PyPTO's interpreter is compiled on its first use"
@@ -183,7 +184,8 @@ class Simulator:
         try:
             answer = self._call(Request(program, mode, tuple(stored), golden_files))
             if "error" in answer:
-                raise SimulatorError(f"{program.name}: {answer['error']}")
+                everything = f"{answer['trace']}\n\n{self._log()}"
+                raise SimulatorError(refusal(program.name, program.name, answer["error"], everything))
             self._take_outputs(program, tensors, stored, mode, answer)
         finally:
             for file in (*stored, *golden_files.values()):
@@ -220,9 +222,10 @@ class Simulator:
             connection.send(request)
             answer: dict[str, Any] = connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            tail = self._log_tail()
+            log, name = self._log(), request.program.name
             self._stop()
-            raise SimulatorError(f"{request.program.name}: the compiler's process died: {tail}") from None
+            tail = " ".join(log[-_TAIL:].split()) or "it said nothing"
+            raise SimulatorError(refusal(name, name, f"the compiler's process died: {tail}", log)) from None
         except BaseException:
             # Interrupted between a question and its answer, the worker would answer the next question with the old one.
             self._stop()
@@ -253,9 +256,9 @@ class Simulator:
         shim.chmod(0o755)
         return folder
 
-    def _log_tail(self) -> str:
-        text = (self._folder / "log").read_text(encoding="utf-8", errors="replace")
-        return " ".join(text[-600:].split()) or "it said nothing"
+    def _log(self) -> str:
+        """What the worker has printed."""
+        return (self._folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def _stop(self) -> None:
         if self._connection is not None:
@@ -267,6 +270,7 @@ class Simulator:
             self._process = None
 
 
+_TAIL = 120  # characters of the log that fit into a line
 _BOOT = "import sys; from haarkv.tq_ops.npu.sim import worker; worker.serve(worker.Connection(int(sys.argv[1])))"
 
 

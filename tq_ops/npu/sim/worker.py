@@ -28,6 +28,7 @@ from pypto import pypto_impl
 from pypto._utils import BuildOnlineManager
 from pypto.frontend.parser import entry
 
+from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
 
@@ -47,7 +48,7 @@ def _build_and_load_calculator(self: Any) -> None:
     source = Path(pypto.__file__).parent / "lib/calculator"
     text = (source / "src/calc_torch.cpp").read_bytes()
     key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + text).hexdigest()[:16]
-    library = Path.home() / ".cache/haarkv/pypto_calculator" / key / "libtile_fwk_calculator.so"
+    library = cache_folder("pypto_calculator") / key / "libtile_fwk_calculator.so"
     if not library.exists():
         torch_context, cmake = self._TorchContext(), self._CMakeContext()
         with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,150 @@
+"""The runner of a device, on a machine that only claims to have one: what it says, and where files go."""
+
+import os
+from pathlib import Path
+
+import fake_npu
+import pytest
+from npu_programs import needs_pypto
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu import folders
+from haarkv.tq_ops.npu.refusals import DeviceError, in_one_line
+
+RUNNER = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.device import open_runner
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    def build(self, **options):
+        assert options == {"runtime_options": {"run_mode": 0}}
+        calls = []
+        def kernel(*tensors):
+            Path(os.environ["TILE_FWK_OUTPUT_DIR"], "kernel.o").touch()
+            calls.append(tensors)
+            if self.name == "refused" or (self.name == "breaks" and len(calls) == 2):
+                raise RuntimeError("\\n".join(["", "errCode: FB1002", *(f"frame {i}" for i in range(80))]))
+        return kernel
+
+import haarkv.tq_ops.npu.device as device
+device.find_spec = lambda name: object()  # torch-npu and PyPTO
+runner = open_runner("npu:0")
+said = []
+runner.on_program = said.append
+"""
+
+
+@pytest.fixture
+def device(tmp_path):
+    """Runs a program that has an opened runner, in an empty folder."""
+    fake_npu.install(tmp_path / "site", fake_npu.PRESENT)
+    (tmp_path / "here").mkdir()
+
+    def run(program):
+        done = fake_npu.run(tmp_path / "site", tmp_path, "-c", RUNNER + program, cwd=tmp_path / "here")
+        assert done.returncode == 0, done.stderr
+        assert list((tmp_path / "here").iterdir()) == []
+        return done.stdout
+
+    return run
+
+
+def test_a_program_is_announced_and_compiled_once(device):
+    told = device("for _ in range(3): runner.call(Program('good'), [])\nprint(said)")
+    assert told == "['good']\n"
+
+
+def test_output_goes_to_the_cache_folder(device, tmp_path):
+    device("runner.call(Program('good'), [])")
+    (folder,) = (tmp_path / ".cache/haarkv/pypto_output").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["kernel.o"]
+
+
+@pytest.mark.parametrize(
+    ("program", "calls", "said"),
+    [
+        ("refused", 1, "compiling refused for npu:0: errCode: FB1002"),
+        ("breaks", 2, "running breaks on npu:0: errCode: FB1002"),
+    ],
+)
+def test_eighty_lines_become_one_and_a_file(device, tmp_path, program, calls, said):
+    code = f"""
+try:
+    for _ in range({calls}): runner.call(Program({program!r}), [])
+except InputError as error:
+    print(error)
+"""
+    told = device(code)
+    assert told.count("\n") == 1
+    assert said in told
+    (log,) = (tmp_path / ".cache/haarkv/logs").iterdir()
+    assert str(log) in told
+    text = log.read_text(encoding="utf-8")
+    assert "frame 79" in text
+    assert "Traceback" in text
+    assert "torch_npu=" in text, "versions"
+
+
+def test_what_a_stream_refuses_later_is_one_line_too(device):
+    code = """
+try:
+    with runner.refusals(): raise RuntimeError("EZ9999: the stream broke\\nmore")
+except InputError as error:
+    print(error)
+"""
+    assert "running on npu:0: EZ9999: the stream broke" in device(code)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TILE_FWK_OUTPUT_DIR", raising=False)
+    return tmp_path
+
+
+def test_old_folders_go_and_those_in_use_stay(home, monkeypatch):
+    monkeypatch.setattr(folders, "_unique", iter([f"20200101-000000-{i}-99999999" for i in range(8)]).__next__)
+    made = [folders.send_pypto_output_away() for _ in range(8)]
+    monkeypatch.undo()
+    assert [path.exists() for path in made] == [False] * 3 + [True] * 5
+    mine = home / ".cache/haarkv/pypto_output" / f"19990101-000000-0-{os.getpid()}"
+    mine.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    folders.send_pypto_output_away()
+    assert mine.exists()
+    assert not made[3].exists()
+
+
+def test_our_own_errors_pass_and_a_full_home_hides_no_line(home, monkeypatch):
+    with pytest.raises(InputError, match=r"^ours$"), in_one_line("x", "x"):
+        raise InputError("ours")
+    monkeypatch.setenv("HOME", "/dev/null")
+    with pytest.raises(DeviceError, match=r"^launching: refused$"), in_one_line("launching", "x"):
+        raise RuntimeError("refused\nand more")
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_pypto_itself_writes_where_it_is_told(tmp_path):
+    """Its variable, read by its C++ at a compilation: the same with which the runner of a device sends it away."""
+    code = """
+from haarkv.tq_ops.npu.folders import send_pypto_output_away
+print(send_pypto_output_away())
+import pypto
+from haarkv.tq_ops.npu.scopes import AttentionProgram
+program = AttentionProgram.tuned("bf16", 2, 1, 128)
+options = {"runtime_options": {"run_mode": 1}, "host_options": {"compile_stage": pypto.CompStage.TENSOR_GRAPH}}
+program.build(**options)(*program.blank_call(1, 100))
+"""
+    (tmp_path / "here").mkdir()
+    done = fake_npu.run(tmp_path, tmp_path, "-c", code, cwd=tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "here").iterdir()) == []
+    folder = Path(done.stdout.splitlines()[0])
+    assert folder.is_relative_to(tmp_path)
+    assert any(path.name.startswith("output_") for path in folder.iterdir())
