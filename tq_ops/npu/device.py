@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ class Runner(Protocol):
         most_vocab: rows of an LM head that one program may project to; None is all of them.
         keeps_programs: a program is compiled on its first call, and then kept.
         on_program: called with a program's name before it is compiled, if programs are kept.
+        compiled: what each kept program's first call took with its compilation, in seconds, by name.
     """
 
     device: torch.device
@@ -37,6 +39,7 @@ class Runner(Protocol):
     most_vocab: int | None
     keeps_programs: bool
     on_program: Callable[[str], object]
+    compiled: dict[str, float]
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor on `device` will not change. Returns it."""
@@ -64,6 +67,7 @@ class SimRunner:
 
     def __init__(self) -> None:
         self.on_program: Callable[[str], object] = _silent
+        self.compiled: dict[str, float] = {}
         self._simulator = Simulator()
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -92,6 +96,7 @@ class NpuRunner:
         self.device = torch.device("npu", index)
         self.description = f"Ascend NPU {index}"
         self.on_program: Callable[[str], object] = _silent
+        self.compiled: dict[str, float] = {}
         self._kernels: dict[Program, Kernel] = {}
         npu = torch_npu()
         send_pypto_output_away()
@@ -107,10 +112,12 @@ class NpuRunner:
                 self._kernels[program](*tensors)
             return
         self.on_program(program.name)
+        began = time.perf_counter()
         with in_one_line(f"compiling {program.name} for {self.device}", program.name):
             kernel = program.build(runtime_options={"run_mode": 0})
             kernel(*tensors)
         self._kernels[program] = kernel
+        self.compiled[program.name] = time.perf_counter() - began
 
     def refusals(self) -> AbstractContextManager[None]:
         return in_one_line(f"running on {self.device}", "npu", (RuntimeError,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,11 @@ class StoreByProgram:
 
     Args:
         runner: calls the program.
+    Attributes:
+        kv: the format that it stores.
     """
+
+    kv: ClassVar[str] = "tq4"
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -61,7 +61,7 @@ def store(bench: Workbench) -> Found:
     if table is None:
         return Found(None, _NOTHING)
     said, compared = [], 0
-    for kv in [kv for kv in bench.readable if kv == "tq4"] if bench.programs else bench.readable:
+    for kv in (StoreByProgram.kv,) if bench.programs else bench.plans:
         case = Store(CacheCase(kv, bench.config.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
         finding = case.check(table, device)
         compared += 2 * sum(_NEW) * _HEADS * bench.config.head_dim

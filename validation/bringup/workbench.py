@@ -171,24 +171,28 @@ class Workbench:
         return [tokenizer.encode(prompt) for prompt in self.prompts]
 
     # -- What a verdict depends on -------------------------------------------------------------------------------------------
-    def inputs(self, *rooms: str, of_model: bool = True) -> dict[str, str]:
-        """What the verdict of a rung depends on.
+    def below_a_model(self, *rooms: str) -> dict[str, str]:
+        """What the verdict of a rung depends on that runs no model.
 
         Args:
             rooms: whose code runs.
-            of_model: whether the model, its formats and its prompts matter.
         """
-        request = self.request
-        common = {**versions(request.executor), "executor": request.executor, "device": self.device, "code": code_of(rooms)}
-        if not of_model:
-            return common
-        asked = {
-            "formats": ", ".join(self.plans),
-            "prompts": _digest(map(str.encode, self.prompts)),
-            "new tokens": str(self.new_tokens),
-            "contexts": ", ".join(map(str, self.contexts)),
-        }
-        return {**common, "model": _model_digest(request.model, request.layers), **asked}
+        name = self.request.executor
+        return {**versions(name), "executor": name, "device": self.device, "code": code_of(rooms)}
+
+    def of_the_model(self, *rooms: str, **asked: str) -> dict[str, str]:
+        """The same, of a rung that runs the model in every format.
+
+        Args:
+            asked: what else matters, by name.
+        """
+        model = _model_digest(self.request.model, self.request.layers)
+        return {**self.below_a_model(*rooms), "model": model, "formats": ", ".join(self.plans), **asked}
+
+    @property
+    def prompts_digest(self) -> str:
+        """Of all texts."""
+        return _digest(map(str.encode, self.prompts))
 
 
 @cache

@@ -1,0 +1,398 @@
+"""`tq bringup`: every rung broken once and named, what is kept and run again, and what the folder holds."""
+
+import html
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from npu_programs import needs_pypto
+from places import ROOT
+from refusals import assert_refused
+
+from haarkv.benchmarks import latency, timing
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.npu import versions
+from haarkv.tq_ops.npu.device import SimRunner
+from haarkv.validation.bringup import environment
+from haarkv.validation.bringup.result import RUNGS
+from haarkv.validation.layers.faults import table_with
+from haarkv.validation.layers.self_test import WholeLayers
+from tq.cli import main
+
+NAMES = list(RUNGS)
+QUICK = ("--kv", "tq4", "--prompt", "def main(argv):", "--max-new-tokens", "8", "--contexts", "20,60")
+"""The text is validated up to 19 tokens and continued up to 23."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("bringup") / "checkpoint", config={"head_dim": 64})
+
+
+@pytest.fixture
+def bringup(capsys, tmp_path, monkeypatch, checkpoint):
+    """Runs `tq bringup` on a small model: (exit code, stdout, stderr); the results are in `folder`."""
+    monkeypatch.setattr(latency, "REPEATS", 1)
+    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
+
+    def call(*args, executor="cpu"):
+        code = main(["bringup", "--model", str(checkpoint), "--executor", executor, "--out", str(call.folder), *QUICK, *args])
+        return code, *capsys.readouterr()
+
+    call.folder = tmp_path / "out"
+    return call
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """Put another executor in the place of `cpu`."""
+
+    def put(build):
+        entry = replace(catalog._ENTRIES["cpu"], open=lambda model, device: build(model), refuses=lambda *_: None)
+        monkeypatch.setitem(catalog._ENTRIES, "cpu", entry)
+
+    return put
+
+
+def kept(folder, name):
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def failed_at(bringup, rung, *words):
+    """What a folder holds after a failed rung: those beneath it passed, those above it were not run, and all of it is said."""
+    code, out, err = bringup()
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[-2].startswith(f"failed: {rung}")
+    for word in words:
+        assert word in out, out
+    below, above = NAMES[: NAMES.index(rung)], NAMES[NAMES.index(rung) + 1 :]
+    assert [line.split()[0] for line in lines[:-2]] == [*below, rung]
+    assert all(kept(bringup.folder, name)["verdict"] == "passed" for name in below)
+    assert kept(bringup.folder, rung)["verdict"] == "failed"
+    assert not any((bringup.folder / f"{name}.json").exists() for name in above)
+    page = html.unescape((bringup.folder / "index.html").read_text(encoding="utf-8"))
+    assert page.count("not run") == len(above)
+    report = json.loads((bringup.folder / "report.json").read_text(encoding="utf-8"))
+    assert report["bringup"].startswith(f"failed: {rung}")
+    assert report["not run"] == above
+    for word in words:
+        assert word in page
+        assert word in json.dumps(report)
+    return report
+
+
+# -- Each rung broken once --------------------------------------------------------------------------------------------------
+
+
+def test_every_rung_passes_and_says_what_it_compared(bringup):
+    code, out, err = bringup()
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
+    results = [kept(bringup.folder, name) for name in NAMES]
+    assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
+    assert sorted(path.name for path in bringup.folder.iterdir()) == sorted(
+        [*(f"{name}.json" for name in NAMES), "index.html", "report.json"]
+    )
+    (table,) = results[-1]["found"]["tables"]
+    assert {(row[0], row[1]) for row in table["rows"]} == {(c, t) for c in ("prefill", "step", "layer") for t in ("20", "60")}
+    assert all(float(row[3]) > 0 and float(row[6]) > 0 for row in table["rows"])
+
+
+def test_a_version_that_is_not_asked_for_fails_the_environment(bringup, monkeypatch):
+    monkeypatch.setattr(environment, "_installed", lambda name: "1.13.0" if name == "torch" else "99")
+    monkeypatch.setattr(environment, "requires", lambda _: ["torch>=2.11", "numpy"])
+    failed_at(bringup, "environment", "torch 1.13.0 is installed, and haarkv needs torch>=2.11")
+
+
+def test_a_pair_of_versions_that_is_not_published_fails_the_environment(bringup, monkeypatch, checkpoint, tmp_path, capsys):
+    ours = versions.Installed(
+        python="3.11.7", torch="2.11.0", torch_npu="2.11.0", pypto="0.2.0", cann="9.0.0", cann_folder=tmp_path, sourced=True,
+        driver="25.5.0",
+    )  # fmt: skip
+    monkeypatch.setattr(versions, "installed", lambda: ours)
+    code, out, _ = bringup(executor="npu")
+    assert code == 1
+    assert "no torch-npu for torch 2.11.0 is published with CANN 9.0.0" in out
+    assert "--device sim rehearses" in out
+    facts = kept(bringup.folder, "environment")["found"]["facts"]
+    assert facts["cann"] == "9.0.0"
+    assert facts["driver"] == "25.5.0"
+    assert str(tmp_path) not in (bringup.folder / "report.json").read_text(encoding="utf-8")
+
+
+def test_the_environment_is_judged_before_torch_is_imported(tmp_path):
+    """Here torch raises as it does where torch-npu is installed and CANN is not sourced."""
+    code = (
+        "import sys\n"
+        "class Refuses:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise RuntimeError('libhccl.so: cannot open shared object file')\n"
+        "sys.meta_path.insert(0, Refuses())\n"
+        "from tq.cli import main\n"
+        f"sys.exit(main(['bringup', '--executor', 'cpu', '--out', {str(tmp_path / 'out')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "torch cannot be imported: libhccl.so" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"environment.json", "index.html", "report.json"}
+
+
+def altered(**ops):
+    return lambda model: ReferenceExecutor(model, table_with(ops))
+
+
+def test_a_wrong_op_fails_the_smallest_kernel(bringup, trial):
+    trial(altered(silu_mul=lambda *given: reference.silu_mul(*given) * 1.1))
+    failed_at(bringup, "add", "silu_mul: largest relative error 1.0")
+
+
+def test_a_wrong_byte_fails_the_store(bringup, trial):
+    def store_kv(k, v, cache, layer, batch):
+        reference.store_kv(k, v, cache, layer, batch)
+        slot = int(batch.slot_mapping[-1])
+        cache.v_fields(layer)["codes"][slot // cache.block_size, 1, slot % cache.block_size, 5] ^= 0x80
+
+    trial(altered(store_kv=store_kv))
+    failed_at(bringup, "store", "tq4: 1 unexplained levels of V")
+
+
+def perturbed(layer, name):
+    """The reference with one weight that is not the model's: of a layer, or of the head."""
+
+    def build(model):
+        def off(field, tensor):
+            return tensor * 1.1 if field == name else tensor
+
+        weights = model.weights
+        if layer is None:
+            return ReferenceExecutor(replace(model, weights=replace(weights, lm_head=weights.lm_head * 1.1)))
+        if layer >= model.config.num_layers:
+            return ReferenceExecutor(model)
+        layers = [w.changed(off) if index == layer else w for index, w in enumerate(weights.layers)]
+        return ReferenceExecutor(replace(model, weights=replace(weights, layers=tuple(layers))))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("rung", "build", "where"),
+    [
+        ("layer", perturbed(0, "o_proj"), "tq4, layer 0, attention_mlp"),
+        ("layer", perturbed(0, "v_proj"), "tq4, layer 0, store_kv.v"),
+        ("head", perturbed(None, "lm_head"), "tq4, forward"),
+        ("teacher-forced", perturbed(1, "down_proj"), "tq4, layer 1, attention_mlp"),
+    ],
+    ids=["layer", "layer's V", "head", "teacher-forced"],
+)
+def test_a_wrong_weight_fails_its_rung_and_names_layer_and_stage(bringup, trial, rung, build, where):
+    trial(build)
+    report = failed_at(bringup, rung, where)
+    assert report["bringup"].startswith(f"failed: {rung} at {where}")
+
+
+class Overtaking(ReferenceExecutor):
+    """Runs the layers of a whole forward in the wrong order; each of them alone is right."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        order = model.config.num_layers > 1
+        self._reversed = replace(model, weights=replace(model.weights, layers=model.weights.layers[:: -1 if order else 1]))
+
+    def prefill(self, token_ids, batch, cache):
+        return self._reversed.prefill(token_ids, batch, cache, self.ops)
+
+    def decode(self, token_ids, batch, cache):
+        return self._reversed.decode(token_ids, batch, cache, self.ops)
+
+
+def test_layers_that_are_right_one_by_one_and_wrong_together_fail_free_running(bringup, trial):
+    trial(Overtaking)
+    failed_at(bringup, "free-running", "tq4, forward", "the whole forward stores another K in layer 0")
+
+
+class Forgetting(ReferenceExecutor):
+    """Predicts another token once a text is longer than any that was validated."""
+
+    def decode(self, token_ids, batch, cache):
+        logits = super().decode(token_ids, batch, cache)
+        return logits.roll(1, -1) if int(batch.seq_lens.max()) == 21 else logits
+
+
+def test_another_token_fails_the_text(bringup, trial):
+    trial(Forgetting)
+    failed_at(bringup, "text", "tq4, prompt 1, new token 7: another token than the reference's, and no near tie")
+
+
+class Refusing(ReferenceExecutor):
+    """A compiler that refuses a length, in eighty lines."""
+
+    def decode(self, token_ids, batch, cache):
+        if int(batch.seq_lens.max()) >= 60:
+            raise RuntimeError(
+                "[ERROR] AICore: UB overflow in kernel 17\n" + "\n".join(f"#{n} at /home/someone/x.cpp" for n in range(80))
+            )
+        return super().decode(token_ids, batch, cache)
+
+
+def test_a_call_that_raises_fails_the_latency_in_one_line_and_a_log(bringup, trial):
+    trial(Refusing)
+    report = failed_at(bringup, "latency", "[ERROR] AICore: UB overflow in kernel 17")
+    assert "latency.log" in (bringup.folder / "index.html").read_text(encoding="utf-8")
+    log = (bringup.folder / "latency.log").read_text(encoding="utf-8")
+    assert "#79 at /home/someone/x.cpp" in log
+    assert "#79 at …/x.cpp" in report["rungs"][-1]["log"][-1]
+    assert "someone" not in json.dumps(report)
+
+
+def test_a_call_without_numbers_fails_the_latency(bringup, trial):
+    class Empty(ReferenceExecutor):
+        def layers(self, hidden, span, batch, cache):
+            out = super().layers(hidden, span, batch, cache)
+            return torch.zeros_like(out) if int(batch.seq_lens.max()) >= 60 else out
+
+    trial(Empty)
+    failed_at(bringup, "latency", "layer tq4 gives no numbers")
+
+
+# -- Going on ---------------------------------------------------------------------------------------------------------------
+
+
+def verdicts(out):
+    """Of each line: rung, and whether it was kept."""
+    return {
+        line.split()[0]: " kept " in line for line in out.splitlines() if line.split()[0] in RUNGS and "run again" not in line
+    }
+
+
+def test_a_mended_rung_goes_on_where_it_failed(bringup, trial):
+    trial(Forgetting)
+    assert bringup()[0] == 1
+    trial(ReferenceExecutor)
+    code, out, _ = bringup("--resume")
+    assert code == 0
+    assert verdicts(out) == {name: name not in ("environment", "text", "latency") for name in NAMES}
+
+
+def test_what_depends_on_a_change_is_run_again_and_says_why(bringup, monkeypatch, trial):
+    trial(ReferenceExecutor)
+    assert bringup()[0] == 0
+    code, out, _ = bringup("--resume", "--max-new-tokens", "5")
+    assert code == 0
+    assert "text is run again: new tokens changed" in out
+    assert [name for name, was_kept in verdicts(out).items() if not was_kept] == ["environment", "text"]
+    installed = environment._installed
+    monkeypatch.setattr(environment, "_installed", lambda name: "9.9" if name == "safetensors" else installed(name))
+    monkeypatch.setattr(environment, "_missing", lambda _: None)
+    code, out, _ = bringup("--resume", "--max-new-tokens", "5")
+    assert code == 0
+    assert "add is run again: safetensors changed" in out
+    assert not any(verdicts(out).values())
+
+
+def test_a_folder_is_not_written_over(bringup, tmp_path):
+    (bringup.folder).mkdir()
+    (bringup.folder / "thesis.tex").write_text("x")
+    assert_refused(bringup(), "holds something else than a bring-up")
+    assert [path.name for path in bringup.folder.iterdir()] == ["thesis.tex"]
+    bringup.folder = tmp_path / "other"
+    bringup.folder.mkdir()
+    (bringup.folder / "environment.json").write_text("{}")
+    assert_refused(bringup(), "add --resume")
+    assert_refused(bringup("--resume"), "environment.json is no result of tq bringup; delete it")
+
+
+def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
+    def interrupted(model):
+        raise KeyboardInterrupt
+
+    entry = catalog._ENTRIES["cpu"]
+    trial(interrupted)
+    code, out, err = bringup()
+    assert (code, err) == (130, "tq: interrupted\n")
+    assert list(verdicts(out)) == ["environment"]
+    assert sorted(path.name for path in bringup.folder.iterdir()) == ["environment.json", "index.html", "report.json"]
+    assert json.loads((bringup.folder / "report.json").read_text())["bringup"] == "unfinished: 1 of 9 rungs passed"
+    trial(lambda model: entry.open(model, None))
+    assert bringup("--resume")[0] == 0
+
+
+# -- What cannot be tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("executor", "args", "word"),
+    [
+        ("tpu", (), "unknown executor 'tpu'"),
+        ("catalog", (), "unknown executor 'catalog'"),
+        ("reference", (), "compared with itself proves nothing"),
+        ("cpu", ("--device", "npu:0"), "runs on the cpu, not on 'npu:0'"),
+        ("cpu", ("--kv", "q8_0"), "executor cpu cannot run this"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line_and_2(bringup, executor, args, word):
+    code, _, err = bringup(*args, executor=executor)
+    assert (code, err.count("\n")) == (2, 1)
+    assert word in err
+
+
+def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
+    trial(lambda model: WholeLayers(ReferenceExecutor(model)))
+    code, out, _ = bringup()
+    assert code == 0
+    assert out.splitlines()[-2] == "passed: 7 of 9 rungs, not on this executor: add, store"
+
+
+# -- The rehearsal -----------------------------------------------------------------------------------------------------------
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.parametrize(
+    ("program", "argument", "rung", "word"),
+    [("add", 2, "add", "x + y is wrong in 1 of"), ("store_kv", 4, "store", "unexplained levels of K")],
+)
+def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, program, argument, rung, word):
+    call = SimRunner.call
+
+    def wrong(self, called, tensors):
+        call(self, called, tensors)
+        if called.name == program:
+            # Of the cache, a byte that was just written: the first token's slot is 0 of the last block.
+            block = tensors[argument].view(-1, 2, 128, 64)[-1] if program == "store_kv" else tensors[argument]
+            block[(1, 0, 3) if program == "store_kv" else (7, 7)] += 64
+
+    monkeypatch.setattr(SimRunner, "call", wrong)
+    code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")
+    assert (code, out.splitlines()[-2].split(";")[0].split(" at ")[0]) == (1, f"failed: {rung}")
+    assert word in out, out
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
+    model = write_checkpoint(tmp_path / "model", config=sizes)
+    args = ["--prompt", "def main(argv):", "--max-new-tokens", "2", "--threads", "1"]
+    code = main(["bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
+    last = kept(tmp_path / "out", "latency")["found"]
+    assert "times mean nothing and none is given" in last["said"]
+    assert all(row[3:] == ["–"] * 4 for row in last["tables"][0]["rows"])
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert page.count(">passed<") == 10
+
+
+@needs_pypto[0]
+@pytest.mark.npu_long
+def test_the_rehearsal_on_tiny(tmp_path, capsys):
+    assert main(["bringup", "--device", "sim", "--threads", "1", "--out", str(tmp_path / "out")]) == 0
+    assert "passed: 9 of 9 rungs" in capsys.readouterr().out
