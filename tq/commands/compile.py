@@ -25,7 +25,9 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@click.option("--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ to a new folder.")
+@click.option(
+    "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
+)
 @json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
     """Compile a model's NPU programs down to AICore C++. Only the model's config is read.
@@ -45,10 +47,10 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     if folder is not None:
         _write(folder, compiled)
     if as_json:
-        rows = [{"program": c.name, "seconds": c.seconds, "files": sorted(c.sources), "lines": c.lines} for c in compiled]
+        rows = [{"program": c.name, "seconds": c.seconds, "functions": len(c.functions), "lines": c.lines} for c in compiled]
         print(json.dumps({"model": model, "programs": rows, "cpp": str(folder) if folder else None}))
         return
-    cells = [(c.name, f"{c.seconds:.1f}", str(len(c.sources)), str(c.lines)) for c in compiled]
+    cells = [(c.name, f"{c.seconds:.1f}", str(len(c.functions)), str(c.lines)) for c in compiled]
     print_table(f"{model} for Ascend NPU", ("program", "seconds", "kernel functions", "lines of C++"), cells)
     if folder is not None:
         print(f"C++ in {folder}")
@@ -56,11 +58,15 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
 
 def _write(folder: Path, compiled: list[Compiled]) -> None:
     """All files or none."""
+    from haarkv.tq_ops.npu.emitted.folder import build_files
+
+    files = build_files({program.name: program.sources for program in compiled})
+    for program in compiled:
+        files.update({f"{program.name}/{path}": text for path, text in program.sources.items()})
     with whole_folder(folder) as half:
-        for program in compiled:
-            (half / program.name).mkdir()
-            for name, text in program.sources.items():
-                (half / program.name / name).write_text(text, encoding="utf-8")
+        for path, text in files.items():
+            (half / path).parent.mkdir(parents=True, exist_ok=True)
+            (half / path).write_text(text, encoding="utf-8")
 
 
 @contextmanager

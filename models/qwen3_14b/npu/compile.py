@@ -16,6 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.npu.emitted.folder import KERNELS
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.reads import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -27,7 +28,7 @@ class Compiled:
 
     Attributes:
         seconds: tracing, every pass and code generation.
-        sources: file name -> AICore C++, one file a kernel function.
+        sources: path -> C++: kernel functions, one a file, in `kernel_aicore/`; what they include in `kernel_aicpu/`.
     """
 
     name: str
@@ -35,9 +36,14 @@ class Compiled:
     sources: dict[str, str]
 
     @property
+    def functions(self) -> dict[str, str]:
+        """The sources of kernel functions alone."""
+        return {path: text for path, text in self.sources.items() if path.startswith(KERNELS)}
+
+    @property
     def lines(self) -> int:
-        """Of all sources."""
-        return sum(text.count("\n") for text in self.sources.values())
+        """Of all kernel functions."""
+        return sum(text.count("\n") for text in self.functions.values())
 
 
 def compile_programs(config: DecoderConfig, names: tuple[str, ...], on_begin: Callable[[str], None]) -> Iterator[Compiled]:

@@ -37,13 +37,18 @@ class Mode(Enum):
 
     NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
     before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
-    numbers are not computed. COMPILE: every pass, then the AICore C++.
+    numbers are not computed. COMPILE: every pass, then the AICore C++. SCHEDULE: as COST, with a record of every task that
+    the scheduler starts.
     """
 
     NUMBERS = "numbers"
     VERIFY = "verify"
     COST = "cost"
     COMPILE = "compile"
+    SCHEDULE = "schedule"
+
+
+_WITHOUT_NUMBERS = (Mode.COST, Mode.COMPILE, Mode.SCHEDULE)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class Execution:
         rows: PyPTO's comparisons, in VERIFY.
         cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
             own complaints in VERIFY.
-        sources: file name -> AICore C++, in COMPILE.
+        sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
+        schedule: in SCHEDULE, what the scheduler logged of its tasks; `tq_ops.npu.aicore.schedule` reads it.
     """
 
     seconds: float
@@ -112,6 +118,7 @@ class Execution:
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
+    schedule: str = ""
 
 
 class SimulatorError(InputError):
@@ -191,13 +198,13 @@ class Simulator:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
             answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
-            [Task(*task) for task in answer["tasks"]], answer["sources"],
+            [Task(*task) for task in answer["tasks"]], answer["sources"], answer["schedule"],
         )  # fmt: skip
 
     def _take_outputs(
         self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], mode: Mode, answer: dict[str, Any]
     ) -> None:
-        if mode in (Mode.COST, Mode.COMPILE):
+        if mode in _WITHOUT_NUMBERS:
             return
         outputs = [index for index, argument in enumerate(program.arguments) if argument.output]
         if mode is Mode.NUMBERS and set(outputs) != set(answer["filled"]):

@@ -29,6 +29,7 @@ from pypto._utils import BuildOnlineManager
 from pypto.frontend.parser import entry
 
 from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.sim.record import recorded
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
 
 _DTYPES = {
@@ -81,7 +82,7 @@ def _patch() -> None:
 
 def _options(mode: Mode) -> dict[str, dict[str, Any]]:
     stage = pypto.CompStage
-    if mode is Mode.COST:
+    if mode in (Mode.COST, Mode.SCHEDULE):
         return {"runtime_options": _SIM}
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
@@ -112,11 +113,14 @@ def _run(request: Request) -> dict[str, Any]:
         goldens = [t if a.output else None for t, a in zip(tensors, program.arguments, strict=True)]
     for index, stored in request.goldens.items():
         goldens[index] = stored.map()
-    if mode not in (Mode.COST, Mode.COMPILE):
+    if mode in (Mode.NUMBERS, Mode.VERIFY):
         pypto.set_verify_golden_data(goldens=goldens)
+    schedule = ""
     began = time.perf_counter()
     if mode is Mode.COMPILE:
         _with_fake_toolchain(lambda: _kernel(program, mode)(*tensors))
+    elif mode is Mode.SCHEDULE:
+        schedule = recorded(lambda: _kernel(program, mode)(*tensors))
     else:
         _kernel(program, mode)(*tensors)
     seconds = time.perf_counter() - began
@@ -124,6 +128,7 @@ def _run(request: Request) -> dict[str, Any]:
     ctypes.CDLL(None).fflush(None)
     folders = sorted(Path("output").glob("output_*"), key=lambda p: p.stat().st_mtime_ns)
     result = {"seconds": seconds, "rows": [], "filled": [], "cycles": None, "report": "", "tasks": [], "sources": {}}
+    result["schedule"] = schedule
     for folder in folders[-1:]:
         _collect(folder, request, tensors, result)
     shutil.rmtree("output", ignore_errors=True)
@@ -167,8 +172,9 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         result["tasks"] = [
             (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
         ]
-    for source in sorted(folder.glob("kernel_aicore/*.cpp")):
-        result["sources"][source.name] = source.read_text(encoding="utf-8")
+    # The kernel functions include a header of the control flow: all sources, each in its place.
+    for source in sorted(p for p in folder.glob("kernel_*/*") if p.suffix in (".cpp", ".h")):
+        result["sources"][source.relative_to(folder).as_posix()] = source.read_text(encoding="utf-8")
 
 
 def serve(connection: Connection) -> None:

@@ -1,0 +1,1 @@
+"""The C++ that PyPTO emits: how to write it so that it compiles, and what can be checked in its text."""
