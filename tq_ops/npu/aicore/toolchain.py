@@ -70,6 +70,9 @@ class Toolchain:
         pto_isa: the folder in which `pto/` lies.
     """
 
+    PRELUDE = "prelude.h"
+    SUPPORT = "machine.cpp"
+
     compiler: tuple[str, ...]
     pto_isa: Path
 
@@ -95,7 +98,7 @@ class Toolchain:
     @cached_property
     def key(self) -> str:
         """Of everything but the kernel functions that an object file depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in ("prelude.h", "stdfloat")]
+        ours = [(CSRC / name).read_text("utf-8") for name in (self.PRELUDE, "stdfloat")]
         theirs = [str((p.stat().st_mtime_ns, p.stat().st_size, p)) for p in sorted(self.pto_isa.rglob("*.h*"))]
         return digest(self.version, str(self.headers), *_flags(self.compiler), str(KINDS), *ours, *theirs)
 
