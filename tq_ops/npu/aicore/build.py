@@ -72,7 +72,7 @@ def _source(leaves: Sequence[Leaf]) -> str:
 
 
 def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
-    source = _source(leaves) if leaves else (CSRC / "machine.cpp").read_text(encoding="utf-8")
+    source = _source(leaves) if leaves else (CSRC / toolchain.SUPPORT).read_text(encoding="utf-8")
     target = CACHE / "objects" / f"{digest(toolchain.key(kind), source)}.o"
     if target.exists():
         return target
@@ -95,7 +95,7 @@ def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
 def _prelude(toolchain: Toolchain, kind: str) -> Path:
     target = CACHE / "preludes" / f"{toolchain.key(kind)}.pch"
     if not target.exists():
-        _make(target, lambda half: [*toolchain.command(kind), "-x", "c++-header", str(CSRC / "prelude.h"), "-o", half])
+        _make(target, lambda half: [*toolchain.command(kind), "-x", "c++-header", str(CSRC / toolchain.PRELUDE), "-o", half])
     return target
 
 

@@ -34,7 +34,7 @@ Vector functions are long and run a moment: optimized, they would take four time
 of a run.
 """
 
-_PRELUDES = {"aiv": ("prelude.h", "stdfloat"), "aic": ("prelude.h", "stdfloat", "cube.h")}
+_INCLUDED = {"aiv": ("stdfloat",), "aic": ("stdfloat", "cube.h")}  # by the preludes, of our own
 
 _FLAGS = (
     # Each result is rounded where the type says, and no product is merged with a sum: the same bits on every host.
@@ -72,6 +72,9 @@ class Toolchain:
         pto_isa: the folder in which `pto/` lies.
     """
 
+    PRELUDE = "prelude.h"
+    SUPPORT = "machine.cpp"
+
     compiler: tuple[str, ...]
     pto_isa: Path
 
@@ -96,7 +99,7 @@ class Toolchain:
 
     def key(self, kind: str) -> str:
         """Of everything but the kernel functions that an object file of a kind of core depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in _PRELUDES[kind]]
+        ours = [(CSRC / name).read_text("utf-8") for name in (self.PRELUDE, *_INCLUDED[kind])]
         return digest(self.version, str(self.headers), self._theirs, shlex.join(self.command(kind)), *ours)
 
     @cached_property

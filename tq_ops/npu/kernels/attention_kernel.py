@@ -61,17 +61,14 @@ def _queries(q, row, shape):
 
 def _finish(softmax, rotation_fp16, out, row, variant, shape):
     """Divide, un-rotate where needed, and put every head's rows in their place."""
-    pypto.set_vec_tile_shapes(16, HEAD_DIM)
-    rows = shape.heads_at_once * shape.queries
-    rotated = pypto.tensor([rows, HEAD_DIM], pypto.DT_FP16, "rotated")
     for head in range(shape.heads_at_once):
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
         value = softmax[head].result()
+        place = [row + head * shape.queries, 0]
         if variant == "tq4":
-            pypto.assemble(pypto.cast(value, pypto.DT_FP16), [head * shape.queries, 0], rotated)
+            pypto.assemble(unrotate(pypto.cast(value, pypto.DT_FP16), rotation_fp16), place, out)
         else:
-            pypto.assemble(pypto.cast(value, pypto.DT_BF16), [row + head * shape.queries, 0], out)
-    if variant == "tq4":
-        pypto.assemble(unrotate(rotated, rotation_fp16), [row, 0], out)
+            pypto.assemble(pypto.cast(value, pypto.DT_BF16), place, out)
 
 
 def build(program: Any, options: dict[str, Any]) -> Any:
