@@ -57,6 +57,11 @@ class NpuExecutor:
         ]
         self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
 
+    @property
+    def compiled(self) -> dict[str, float]:
+        """What its runner has compiled so far."""
+        return self._runner.compiled
+
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 

@@ -146,7 +146,8 @@ def _latency(bench: Workbench) -> Found:
     if executor.simulated:
         said += " ran; simulated, so that their times mean nothing and none is given"
     title = "Batch 1; the first call, with what it compiles, counts in no other figure"
-    return Found(True, said, len(rows), "calls", tables=(Table(title, columns, tuple(rows)),))
+    compiled = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
+    return Found(True, said, len(rows), "calls", facts=compiled, tables=(Table(title, columns, tuple(rows)),))
 
 
 def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any]) -> str:
