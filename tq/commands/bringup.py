@@ -13,7 +13,16 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import write_whole
-from tq.options import Numbers, json_option, layers_option, model_option, prompt_options, set_threads
+from tq.options import (
+    Numbers,
+    device_option,
+    json_option,
+    layers_option,
+    model_option,
+    prompt_options,
+    set_threads,
+    threads_option,
+)
 from tq.output import err, unread_is_fine
 
 if TYPE_CHECKING:
@@ -31,9 +40,9 @@ _FIRST = "environment"
     help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
 )  # fmt: skip
 @click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
-@click.option("--device", help="npu: npu:N, or sim to rehearse without a card; cuda: cuda:N; onnx: cpu, cuda or cann.")
+@device_option
 @layers_option
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+@threads_option
 @click.option(
     "--contexts",
     type=Numbers(),
