@@ -115,7 +115,9 @@ def _require_gpu(device: str | None) -> None:
 def _has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available() and find_spec("triton") is not None
+    from haarkv.tq_ops.cuda.available import triton_missing
+
+    return torch.cuda.is_available() and triton_missing() is None
 
 
 def _npu(model: DecoderModel, device: str | None) -> Executor:

@@ -16,6 +16,7 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.weights import LayerWeights
+from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
@@ -50,10 +51,10 @@ class CudaExecutor:
         self, model: DecoderModel, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
     ) -> None:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
-        try:
-            from haarkv.tq_ops.cuda import ops
-        except ImportError:
-            raise InputError("executor cuda needs Triton; install the cuda extra (pip install 'haarkv[cuda]')") from None
+        if reason := triton_missing():
+            raise InputError(f"executor cuda cannot run this: {reason}")
+        from haarkv.tq_ops.cuda import ops
+
         self.config = model.config
         self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)

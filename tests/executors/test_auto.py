@@ -15,6 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.catalog import AUTO, select
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -168,3 +169,13 @@ def test_looking_for_a_device_imports_neither_triton_nor_pypto():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [("3.3.1", "Triton is 3.3.1 and the kernels need 3.6"), ("3.6.0", None), ("3.10", None)]
+)
+def test_a_triton_that_an_older_torch_brings_is_named(monkeypatch, found, said):
+    monkeypatch.setattr(available, "find_spec", lambda _: object())
+    monkeypatch.setattr(available, "version", lambda _: found)
+    reason = available.triton_missing()
+    assert reason is None if said is None else said in reason

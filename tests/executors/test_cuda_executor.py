@@ -25,7 +25,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.executors.cuda import CudaExecutor
 
 GPU = torch.cuda.is_available()

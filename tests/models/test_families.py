@@ -236,7 +236,7 @@ def test_published_sizes_with_experts_have_their_published_parameters():
 
 def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
     """In Triton's interpreter, a few tokens."""
-    pytest.importorskip("triton", reason="needs the cuda extra")
+    pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
     from haarkv.executors.cuda import CudaExecutor
 
     model = load_model(saved("qwen2.5_yarn")[0])
@@ -246,7 +246,7 @@ def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
 
 
 def test_the_gpu_says_that_it_chooses_no_experts(saved):
-    pytest.importorskip("triton", reason="needs the cuda extra")
+    pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
     from haarkv.executors.cuda import CudaExecutor
 
     model = load_model(saved("qwen3_moe")[0])

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
 import torch
+
+OLDEST_TRITON = (3, 6)
+
+
+def triton_missing() -> str | None:
+    """None, or in one sentence why the kernels cannot be compiled: an older torch brings a Triton that lacks what they use."""
+    if find_spec("triton") is None:
+        return "Triton is not installed; pip install 'haarkv[cuda]'"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # A nightly build, by another name.
+        return None
+    if tuple(int(part) for part in found.split(".")[:2]) >= OLDEST_TRITON:
+        return None
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    return f"Triton is {found} and the kernels need {oldest}, which torch 2.11 brings; install a newer torch"
 
 
 def unavailable() -> str | None:
     """None, or in one sentence why not."""
-    try:
-        import triton
-    except ImportError:
-        return "Triton is not installed; pip install 'haarkv[cuda]'"
+    if reason := triton_missing():
+        return reason
+    import triton
+
     if torch.cuda.is_available() or triton.knobs.runtime.interpret:
         return None
     return "there is no NVIDIA GPU; with TRITON_INTERPRET=1 the kernels run in Triton's interpreter"

@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_stored
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import choices, ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
