@@ -74,9 +74,11 @@ def command(context: click.Context, /, **given: Any) -> int:
     with unread_is_fine():
         set_threads(given["threads"])
         from haarkv.validation.bringup.climb import climb
+        from haarkv.validation.bringup.environment import require_executor
         from haarkv.validation.bringup.ladder import ladder
         from haarkv.validation.bringup.report import verdict
 
+        require_executor(given["executor"])
         out: Path = given["out"]
         folder = _folder(out, resume=given["resume"])
         show = _Show(quiet=given["as_json"])
@@ -168,7 +170,7 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
         return ""
     about = {
         "executor": given["executor"],
-        "device": given["device"] or "its own",
+        **({"device": given["device"]} if given["device"] else {}),
         "model": given["model"],
         "command": shlex.join(["tq", *(context.find_root().obj or [])]),
         "haarkv": __version__,
@@ -226,4 +228,4 @@ class _Show:
         if not self._quiet:
             log = f" (the whole message: {result.log})" if result.log else ""
             seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
-            print(f"{result.name:14}  {result.verdict:9}  {seconds}  {result.found.said}{log}", flush=True)
+            print(f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}", flush=True)
