@@ -9,7 +9,7 @@ measured in the same run: the longer of moving those bytes at a copy's speed and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -81,7 +81,7 @@ def measure(
     if "step" in request.kinds and longest + _steps(request) > config.max_position_embeddings:
         limit = config.max_position_embeddings - _steps(request)
         raise InputError(f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}")
-    sides = sides_of(request, model)
+    sides = sides_of(request, model, on_turn)
     device = next(iter(sides.values()))[0].device
     machine = measure_machine(device)
     rows: list[CostRow] = []
@@ -101,8 +101,8 @@ def _steps(request: Request) -> int:
     return request.repeats + 2
 
 
-def sides_of(request: Request, model: DecoderModel) -> Sides:
-    """Every executor with every plan that it supports, by the name of its rows."""
+def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> Sides:
+    """Every executor with every plan that it supports, by the name of its rows; `on_turn` is told what is compiled."""
     sides: Sides = {}
     refused = ""
     for name in request.executors:
@@ -110,7 +110,7 @@ def sides_of(request: Request, model: DecoderModel) -> Sides:
         for kv in request.kvs:
             plan = plan_for(KVSpec(kv), model.config)
             try:
-                executor = executor or _executor(request, name, model, plan)
+                executor = executor or _executor(request, name, model, plan, on_turn)
             except InputError as error:
                 refused = str(error)
                 continue
@@ -123,9 +123,10 @@ def sides_of(request: Request, model: DecoderModel) -> Sides:
     return sides
 
 
-def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan) -> Executor:
+def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan, on_turn: OnTurn) -> Executor:
     if request.isa is None:
-        return catalog.create(name, model, plan, None if name == "reference" else request.device)
+        device = None if name == "reference" else request.device
+        return catalog.create(name, model, plan, device, lambda program: on_turn(f"the compilation of {program}"))
     if name != CpuExecutor.name:
         raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
     executor = CpuExecutor(model)
@@ -164,7 +165,8 @@ def _call_rows(
                 runs[peer.name] = peer.run
     # Weights and caches of a step leave no cache warm.
     for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=on_turn).items():
-        yield row(kind, who, case, costs[who], machine, taken)
+        compiled = dict(sides[who][0].compiled) if who in sides else None
+        yield replace(row(kind, who, case, costs[who], machine, taken), compiled=compiled or None)
 
 
 SIMULATED = "simulated: its times mean nothing, so that none is given"

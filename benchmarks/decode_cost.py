@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ class CostRow:
         floor_ms: the least that this machine allows; `of_floor` is how many times as long it took.
         note: why there is no time.
         first_ms: the very first call, with whatever it compiled; part of no other figure.
+        compiled: seconds that the executor's programs took to compile, by name, if it keeps programs; in no figure either.
     """
 
     kind: Kind
@@ -66,6 +68,7 @@ class CostRow:
     of_floor: float | None
     note: str = ""
     first_ms: float | None = None
+    compiled: Mapping[str, float] | None = None
 
     @property
     def ms_per_token(self) -> float | None:

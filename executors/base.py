@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -23,6 +24,8 @@ class Executor(Protocol):
         device: where the cache, batches and token ids that it is given live.
         description: a phrase for the user: what runs the model, and where.
         simulated: it runs in an interpreter of its device: right numbers, and times that mean nothing.
+        compiled: seconds that the first calls of its programs took with their compilation, by the program's name; empty for an
+            executor that keeps no programs.
     """
 
     name: str
@@ -30,6 +33,9 @@ class Executor(Protocol):
     device: torch.device
     description: str
     simulated: bool
+
+    @property
+    def compiled(self) -> Mapping[str, float]: ...
 
     @property
     def ops(self) -> OpTable | None:

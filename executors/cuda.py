@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from types import MappingProxyType
+from typing import ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,6 +45,7 @@ class CudaExecutor:
     """
 
     name = "cuda"
+    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(
         self, model: DecoderModel, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False

@@ -61,6 +61,11 @@ class NpuExecutor:
         ]
         self._masks: dict[AttentionShape, Tensor] = {}
 
+    @property
+    def compiled(self) -> dict[str, float]:
+        """What its runner has compiled so far."""
+        return self._runner.compiled
+
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import onnxruntime as ort
 import torch
@@ -97,6 +98,7 @@ class OnnxExecutor:
     name = "onnx"
     ops = None
     simulated = False
+    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
         if reason := graphs_unsupported(model.config):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ class ReferenceExecutor:
 
     name = "reference"
     simulated = False
+    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
 

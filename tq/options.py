@@ -91,6 +91,10 @@ def executor_option(multiple: bool = False) -> Decorator:
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
 
 
+device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
+threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+
+
 def run_options(dtype: str | None = None) -> Decorator:
     """Give a command `--device`, `--dtype`, `--layers` and `--threads`.
 
@@ -98,10 +102,10 @@ def run_options(dtype: str | None = None) -> Decorator:
         dtype: the default; the executor's own unless given.
     """
     options = (
-        click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann."),
+        device_option,
         click.option("--dtype", type=_DTYPES, default=dtype, show_default=dtype or "bfloat16 on cuda and npu, else float32"),
         layers_option,
-        click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny."),
+        threads_option,
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,6 +51,12 @@ OWN = {
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
     ("serve", "--kv"): "tq4 or vLLM's own",
+    ("bringup", "--kv"): "a list",
+    ("bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
+    ("bringup", "--contexts"): "another default",
+    ("bringup", "--max-new-tokens"): "another default",
+    ("bringup", "--out"): "a folder of results",
+    ("bringup", "--resume"): "goes on in that folder",
 }
 
 
@@ -118,6 +124,7 @@ def test_device_has_one_alias_everywhere():
 
 def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
+    assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {"generate", "validate", "eval", "plan", "bench decode", "bench ops"}
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 

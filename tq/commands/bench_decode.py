@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -174,6 +174,10 @@ def _turning() -> Iterator[Callable[[str], None]]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _seconds(compiled: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in compiled.items())
+
+
 # A first call that takes so many times as long as the others has compiled something.
 _MUCH_LONGER = 10
 
@@ -201,6 +205,8 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
         print_table(f"{request.model}, {request.dtype}{of}: {title}, median of {request.repeats}; {limits}", columns, cells)
         for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
             print(note)
+        for who, compiled in {r.who: r.compiled for r in chosen if r.compiled}.items():
+            print(f"{who}: compiled {_seconds(compiled)}, counted in no figure")
         for r in chosen:
             if r.ms is not None and r.first_ms is not None and r.first_ms > _MUCH_LONGER * r.ms:
                 print(

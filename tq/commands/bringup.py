@@ -13,7 +13,16 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import write_whole
-from tq.options import Numbers, json_option, layers_option, model_option, prompt_options, set_threads
+from tq.options import (
+    Numbers,
+    device_option,
+    json_option,
+    layers_option,
+    model_option,
+    prompt_options,
+    set_threads,
+    threads_option,
+)
 from tq.output import err, unread_is_fine
 
 if TYPE_CHECKING:
@@ -31,9 +40,9 @@ _FIRST = "environment"
     help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
 )  # fmt: skip
 @click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
-@click.option("--device", help="npu: npu:N, or sim to rehearse without a card; cuda: cuda:N; onnx: cpu, cuda or cann.")
+@device_option
 @layers_option
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+@threads_option
 @click.option(
     "--contexts",
     type=Numbers(),
@@ -65,9 +74,11 @@ def command(context: click.Context, /, **given: Any) -> int:
     with unread_is_fine():
         set_threads(given["threads"])
         from haarkv.validation.bringup.climb import climb
+        from haarkv.validation.bringup.environment import require_executor
         from haarkv.validation.bringup.ladder import ladder
         from haarkv.validation.bringup.report import verdict
 
+        require_executor(given["executor"])
         out: Path = given["out"]
         folder = _folder(out, resume=given["resume"])
         show = _Show(quiet=given["as_json"])
@@ -146,7 +157,8 @@ def _latency(bench: Workbench) -> Found:
     if executor.simulated:
         said += " ran; simulated, so that their times mean nothing and none is given"
     title = "Batch 1; the first call, with what it compiles, counts in no other figure"
-    return Found(True, said, len(rows), "calls", tables=(Table(title, columns, tuple(rows)),))
+    compiled = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
+    return Found(True, said, len(rows), "calls", facts=compiled, tables=(Table(title, columns, tuple(rows)),))
 
 
 def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any]) -> str:
@@ -158,7 +170,7 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
         return ""
     about = {
         "executor": given["executor"],
-        "device": given["device"] or "its own",
+        **({"device": given["device"]} if given["device"] else {}),
         "model": given["model"],
         "command": shlex.join(["tq", *(context.find_root().obj or [])]),
         "haarkv": __version__,
@@ -216,4 +228,4 @@ class _Show:
         if not self._quiet:
             log = f" (the whole message: {result.log})" if result.log else ""
             seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
-            print(f"{result.name:14}  {result.verdict:9}  {seconds}  {result.found.said}{log}", flush=True)
+            print(f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}", flush=True)

@@ -30,7 +30,7 @@ class Runner(Protocol):
         most_vocab: rows of an LM head that one program may project to; None is all of them.
         keeps_programs: a program is compiled on its first call, and then kept.
         on_program: called with a program's name before it is compiled, if programs are kept.
-        compiled: what each kept program's first call took with its compilation, in seconds, by name.
+        compiled: what the first calls of kept programs took with their compilation, in seconds, by the program's name.
     """
 
     device: torch.device
@@ -117,7 +117,7 @@ class NpuRunner:
             kernel = program.build(runtime_options={"run_mode": 0})
             kernel(*tensors)
         self._kernels[program] = kernel
-        self.compiled[program.name] = time.perf_counter() - began
+        self.compiled[program.name] = self.compiled.get(program.name, 0.0) + time.perf_counter() - began
 
     def refusals(self) -> AbstractContextManager[None]:
         return in_one_line(f"running on {self.device}", "npu", (RuntimeError,))

@@ -17,6 +17,8 @@ from haarkv.validation.html import STYLE, Line, plot, table
 
 PAGE, REPORT = "index.html", "report.json"
 _LOG_LINES = 60
+# A figure that stands alone would fill the page.
+_WIDTH = "figure { max-width: 660px; }"
 _STYLES = {"passed": "good", "failed": "bad"}
 
 
@@ -83,7 +85,8 @@ def page(results: Sequence[Result], about: Mapping[str, str]) -> str:
     """One self-contained HTML page; the same arguments give the same page."""
     said = verdict(results)
     word = said.partition(":")[0]
-    title = f"Bring-up of {about.get('executor', '')} on {about.get('device', '')}"
+    where = about.get("device", "")
+    title = f"Bring-up of executor {about.get('executor', '')}" + f" on {where}" * bool(where)
     facts = "".join(
         f'<tr><th class="left">{escape(name)}</th><td class="left made">{escape(value)}</td></tr>'
         for name, value in about.items()
@@ -91,7 +94,7 @@ def page(results: Sequence[Result], about: Mapping[str, str]) -> str:
     parts = "".join(_section(result) for result in results)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}: {escape(word)}</title><style>{STYLE}</style></head><body>
+<title>{escape(title)}: {escape(word)}</title><style>{STYLE}{_WIDTH}</style></head><body>
 <h1>{escape(title)} <span class="verdict {_STYLES.get(word, "soft")}">{escape(word)}</span></h1>
 <p class="soft">{escape(said)}.</p>
 {_rungs(results)}

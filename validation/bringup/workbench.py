@@ -153,7 +153,8 @@ class Workbench:
         depth = model.config.num_layers
         if depth not in self._executors:
             self.tell(f"opening {self.request.executor}")
-            self._executors[depth] = catalog.create(self.request.executor, model, plan, self.device)
+            name, on_program = self.request.executor, lambda program: self.tell(f"compiling {program}")
+            self._executors[depth] = catalog.create(name, model, plan, self.device, on_program)
         return self._executors[depth]
 
     @property

@@ -302,6 +302,7 @@ class _Finite:
 
     def __init__(self, executor: Executor, side: str) -> None:
         self.name, self.description, self.simulated = executor.name, executor.description, executor.simulated
+        self.compiled = executor.compiled
         self.config, self.device, self.ops = executor.config, executor.device, executor.ops
         self._executor, self._side = executor, side
 

@@ -45,6 +45,7 @@ class WholeLayers:
     def __init__(self, executor: Executor) -> None:
         self.name, self.config, self.device = executor.name, executor.config, executor.device
         self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
+        self.compiled = executor.compiled
         self.supports, self.layers = executor.supports, executor.layers
         self.prefill, self.decode = executor.prefill, executor.decode
 
