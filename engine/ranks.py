@@ -22,9 +22,10 @@ from haarkv.tq_ops.errors import InputError, RankLostError
 T = TypeVar("T")
 
 TIMEOUT_S = 600
-"""How long a rank waits for another, unless told otherwise."""
+"""How long a rank waits for another, unless told otherwise; and always, for the others to have started."""
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """What moves tensors of a device between ranks."""
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,20 @@ def join(size: int | None = None, place: Place | None = None, timeout_s: float =
     Args:
         size: ranks that there must be; as many as torchrun started unless given.
         place: of this process among ranks that a command started; None if torchrun did.
-        timeout_s: seconds to wait for another rank before giving up.
+        timeout_s: seconds to wait for another rank, once all have met, before giving up.
     Raises:
         InputError: torchrun started another number of ranks, or this torch knows no ranks.
         RankLostError: another rank does not come.
     """
     if not distributed.is_available():
         raise InputError("this torch was built without torch.distributed; leave out --tensor-parallel")
-    limit = timedelta(seconds=timeout_s)
+    to_start = timedelta(seconds=max(timeout_s, TIMEOUT_S))
     with _answered(timeout_s):
         if place is None:
-            distributed.init_process_group("gloo", timeout=limit)
+            distributed.init_process_group("gloo", timeout=to_start)
         else:
             distributed.init_process_group(
-                "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=limit
+                "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=to_start
             )
     started = distributed.get_world_size()
     if size is not None and size != started:
@@ -69,10 +70,10 @@ def join(size: int | None = None, place: Place | None = None, timeout_s: float =
         # Else each would take all cores. torchrun gives its ranks one thread.
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     local = distributed.get_node_local_rank(fallback_rank=distributed.get_rank())
-    yield _Joined(distributed.get_rank(), started, local, timeout_s)
-    # Only where all went well: after an error the others may be gone.
-    with _answered(timeout_s):
-        distributed.barrier()
+    ranks = _Joined(distributed.get_rank(), started, local, timeout_s)
+    yield ranks
+    # Only where all went well: after an error the others may be gone. They wait for rank 0 to have said everything.
+    ranks.share(None)
     distributed.destroy_process_group()
 
 
@@ -87,7 +88,7 @@ class _Joined:
     def __init__(self, rank: int, size: int, local: int, timeout_s: float) -> None:
         self.rank, self.size, self.local = rank, size, local
         self._timeout_s = timeout_s
-        self._groups: dict[str, Any] = {"cpu": None}  # the group that all met in
+        self._groups: dict[str, Any] = {}
 
     def sum(self, partial: Tensor) -> Tensor:
         if partial.dtype != torch.float32:
@@ -109,20 +110,21 @@ class _Joined:
     def share(self, value: T) -> T:
         box: list[Any] = [value if self.rank == 0 else None]
         with _answered(self._timeout_s):
-            distributed.broadcast_object_list(box, src=0)
+            distributed.broadcast_object_list(box, src=0, group=self._group(_HOST))
         shared: T = box[0]
         return shared
 
     def collect(self, value: T) -> list[T]:
         boxes: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with _answered(self._timeout_s):
-            distributed.gather_object(value, boxes, dst=0)
+            distributed.gather_object(value, boxes, dst=0, group=self._group(_HOST))
         return boxes or []
 
     def _group(self, device: torch.device) -> Any:
         """The ranks' group for tensors of a device; made when it is first needed, by all ranks at the same call."""
         if device.type not in self._groups:
-            getattr(torch, device.type).set_device(device)
+            if device.type != "cpu":
+                getattr(torch, device.type).set_device(device)
             self._groups[device.type] = distributed.new_group(
                 backend=_BACKENDS[device.type], timeout=timedelta(seconds=self._timeout_s)
             )

@@ -6,10 +6,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 from npu_programs import needs_pypto
-from ranks import alone, on_ranks, run_small, validated
+from ranks import alone, benched, on_ranks, run_small, validated
 from small_models import SMALL
 
-from haarkv.models.parallel import even_share
+from haarkv.benchmarks.decode import Request, measure
+from haarkv.benchmarks.decode_cost import Case, step_cost
+from haarkv.models.catalog import load_model
+from haarkv.models.parallel import Alone, even_share
+from haarkv.tq_ops.errors import InputError
 from haarkv.validation.bounds import REORDERED_KV, REORDERED_LOGITS
 
 FOUR = replace(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
@@ -96,3 +100,16 @@ def test_a_fault_of_ranks_is_found(fault, stage):
     report, _ = on_ranks(2, validated, "reference", FOUR, torch.bfloat16, (9,), 0, fault)
     assert not report.passed
     assert (report.first_divergence.layer, report.first_divergence.stage) == (0, stage)
+
+
+def test_a_decode_step_of_ranks_is_measured():
+    (row,), (other,) = on_ranks(2, benched)
+    assert row["kind"] == other["kind"] == "step"
+    assert row["ms"] > 0
+    one = step_cost(load_model("tiny"), Case(1, 64), 0.0)
+    assert 0.5 <= row["cost"]["weights"] / one.weights < 0.51
+
+
+def test_what_is_not_measured_on_ranks_is_refused():
+    with pytest.raises(InputError, match="ranks run whole steps together"):
+        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), peers=False, ranks=Alone(0, 2)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from small_models import new_cache, new_paging, small_model
 
+from haarkv.benchmarks.decode import Request, measure
 from haarkv.engine.ranks import Place, join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -23,7 +24,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.ranks import follow, gathered
 from haarkv.validation.layers.runner import validate
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 _PROCESSES = multiprocessing.get_context("forkserver")
 # Modules of the package alone: the server does not know this folder.
 _PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu", "haarkv.models.qwen3_14b"])
@@ -160,3 +161,11 @@ def validated(
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     with gathered(on_trial, ranks, config, plan) as candidate:
         return validate(catalog.create("reference", whole, plan), candidate, whole, prompts, steps, plan)
+
+
+def benched(ranks: Ranks) -> list[dict[str, Any]]:
+    """Rows of `tq bench decode` on `tiny`."""
+    request = Request(
+        "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, peers=False, kinds=("step",), dtype="float32", ranks=ranks
+    )  # fmt: skip
+    return [row.as_json() for row in measure(request)[1]]

@@ -39,11 +39,12 @@ def test_two_ranks_say_what_one_process_says(capfd):
     assert all(rank["peak"] > rank["weights"] > 0 for rank in two["ranks"])
 
 
-def test_torchrun_starts_them_too():
+def test_torchrun_starts_them_too(capfd):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tq"]
     code, out, _ = run(*GENERATE, "--max-new-tokens", "3", *TWO, before=torchrun)
     assert code == 0
-    assert out == run(*GENERATE, "--max-new-tokens", "3")[1]
+    assert main([*GENERATE, "--max-new-tokens", "3"]) == 0
+    assert out == capfd.readouterr().out
 
 
 def test_validate_judges_two_ranks():
@@ -54,22 +55,9 @@ def test_validate_judges_two_ranks():
     assert report["candidate"] == "cpu"
 
 
-def test_bench_decode_measures_whole_steps():
-    args = ["--contexts", "64", "--repeats", "1", "--kv", "tq4", "--executor", "cpu", "--model", "tiny", "--json"]
-    code, out, _ = run("bench", "decode", *args, *TWO)
-    assert code == 0
-    line = json.loads(out)
-    assert line["tensor_parallel"] == 2
-    assert {row["kind"] for row in line["rows"]} == {"step"}
-
-
 # -- Refusals ------------------------------------------------------------------------------------------------------------
 def test_what_ranks_cannot_do_is_refused_once():
     assert_refused(run(*GENERATE, "--tensor-parallel", "3"), "10 heads cannot be split evenly over 3 ranks")
-
-
-def test_attention_alone_is_not_for_ranks():
-    assert_refused(run("bench", "decode", "--only", "attention", *TWO), "attention alone is measured on one rank")
 
 
 # -- A lost rank ---------------------------------------------------------------------------------------------------------
@@ -112,22 +100,21 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 
 @needs_proc
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_all_with_one_line(rank):
+def test_a_killed_rank_ends_all_with_one_line():
     with talking() as (process, pids):
-        os.kill(pids[rank], signal.SIGKILL)
+        os.kill(pids[1], signal.SIGKILL)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert err == f"tq: rank {rank} was killed by SIGKILL; the other ranks were ended\n"
+        assert err == "tq: rank 1 was killed by SIGKILL; the other ranks were ended\n"
 
 
 @needs_proc
 def test_a_rank_that_does_not_answer_ends_all_with_one_line():
-    with talking("--rank-timeout", "3") as (process, pids):
+    with talking("--rank-timeout", "5") as (process, pids):
         os.kill(pids[1], signal.SIGSTOP)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert err == "tq: rank 1 did not answer for 3 s; all ranks were ended\n"
+        assert err == "tq: rank 1 did not answer for 5 s; all ranks were ended\n"
 
 
 @needs_proc
