@@ -79,7 +79,7 @@ def awkward(tokens, kv_heads, seed):
 
 
 def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, make=StoreProgram):
-    """A call of the store program, or of another that `make` makes with its arguments, into a cache of other people's leftovers."""
+    """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers."""
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads)
