@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -39,14 +39,16 @@ def conflicts(schedule: Schedule) -> Iterator[Conflict]:
                 touched.setdefault(operand.address, []).append((task, operand))
         for address, accesses in touched.items():
             runs = [_runs(operand.offset, operand.shape, operand.whole) for _, operand in accesses]
-            for writer, written, mine in ((*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written):
+            for writer, written, mine in (
+                (*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written
+            ):
                 for (other, used), theirs in zip(accesses, runs, strict=True):
                     if other is writer or theirs[0][0] >= mine[-1][1] or mine[0][0] >= theirs[-1][1]:
                         continue
                     # Two writes meet each other twice.
                     if used.written and other.number < writer.number:
                         continue
-                    if after[writer.number] >> other.number & 1 or after[other.number] >> writer.number & 1:
+                    if after(writer, other) or after(other, writer):
                         continue
                     if _overlap(mine, theirs):
                         yield _conflict(writer, other, used.written, address)
@@ -60,13 +62,14 @@ def _conflict(writer: Task, other: Task, both: bool, address: int) -> Conflict:
     return Conflict(other, writer, "write after read", address)
 
 
-def _followers(step: tuple[Task, ...]) -> dict[int, int]:
-    """Task -> bits of the tasks that certainly begin after its end."""
-    after = {task.number: 0 for task in step}
+def _followers(step: tuple[Task, ...]) -> Callable[[Task, Task], bool]:
+    """Tells of two tasks whether the second certainly begins after the end of the first."""
+    bit = {task.number: i for i, task in enumerate(step)}
+    after = dict.fromkeys(bit, 0)
     for task in reversed(list(ordered(step))):
         for number in task.after:
-            after[number] |= after[task.number] | 1 << task.number
-    return after
+            after[number] |= after[task.number] | 1 << bit[task.number]
+    return lambda one, other: bool(after[one.number] >> bit[other.number] & 1)
 
 
 Runs = tuple[tuple[int, int], ...]
