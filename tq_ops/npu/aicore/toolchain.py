@@ -34,6 +34,8 @@ Vector functions are long and run a moment: optimized, they would take four time
 of a run.
 """
 
+_PRELUDES = {"aiv": ("prelude.h", "stdfloat"), "aic": ("prelude.h", "stdfloat", "cube.h")}
+
 _FLAGS = (
     # Each result is rounded where the type says, and no product is merged with a sum: the same bits on every host.
     "-std=c++23", "-ffp-contract=off", "-fPIC", "-w",
@@ -92,12 +94,14 @@ class Toolchain:
                     (half / path).write_text(text, encoding="utf-8")
         return folder
 
+    def key(self, kind: str) -> str:
+        """Of everything but the kernel functions that an object file of a kind of core depends on."""
+        ours = [(CSRC / name).read_text("utf-8") for name in _PRELUDES[kind]]
+        return digest(self.version, str(self.headers), self._theirs, shlex.join(self.command(kind)), *ours)
+
     @cached_property
-    def key(self) -> str:
-        """Of everything but the kernel functions that an object file depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in ("prelude.h", "stdfloat")]
-        theirs = [str((p.stat().st_mtime_ns, p.stat().st_size, p)) for p in sorted(self.pto_isa.rglob("*.h*"))]
-        return digest(self.version, str(self.headers), *_flags(self.compiler), str(KINDS), *ours, *theirs)
+    def _theirs(self) -> str:
+        return digest(*(str((p.stat().st_mtime_ns, p.stat().st_size, p)) for p in sorted(self.pto_isa.rglob("*.h*"))))
 
     def command(self, kind: str) -> list[str]:
         """The compile line for a kind of core, without the prelude, the source and what is to be made."""
