@@ -17,9 +17,7 @@ from haarkv.tq_ops.npu.aicore.toolchain import CACHE, CSRC, KINDS, CompileError,
 _TOGETHER = 8
 
 
-def compile_leaves(
-    toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callable[[int, int], None] = lambda done, of: None
-) -> Path:
+def compile_leaves(toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callable[[int, int], None] | None = None) -> Path:
     """The library of the leaves, each under its symbol; only what is new is compiled.
 
     Args:
@@ -33,7 +31,8 @@ def compile_leaves(
         objects = []
         for done, made in enumerate(pool.map(lambda part: _object(toolchain, *part), parts), 1):
             objects.append(made)
-            on_done(done, len(parts))
+            if on_done:
+                on_done(done, len(parts))
     library = CACHE / "libraries" / f"{digest(*(o.name for o in objects))}.so"
     if not library.exists():
         _make(library, lambda half: [*toolchain.command("aiv"), "-shared", *map(str, objects), "-o", half])

@@ -42,8 +42,8 @@ def pytest_terminal_summary(terminalreporter):
         for (scope, kind), members in groups.items():
             ran = [row for row in members if row[3]]
             tasks = sum(row[3] for row in ran)
-            line = f"{program:<8} {scope:<9} {kind}  compiled {len(members):>2}  executed {len(ran):>2}  tasks {tasks:>4}  {members[0][4]}"
-            terminalreporter.write_line(line)
+            counts = f"compiled {len(members):>2}  executed {len(ran):>2}  tasks {tasks:>4}"
+            terminalreporter.write_line(f"{program:<8} {scope:<9} {kind}  {counts}  {members[0][4]}")
             for row in members:
                 if not row[3]:
                     terminalreporter.write_line(f"         not executed: {row[2]}: this call has no such step")
