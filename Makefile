@@ -11,12 +11,13 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test test-npu test-gpu test-vllm test-vllm-short lint tables bench clean
+.PHONY: help run test test-npu test-aicore test-gpu test-vllm test-vllm-short lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
+	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make lint    linters and types only"
@@ -35,6 +36,11 @@ test: lint
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
+
+# CLANG: a clang of version 19 or newer with libc++; without it clang++-19 or clang++ of the path, or the package ziglang.
+test-aicore: $(VENV)/dev.stamp
+	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make test-aicore PTO_ISA=FOLDER" >&2; exit 2; }
+	$(BIN)/pytest --no-header -rs -m 'aicore and not npu_long' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py

@@ -14,6 +14,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("haarkv")
+    group.addoption(
+        "--pto-isa", metavar="FOLDER", help="a checkout of pto-isa: execute the C++ of NPU programs with its CPU backend"
+    )
+    group.addoption("--clang", metavar="COMMAND", help="with --pto-isa: the compiler, for instance 'python -m ziglang c++'")
+
+
 @pytest.fixture(scope="session")
 def published_rotation(golden):
     """The rotation of the published kernels, for formats whose goldens were made with it: layers 0, 1 and 39 of 128."""

@@ -11,6 +11,7 @@ from npu_verify import check_verified
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.program import Argument, ordered
+from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
 
 needs_pypto = [
@@ -66,6 +67,32 @@ def scatter(case_cache, x, side, slots, layer, kv_heads):
 
 def rotation(layer):
     return haar_rotation(layer, 128).contiguous()
+
+
+def awkward(tokens, kv_heads, seed):
+    """Vectors [T, Hkv, 128] FP32 of very different lengths, one of zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, kv_heads, 128, generator=generator)
+    x *= torch.logspace(-3, 3, tokens * kv_heads).view(tokens, kv_heads, 1)
+    x[0, -1] = 0
+    return x
+
+
+def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, make=StoreProgram):
+    """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers."""
+    k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
+    slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
+    cache = empty_cache(blocks, kv_heads)
+    padded = -(-tokens // rows) * rows
+
+    def flat(x):
+        out = torch.zeros(padded, kv_heads, 128)
+        out[:tokens] = x
+        return out.view(-1, 128)
+
+    goldens = scatter(cache, k, "k", slots, layer, kv_heads) | scatter(cache, v, "v", slots, layer, kv_heads)
+    tensors = {"k": flat(k), "v": flat(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
+    return Case(make(kv_heads, rows), tensors, goldens)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """`tq generate --executor npu` and `tq compile`: what they print, and one line for whatever cannot be."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from npu_programs import needs_pypto
 
+from haarkv.models.qwen3_14b.npu.compile import Compiled
+from haarkv.tq_ops.npu.emitted.checks import Finding, Report
 from tq.cli import main
 
 
@@ -78,3 +82,21 @@ def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
     assert sum(path.read_text().count("\n") for path in functions) == row["lines"] > 100
     assert sorted(path.name for path in target.iterdir()) == ["Makefile", "README.md", "head"]
     assert [path.name for path in tmp_path.iterdir()] == ["cpp"]
+    assert row["findings"] == []
+    assert 0 < row["memory"]["UB"] <= 192 * 2**10
+    # What is written compiles as it is: here the control flow, which needs no toolkit.
+    make = ["make", "-s", "-C", str(target), "control", f"PYTHON={sys.executable}"]
+    assert subprocess.run(make, capture_output=True, text=True).stderr == ""
+
+
+def test_compile_lists_what_the_checks_find(capfd, monkeypatch):
+    finding = Finding("head", "f", "kernel_aicore/f.cpp", 7, "a buffer ends too late")
+    report = Report("head", 1, 20, {"UB": 200 * 2**10}, 100, 200, (finding,))
+    compiled = Compiled("head", 1.0, {}, report)
+    monkeypatch.setattr("haarkv.models.qwen3_14b.npu.compile.compile_programs", lambda *_: [compiled])
+    code, out, _ = run(capfd, "compile", "--program", "head")
+    assert code == 1
+    assert "head, f, kernel_aicore/f.cpp:7: a buffer ends too late" in out
+    code, out, _ = run(capfd, "compile", "--program", "head", "--json")
+    assert code == 1
+    assert json.loads(out)["programs"][0]["findings"] == [str(finding)]

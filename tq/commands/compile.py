@@ -29,11 +29,15 @@ _PROGRAMS = ("decode", "prefill", "head")
     "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
 )
 @json_option
-def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
-    """Compile a model's NPU programs down to AICore C++. Only the model's config is read.
+def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> int:
+    """Compile a model's NPU programs down to AICore C++, and check its text. Only the model's config is read.
 
     This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
     keeps compiled programs only within a process, so the first forward on an NPU compiles them again.
+
+    The checks find what PyPTO's interpreter cannot see: operands with different strides where the device's headers assume one,
+    buffers that leave a core's memory or are not aligned, and a stack that is too small. If they find anything, the exit code
+    is 1.
     """
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs
@@ -46,14 +50,38 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
         compiled.extend(compile_programs(config, names or _PROGRAMS, begin))
     if folder is not None:
         _write(folder, compiled)
+    found = [str(finding) for program in compiled for finding in program.report.findings]
     if as_json:
-        rows = [{"program": c.name, "seconds": c.seconds, "functions": len(c.functions), "lines": c.lines} for c in compiled]
-        print(json.dumps({"model": model, "programs": rows, "cpp": str(folder) if folder else None}))
-        return
-    cells = [(c.name, f"{c.seconds:.1f}", str(len(c.functions)), str(c.lines)) for c in compiled]
-    print_table(f"{model} for Ascend NPU", ("program", "seconds", "kernel functions", "lines of C++"), cells)
+        print(json.dumps({"model": model, "programs": [_row(c) for c in compiled], "cpp": str(folder) if folder else None}))
+        return 1 if found else 0
+    columns = ("program", "seconds", "kernel functions", "lines of C++", "most bytes of a core's memory", "stack", "findings")
+    print_table(f"{model} for Ascend NPU", columns, [_cells(c) for c in compiled])
+    for line in found:
+        print(line)
     if folder is not None:
         print(f"C++ in {folder}")
+    return 1 if found else 0
+
+
+def _row(program: Compiled) -> dict[str, object]:
+    report = program.report
+    return {
+        "program": program.name,
+        "seconds": program.seconds,
+        "functions": report.functions,
+        "lines": report.lines,
+        "memory": report.fullest,
+        "stack": report.stack,
+        "findings": [str(finding) for finding in report.findings],
+    }
+
+
+def _cells(program: Compiled) -> tuple[str, ...]:
+    report = program.report
+    memory = ", ".join(f"{name} {size / 1024:.4g}K" for name, size in report.fullest.items() if size)
+    stack = f"{report.stack / 1024:.1f}K"
+    counts = (str(report.functions), str(report.lines))
+    return program.name, f"{program.seconds:.1f}", *counts, memory, stack, str(len(report.findings))
 
 
 def _write(folder: Path, compiled: list[Compiled]) -> None:

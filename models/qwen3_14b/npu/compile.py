@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.npu.emitted.folder import KERNELS
+from haarkv.tq_ops.npu.emitted.checks import Report, check
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.reads import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -29,25 +29,17 @@ class Compiled:
     Attributes:
         seconds: tracing, every pass and code generation.
         sources: path -> C++: kernel functions, one a file, in `kernel_aicore/`; what they include in `kernel_aicpu/`.
+        report: what the checks of the text found.
     """
 
     name: str
     seconds: float
     sources: dict[str, str]
-
-    @property
-    def functions(self) -> dict[str, str]:
-        """The sources of kernel functions alone."""
-        return {path: text for path, text in self.sources.items() if path.startswith(KERNELS)}
-
-    @property
-    def lines(self) -> int:
-        """Of all kernel functions."""
-        return sum(text.count("\n") for text in self.functions.values())
+    report: Report
 
 
 def compile_programs(config: DecoderConfig, names: tuple[str, ...], on_begin: Callable[[str], None]) -> Iterator[Compiled]:
-    """Compile programs one after the other.
+    """Compile programs one after the other, and check the C++ they become.
 
     Args:
         names: of `PROGRAMS`.
@@ -64,7 +56,7 @@ def compile_programs(config: DecoderConfig, names: tuple[str, ...], on_begin: Ca
             program, arguments = PROGRAMS[name](model)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
-            yield Compiled(name, run.seconds, run.sources)
+            yield Compiled(name, run.seconds, run.sources, check(name, run.sources))
 
 
 def _blank(config: DecoderConfig) -> DecoderModel:

@@ -1,46 +1,18 @@
 """Scope 2a on the device: quantize and append, bit for bit what the format stores."""
 
 import pytest
-import torch
-from npu_programs import Case, empty_cache, needs_pypto, rotation, scatter, verify
+from npu_programs import needs_pypto, store_case, verify
 from npu_verify import VerificationError, check_verified
 
-from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 pytestmark = needs_pypto
-BLOCKS = 3
 
 
 @pytest.fixture(scope="module")
 def simulator():
     with Simulator() as simulator:
         yield simulator
-
-
-def awkward(tokens, kv_heads, seed):
-    """Vectors [T, Hkv, 128] FP32 of very different lengths, one of zeros among them."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, kv_heads, 128, generator=generator)
-    x *= torch.logspace(-3, 3, tokens * kv_heads).view(tokens, kv_heads, 1)
-    x[0, -1] = 0
-    return x
-
-
-def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0):
-    k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
-    slots = torch.randperm(BLOCKS * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
-    cache = empty_cache(BLOCKS, kv_heads)
-    padded = -(-tokens // rows) * rows
-
-    def flat(x):
-        out = torch.zeros(padded, kv_heads, 128)
-        out[:tokens] = x
-        return out.view(-1, 128)
-
-    goldens = scatter(cache, k, "k", slots, layer, kv_heads) | scatter(cache, v, "v", slots, layer, kv_heads)
-    tensors = {"k": flat(k), "v": flat(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
-    return Case(StoreProgram(kv_heads, rows), tensors, goldens)
 
 
 @pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 2), (5, 8), (20, 2)])

@@ -17,9 +17,7 @@ from haarkv.tq_ops.npu.aicore.toolchain import CACHE, CSRC, KINDS, CompileError,
 _TOGETHER = 8
 
 
-def compile_leaves(
-    toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callable[[int, int], None] = lambda done, of: None
-) -> Path:
+def compile_leaves(toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callable[[int, int], None] | None = None) -> Path:
     """The library of the leaves, each under its symbol; only what is new is compiled.
 
     Args:
@@ -33,8 +31,9 @@ def compile_leaves(
         objects = []
         for done, made in enumerate(pool.map(lambda part: _object(toolchain, *part), parts), 1):
             objects.append(made)
-            on_done(done, len(parts))
-    library = CACHE / "libraries" / f"{digest(toolchain.key, *(o.name for o in objects))}.so"
+            if on_done:
+                on_done(done, len(parts))
+    library = CACHE / "libraries" / f"{digest(*(o.name for o in objects))}.so"
     if not library.exists():
         _make(library, lambda half: [*toolchain.command("aiv"), "-shared", *map(str, objects), "-o", half])
     return library
@@ -73,7 +72,7 @@ def _source(leaves: Sequence[Leaf]) -> str:
 
 def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
     source = _source(leaves) if leaves else (CSRC / toolchain.SUPPORT).read_text(encoding="utf-8")
-    target = CACHE / "objects" / f"{digest(toolchain.key, kind, source)}.o"
+    target = CACHE / "objects" / f"{digest(toolchain.key(kind), source)}.o"
     if target.exists():
         return target
     prelude = ["-include-pch", str(_prelude(toolchain, kind))]
@@ -93,15 +92,15 @@ def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
 
 
 def _prelude(toolchain: Toolchain, kind: str) -> Path:
-    target = CACHE / "preludes" / f"{toolchain.key}-{kind}.pch"
+    target = CACHE / "preludes" / f"{toolchain.key(kind)}.pch"
     if not target.exists():
         _make(target, lambda half: [*toolchain.command(kind), "-x", "c++-header", str(CSRC / toolchain.PRELUDE), "-o", half])
     return target
 
 
 def _complaint(toolchain: Toolchain, leaf: Leaf) -> str:
-    written = CACHE / "checks" / f"{digest(toolchain.key, leaf.symbol)}.{os.getpid()}.cpp"
-    accepted = written.with_name(f"{digest(toolchain.key, leaf.symbol)}.ok")
+    written = CACHE / "checks" / f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.{os.getpid()}.cpp"
+    accepted = written.with_name(f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.ok")
     if accepted.exists():
         return ""
     written.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from haarkv.tq_ops.npu.aicore.build import compile_leaves
 from haarkv.tq_ops.npu.aicore.emission import Emission
@@ -50,15 +50,11 @@ class Count:
 class CountingToolchain(Toolchain):
     """The same compiler and headers, with counters in place of the core."""
 
-    PRELUDE = "count.h"
-    SUPPORT = "count.cpp"
-
-    @cached_property
-    def key(self) -> str:
-        return f"{super().key}-count"
+    PRELUDE: ClassVar[str] = "count.h"
+    SUPPORT: ClassVar[str] = "count.cpp"
 
     def command(self, kind: str) -> list[str]:
-        return [flag for flag in super().command(kind) if flag != "-D__CPU_SIM"] + ["-D__NPU_ARCH__=2201"]
+        return [*(flag for flag in super().command(kind) if flag != "-D__CPU_SIM"), "-D__NPU_ARCH__=2201"]
 
 
 class _Counter(Machine):

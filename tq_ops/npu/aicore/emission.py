@@ -29,7 +29,7 @@ class Emission:
     schedule: Schedule
     arguments: tuple[Tensor, ...]
 
-    def machine(self, toolchain: Toolchain, on_done: Callable[[int, int], None] = lambda done, of: None) -> Machine:
+    def machine(self, toolchain: Toolchain, on_done: Callable[[int, int], None] | None = None) -> Machine:
         """A machine that executes the call; compiles what is new."""
         return Machine(compile_leaves(toolchain, self.leaves, on_done), self.leaves, self.schedule, self.arguments)
 

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from haarkv.tq_ops.npu.aicore.schedule import Schedule, Task, ordered
 
 # Memory nobody wrote reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF
-_PAGE, _GUARD = 4096, 4096
+# A cube loads whole tiles: rows behind a tensor's end are read, and are in no product.
+_PAGE, _GUARD = 4096, 1 << 16
 _VALUE_BITS = 63
 
 
@@ -32,7 +33,7 @@ class MachineError(AssertionError):
 class _FunctionData(ctypes.Structure):
     """What kernel functions read of PyPTO's `DynFuncData`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("expressions", ctypes.c_uint64), ("attributes", ctypes.c_void_p), ("attribute_offsets", ctypes.c_void_p),
         ("expression_values", ctypes.c_void_p), ("tensors", ctypes.c_void_p), ("addresses", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint64), ("tensor_count", ctypes.c_uint64), ("address_count", ctypes.c_uint64),
@@ -44,14 +45,14 @@ class _FunctionData(ctypes.Structure):
 class _Parameters(ctypes.Structure):
     """PyPTO's `CoreFuncParam`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("expressions", ctypes.c_void_p),
         ("task", ctypes.c_uint32), ("context", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = [("location", ctypes.c_uint32), ("index", ctypes.c_uint32)]  # noqa: RUF012
+    _fields_ = [("location", ctypes.c_uint32), ("index", ctypes.c_uint32)]
 
 
 @dataclass
@@ -113,17 +114,6 @@ class Image:
             found.append(self._bytes[offset : offset + size].clone().view(argument.dtype).view(argument.shape))
         return found
 
-    def piece(
-        self, then: int, offset: Sequence[int], shape: Sequence[int], whole: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """A copy of a piece of a tensor, as an operand of a task describes it."""
-        start = self.address(then) - self._base
-        count = 1
-        for size in whole:
-            count *= size
-        flat = self._bytes[start : start + count * dtype.itemsize].view(dtype).view(tuple(whole))
-        return flat[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
-
     def overrun(self) -> bool:
         """Whether a guard between two tensors was written."""
         ends = [(offset + size) for _, size, offset in self._places]
@@ -147,9 +137,7 @@ class Machine:
         self.schedule = schedule
         self._at = mmap.mmap(-1, _PAGE)
 
-    def run(
-        self, choose: random.Random | None = None, skip: Callable[[Task], bool] = lambda task: False, orders: object = None
-    ) -> list[Tensor]:
+    def run(self, choose: random.Random | None = None, skip: Callable[[Task], bool] | None = None) -> list[Tensor]:
         """Run every task once, on the arguments as given.
 
         Args:
@@ -161,20 +149,13 @@ class Machine:
             MachineError: a task ended the process or wrote where it must not.
         """
         self.image.reset()
-        tasks = [task for step in self.schedule.steps for task in ordered(step, choose) if task.leaf and not skip(task)]
+        tasks = [
+            task for step in self.schedule.steps for task in ordered(step, choose) if task.leaf and not (skip and skip(task))
+        ]
         self._in_child([self._calls[id(task)] for task in tasks])
         if self.image.overrun():
             raise MachineError("bytes behind a tensor were written")
         return self.image.read()
-
-    def steps(self, choose: random.Random | None = None) -> Iterator[Leaf]:
-        """As `run`, but in this process and one task at a time: yields each leaf after it ran."""
-        self.image.reset()
-        for step in self.schedule.steps:
-            for task in ordered(step, choose):
-                if task.leaf:
-                    self._perform(self._calls[id(task)])
-                    yield self._calls[id(task)].leaf
 
     def executed(self) -> Counter[str]:
         """Symbol of a leaf -> how many tasks of the schedule call it."""

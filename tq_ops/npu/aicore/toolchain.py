@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 from haarkv.tq_ops.errors import InputError
 
@@ -33,6 +34,8 @@ KINDS = {
 Vector functions are long and run a moment: optimized, they would take four times as long to compile. Products take the time
 of a run.
 """
+
+_PRELUDES = {"aiv": ("prelude.h", "stdfloat"), "aic": ("prelude.h", "stdfloat", "cube.h")}
 
 _FLAGS = (
     # Each result is rounded where the type says, and no product is merged with a sum: the same bits on every host.
@@ -70,8 +73,9 @@ class Toolchain:
         pto_isa: the folder in which `pto/` lies.
     """
 
-    PRELUDE = "prelude.h"
-    SUPPORT = "machine.cpp"
+    # What every source is compiled with, and the source of the core they run on; another pair makes another core.
+    PRELUDE: ClassVar[str] = "prelude.h"
+    SUPPORT: ClassVar[str] = "machine.cpp"
 
     compiler: tuple[str, ...]
     pto_isa: Path
@@ -95,12 +99,14 @@ class Toolchain:
                     (half / path).write_text(text, encoding="utf-8")
         return folder
 
+    def key(self, kind: str) -> str:
+        """Of everything but the kernel functions that an object file of a kind of core depends on."""
+        ours = [(CSRC / name).read_text("utf-8") for name in dict.fromkeys((self.PRELUDE, *_PRELUDES[kind]))]
+        return digest(self.version, str(self.headers), self._theirs, shlex.join(self.command(kind)), *ours)
+
     @cached_property
-    def key(self) -> str:
-        """Of everything but the kernel functions that an object file depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in (self.PRELUDE, "stdfloat")]
-        theirs = [str((p.stat().st_mtime_ns, p.stat().st_size, p)) for p in sorted(self.pto_isa.rglob("*.h*"))]
-        return digest(self.version, str(self.headers), *_flags(self.compiler), str(KINDS), *ours, *theirs)
+    def _theirs(self) -> str:
+        return digest(*(str((p.stat().st_mtime_ns, p.stat().st_size, p)) for p in sorted(self.pto_isa.rglob("*.h*"))))
 
     def command(self, kind: str) -> list[str]:
         """The compile line for a kind of core, without the prelude, the source and what is to be made."""

@@ -65,7 +65,10 @@ _MAKEFILE = """\
 BISHENG := bisheng
 # PyPTO's headers, and those of CANN, with pto/ among them.
 PYTHON := python3
-PYPTO_INCLUDE := $(shell $(PYTHON) -c 'from importlib.util import find_spec as f; print(f("pypto").origin[:-11] + "lib/include")')
+ifndef PYPTO_INCLUDE
+FIND := from importlib.util import find_spec; print(find_spec("pypto").submodule_search_locations[0])
+PYPTO_INCLUDE := $(shell $(PYTHON) -c '$(FIND)')/lib/include
+endif
 CANN := /usr/local/Ascend/ascend-toolkit/latest
 CANN_INCLUDE := $(CANN)/include
 
@@ -108,8 +111,8 @@ function includes.
 | `make CANN=DIR` | CANN, with `bisheng` on the path; PyPTO | compiles every kernel function |
 | `make control` | a C++ compiler; PyPTO | checks the control flow; it is no kernel and needs no CANN |
 
-The flags in `Makefile` are PyPTO's own: each source ends with its compile line as a comment. Only the folders of headers became
-variables. Name another interpreter with `PYTHON=`, or the folder of PyPTO's headers with `PYPTO_INCLUDE=`.
+The flags in `Makefile` are PyPTO's own: each source ends with its compile line as a comment. Only the folders of headers
+became variables. Name another interpreter with `PYTHON=`, or the folder of PyPTO's headers with `PYPTO_INCLUDE=`.
 
 PyPTO compiles and links these files itself on the first call of a program. You need the folder to read, check or measure them.
 """

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import Program
+from haarkv.tq_ops.npu.sim.order import TaskOrder
 
 
 class Mode(Enum):
@@ -38,7 +39,7 @@ class Mode(Enum):
     NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
     before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
     numbers are not computed. COMPILE: every pass, then the AICore C++. SCHEDULE: as COST, with a record of every task that
-    the scheduler starts.
+    the scheduler starts, and the tables of what waits for what.
     """
 
     NUMBERS = "numbers"
@@ -108,6 +109,7 @@ class Execution:
         rows: PyPTO's comparisons, in VERIFY.
         cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
             own complaints in VERIFY.
+        order: the tasks of the run and what waits for what, in SCHEDULE.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
         schedule: in SCHEDULE, what the scheduler logged of its tasks; `tq_ops.npu.aicore.schedule` reads it.
     """
@@ -117,6 +119,7 @@ class Execution:
     cycles: int | None = None
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
+    order: list[TaskOrder] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     schedule: str = ""
 
@@ -198,7 +201,7 @@ class Simulator:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
             answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
-            [Task(*task) for task in answer["tasks"]], answer["sources"], answer["schedule"],
+            [Task(*task) for task in answer["tasks"]], answer["order"], answer["sources"], answer["schedule"],
         )  # fmt: skip
 
     def _take_outputs(

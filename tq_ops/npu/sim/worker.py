@@ -29,6 +29,7 @@ from pypto._utils import BuildOnlineManager
 from pypto.frontend.parser import entry
 
 from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.sim.order import read_order
 from haarkv.tq_ops.npu.sim.record import recorded
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
 
@@ -82,8 +83,11 @@ def _patch() -> None:
 
 def _options(mode: Mode) -> dict[str, dict[str, Any]]:
     stage = pypto.CompStage
-    if mode in (Mode.COST, Mode.SCHEDULE):
+    if mode is Mode.COST:
         return {"runtime_options": _SIM}
+    if mode is Mode.SCHEDULE:
+        # Without it the tables of what waits for what are not written; the cycles are the same.
+        return {"runtime_options": _SIM, "debug_options": {"runtime_debug_mode": 1}}
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
     verify = {"enable_pass_verify": True, "pass_verify_save_tensor": True, "pass_verify_error_tol": _LOOSE}
@@ -128,7 +132,7 @@ def _run(request: Request) -> dict[str, Any]:
     ctypes.CDLL(None).fflush(None)
     folders = sorted(Path("output").glob("output_*"), key=lambda p: p.stat().st_mtime_ns)
     result = {"seconds": seconds, "rows": [], "filled": [], "cycles": None, "report": "", "tasks": [], "sources": {}}
-    result["schedule"] = schedule
+    result |= {"order": [], "schedule": schedule}
     for folder in folders[-1:]:
         _collect(folder, request, tensors, result)
     shutil.rmtree("output", ignore_errors=True)
@@ -172,8 +176,12 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         result["tasks"] = [
             (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
         ]
+    if (table := folder / "dyn_topo.txt").exists():
+        control = "".join(p.read_text(encoding="utf-8") for p in folder.glob("kernel_aicpu/controlFlow_*.cpp"))
+        result["order"] = read_order(table.read_text(encoding="utf-8"), control)
     # The kernel functions include a header of the control flow: all sources, each in its place.
-    for source in sorted(p for p in folder.glob("kernel_*/*") if p.suffix in (".cpp", ".h")):
+    sources = folder.glob("kernel_*/*") if request.mode is Mode.COMPILE else ()
+    for source in sorted(p for p in sources if p.suffix in (".cpp", ".h")):
         result["sources"][source.relative_to(folder).as_posix()] = source.read_text(encoding="utf-8")
 
 

@@ -18,10 +18,7 @@ extern "C" void machine_fill(int byte) {
 // Whether bytes behind the device's unified buffer were written since it was filled.
 extern "C" int machine_overran(int byte) {
     const char *base = pto::NPUMemoryModel::Instance().GetUBBase();
-    for (std::size_t i = UB; i < UB_HERE; i++)
-        if (base[i] != static_cast<char>(byte))
-            return 1;
-    return 0;
+    return base[UB] != static_cast<char>(byte) || std::memcmp(base + UB, base + UB + 1, UB_HERE - UB - 1) != 0;
 }
 
 // Rounding to BF16, to nearest and ties to even: compilers call these, and older runtime libraries lack them.

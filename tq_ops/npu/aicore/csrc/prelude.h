@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -75,5 +76,9 @@ void TADD_IMPL(To &to, A &a, B &b) {
             to.SetElement(row, col, a.GetElement(row, col) + b.GetElement(row, col));
 }
 } // namespace pto
+
+#ifdef __AIC__
+#include "cube.h"
+#endif
 
 #include "TileOpImpl.h"

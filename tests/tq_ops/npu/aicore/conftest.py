@@ -1,0 +1,49 @@
+"""What the tests of executed C++ share: the compiler, and the table of kernel functions that a run ends with."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from executed_leaves import ROWS
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.aicore.toolchain import find_toolchain
+from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
+
+
+@pytest.fixture(scope="session")
+def toolchain(request):
+    """The compiler and pto-isa's headers; skips by name where one is not there."""
+    folder = request.config.getoption("--pto-isa")
+    if folder is None:
+        pytest.skip("needs a checkout of pto-isa: make test-aicore PTO_ISA=FOLDER")
+    if reason := unavailable():
+        pytest.skip(reason)
+    try:
+        return find_toolchain(Path(folder), request.config.getoption("--clang"))
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def simulator(toolchain):
+    with Simulator() as simulator:
+        yield simulator
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not ROWS:
+        return
+    terminalreporter.section("kernel functions, executed")
+    for program, rows in ROWS.items():
+        groups = defaultdict(list)
+        for row in rows:
+            groups[row[:2]].append(row)
+        for (scope, kind), members in groups.items():
+            ran = [row for row in members if row[3]]
+            tasks = sum(row[3] for row in ran)
+            counts = f"compiled {len(members):>2}  executed {len(ran):>2}  tasks {tasks:>4}"
+            terminalreporter.write_line(f"{program:<8} {scope:<9} {kind}  {counts}  {members[0][4]}")
+            for row in members:
+                if not row[3]:
+                    terminalreporter.write_line(f"         not executed: {row[2]}: this call has no such step")

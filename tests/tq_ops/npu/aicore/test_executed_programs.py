@@ -1,0 +1,143 @@
+"""The C++ that PyPTO emits, executed on the host: whole programs of tiny, task by task, below PyPTO's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from executed_leaves import ROWS
+from npu_layers import layer_call
+from npu_programs import store_case
+from planted_programs import StridedWhere
+
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.npu.aicore.emission import emit
+from haarkv.tq_ops.npu.aicore.leaf import distinct
+from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.sim.simulator import Simulator
+from haarkv.validation.bounds import LAYER_BF16
+
+pytestmark = [pytest.mark.npu, pytest.mark.aicore]
+# 7e-4 of logits of magnitude 10 was measured: products are summed in another order than torch's.
+LOGITS_ATOL = 1e-2
+
+
+def wrong_bytes(ours, theirs):
+    return int((ours.view(torch.uint8) != theirs.view(torch.uint8)).sum())
+
+
+def note(name, emission, machine, verdict):
+    """One row of the table for each leaf. Returns the share of leaves that ran."""
+    calls = machine.executed()
+    leaves = distinct(emission.leaves)
+    ROWS[name] = [(leaf.scope, leaf.kind, leaf.file, calls[symbol], verdict) for symbol, leaf in leaves.items()]
+    return sum(symbol in calls for symbol in leaves) / len(leaves)
+
+
+def check_layer(name, simulator, toolchain, call, program):
+    """A layer's cache bit for bit and its output within the bound of a layer, against the reference."""
+    arguments, goldens, out, tiling, expected = call
+    emission = emit(simulator, program, arguments)
+    machine = emission.machine(toolchain)
+    after = machine.run()
+    wrong = {program.arguments[i].name: wrong_bytes(after[i], golden) for i, golden in goldens.items()}
+    assert not any(wrong.values()), f"wrong bytes: {wrong}"
+    assert all(wrong_bytes(arguments[i], golden) for i, golden in goldens.items()), "nothing was to be stored"
+    ours = after[out][tiling.row].float()
+    error = float(((ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max())
+    assert error < LAYER_BF16.rel_l2
+    return note(name, emission, machine, f"cache equal, hidden within {error:.1e}"), machine, after
+
+
+def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
+    """Three steps of keys, two and one: the first, the last, one between, and one that is both."""
+    program = programs.decode_program(load_model("tiny", "bfloat16").config)
+    call = layer_call(program, [1, 1, 1], [4200, 2100, 17], blocks=60)
+    executed, _, _ = check_layer("decode", simulator, toolchain, call, program)
+    assert executed >= 0.9
+
+
+def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
+    program = programs.prefill_program(load_model("tiny", "bfloat16").config)
+    call = layer_call(program, [40, 3], [530, 20])
+    executed, _, _ = check_layer("prefill", simulator, toolchain, call, program)
+    assert executed >= 0.9
+
+
+def test_the_head_gives_the_reference_logits(simulator, toolchain):
+    model = load_model("tiny", "bfloat16")
+    program = programs.head_program(model.config)
+    hidden = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    arguments, _ = inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)
+    emission = emit(simulator, program, arguments)
+    machine = emission.machine(toolchain)
+    logits = emission.outputs(machine.run())["logits"][:3]
+    expected = reference.linear(
+        reference.rms_norm(hidden, model.weights.final_norm, model.config.rms_norm_eps), model.weights.lm_head
+    )
+    difference = float((logits[:, : expected.shape[1]] - expected).abs().max())
+    assert note("head", emission, machine, f"logits within {difference:.1e}") >= 0.9
+    assert difference < LOGITS_ATOL
+    assert expected.abs().max() > 1
+
+
+@pytest.fixture(scope="module")
+def stored(simulator, toolchain):
+    """The store program for 16 tokens of two heads: its emission, a machine and what it should write."""
+    case = store_case(16)
+    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    return emission, emission.machine(toolchain), case.goldens
+
+
+def wrong_stores(emission, arguments, goldens):
+    outputs = emission.outputs(arguments)
+    return {name: wrong_bytes(outputs[name], golden) for name, golden in goldens.items()}
+
+
+def test_quantize_and_append_write_the_bytes_of_the_format(stored):
+    emission, machine, goldens = stored
+    wrong = wrong_stores(emission, machine.run(), goldens)
+    assert note("store", emission, machine, "all bytes equal") == 1
+    assert not any(wrong.values()), wrong
+
+
+def test_the_strided_where_writes_wrong_codes(toolchain):
+    """What PyPTO's interpreter finds right: `where` of views into a wider tile. Half of the codes are wrong, no scale is."""
+    case = store_case(16, make=StridedWhere)
+    with Simulator() as simulator:
+        emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
+    print(wrong)
+    assert wrong["k_scale"] == wrong["v_scale"] == 0
+    for name in ("k_codes", "v_codes"):
+        assert 800 < wrong[name] < 1100, wrong
+
+
+def test_every_leaf_that_is_left_out_is_missed(stored):
+    emission, machine, goldens = stored
+    for symbol in machine.executed():
+        hashes = {leaf.hash for leaf in emission.leaves if leaf.symbol == symbol}
+        wrong = wrong_stores(emission, machine.run(skip=lambda task, hashes=hashes: task.leaf in hashes), goldens)
+        assert any(wrong.values()), f"{symbol} could be left out"
+
+
+def test_a_wrong_stride_is_found(stored, toolchain):
+    """The tensor that QUANTIZE writes its codes to, given as 128 wide instead of 64."""
+    emission, _, goldens = stored
+
+    def spoil(task):
+        place = next((i for i, o in enumerate(task.operands) if o.written and o.whole == (32, 64)), None)
+        if place is None:
+            return task
+        # Behind its index: offsets, shape and the whole shape, two numbers each.
+        begin = 1 + sum(1 + 4 * len(o.whole) for o in task.operands[:place])
+        attributes = list(task.attributes)
+        assert attributes[begin + 6] == 64
+        attributes[begin + 6] = 128
+        return replace(task, attributes=tuple(attributes))
+
+    steps = tuple(tuple(spoil(task) for task in step) for step in emission.schedule.steps)
+    spoiled = replace(emission, schedule=replace(emission.schedule, steps=steps))
+    wrong = wrong_stores(emission, spoiled.machine(toolchain).run(), goldens)
+    assert any(wrong.values())

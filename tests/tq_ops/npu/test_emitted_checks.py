@@ -1,0 +1,190 @@
+"""The text of emitted C++: what the checks find in it, what they find once a fault is planted, and that it is whole."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+import pytest
+from emitted_programs import compile_all
+from npu_programs import needs_pypto
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.emitted.checks import CAPACITY, RULES, check
+from haarkv.tq_ops.npu.emitted.folder import build_files, compile_flags
+from haarkv.tq_ops.npu.emitted.text import UnknownTextError, parse
+
+pytestmark = needs_pypto
+PROGRAMS = ("decode", "prefill", "head", "store")
+
+
+def include_folders():
+    """Where the compile line looks for headers that PyPTO ships."""
+    root = Path(find_spec("pypto").origin).parent / "lib/include"
+    return [root, root / "tilefwk", root / "tileop", root / "tileop/arch32"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_found_in_the_programs_of_tiny(emitted, program):
+    report = check(program, emitted[program])
+    assert [str(finding) for finding in report.findings] == []
+    # Something was read, and it was all of it.
+    assert report.functions == sum(path.startswith("kernel_aicore/") for path in emitted[program]) > 3
+    assert report.lines > 100
+    assert 0 < report.fullest["UB"] <= CAPACITY["UB"]
+    assert 0 < report.stack < report.stack_limit == 32 * 2**10
+
+
+@pytest.mark.npu_long
+def test_nothing_is_found_in_the_programs_of_14b():
+    for program, sources in compile_all("random:14b").items():
+        report = check(program, sources)
+        assert [str(finding) for finding in report.findings] == []
+        assert report.functions > 3
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_tile_operation_of_the_text_is_read(emitted, program):
+    """As many as a plain search for calls finds, each with the operands that the text names."""
+    for path, text in emitted[program].items():
+        if not path.startswith("kernel_aicore/"):
+            continue
+        calls = re.findall(r"^T[A-Z]\w*.*\);$", text, re.MULTILINE)
+        function = parse(path, text)
+        named = [len(re.findall(r"\b\w+Tensor_\d+\b", call)) for call in calls]
+        assert [sum(tile is not None for tile in o.operands) for o in function.operations] == named
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_included_file_is_there(emitted, program):
+    """Quoted includes: beside the file, as its path says, or among PyPTO's headers."""
+    sources = emitted[program]
+    assert "kernel_aicpu/expression_0.h" in sources
+    for path, text in sources.items():
+        for name in re.findall(r'^\s*#\s*include "(.*?)"', text, re.MULTILINE):
+            beside = "/".join(_flat(PurePosixPath(path).parent / name))
+            assert beside in sources or any((folder / name).is_file() for folder in include_folders()), f"{path}: {name}"
+
+
+def _flat(path):
+    parts = []
+    for part in path.parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return parts
+
+
+# -- Planted ----------------------------------------------------------------------------------------------------------------
+def test_a_where_of_strided_views_is_found(emitted_strided_where):
+    """The fault that once wrote 919 of 2,048 code bytes wrong: right in the interpreter, named here with its line."""
+    report = check("planted", emitted_strided_where)
+    (found,) = report.findings
+    assert "TWhereTT" in found.says
+    assert "[32 x 64]" in found.says
+    assert "[32 x 128]" in found.says
+    line = emitted_strided_where[found.path].splitlines()[found.line - 1]
+    assert line.startswith("TWhereTT")
+    assert str(found).startswith(f"planted, {found.function}, {found.path}:{found.line}: ")
+
+
+def spoiled(sources, old, new):
+    """The first kernel function with such a line, and that line changed."""
+    for path, text in sources.items():
+        if match := re.search(old, text, re.MULTILINE):
+            return {path: text[: match.start()] + match.expand(new) + text[match.end() :]}
+    raise AssertionError(f"no line to spoil: {old}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (r"(\*UB_\w+ = .*get_imm\()0x\w+(\); // size: )0x\w+$", r"\g<1>0x2ff00\g<2>0x1000", "byte 200448 of UB, which has"),
+        (r"(\*UB_\w+ = .*get_imm\()0x\w+\);", r"\g<1>0x10);", "begins at byte 16 of UB, no multiple of 32"),
+        (r"(\*L0A_\w+ = .*get_imm\()0x\w+\);", r"\g<1>0x20);", "begins at byte 32 of L0A, no multiple of 512"),
+        (r"__cb__ \*", r"__fbuf__ *", "is in memory __fbuf__, of which nothing is known"),
+        (r"(using UB\w+ = TileTensor<half, LocalLayout2Dim<)\d+", r"\g<1>4096", "has 131072 bytes from 0 on"),
+        (r"(using UB\w+ = TileTensor<float, LocalLayout2Dim<32, )8>", r"\g<1>5>", "rows of 20 bytes"),
+        (r"(TileTensor\w+ ubTensor_\d+\(\(uint64_t\))(UB_\w+_T)", r"\g<1>((half *)\g<2> + 7)", "no multiples of 32"),
+        (r"-cce-aicore-stack-size=0x8000", "-cce-aicore-stack-size=0x10", "its stack has 16"),
+        (r"^extern \"C\" ", "", "cannot be read"),
+        (r"^(using UBTileTensor\w+ = TileTensor<)half", r"\g<1>quarter", "a tile of unknown type"),
+        (r"^TMul<.*?>\((ubTensor_\d+), ubTensor_\d+,", r"TNew(\1, ubTensor_0,", "ubTensor_0 is not declared"),
+    ],
+)  # fmt: skip
+def test_what_is_planted_is_found(emitted, old, new, says):
+    sources = {f"kernel_aicore/{program}/{path}": text for program in PROGRAMS for path, text in emitted[program].items()}
+    found = check("planted", spoiled(sources, old, new)).findings
+    assert any(says in finding.says for finding in found), [str(finding) for finding in found]
+
+
+TWO_WIDTHS = """extern "C" [aicore] void f(CoreFuncParam* param) {
+half __ubuf__ *UB_A = (half __ubuf__ *)get_imm(0x0); // size: 0x2000
+half *UB_A_T = (half *)get_imm(0x0); // size: 0x2000
+using WIDE = TileTensor<half, LocalLayout2Dim<32, 128>, Hardware::UB>;
+using NARROW_TileTensor = TileTensor<half, LocalLayout2Dim<32, 64>, Hardware::UB>;
+using WIDE_TileTensor = TileTensor<half, LocalLayout2Dim<32, 128>, Hardware::UB>;
+NARROW_TileTensor ubTensor_1((uint64_t)UB_A_T, (Shape2Dim(32, 64)));
+WIDE_TileTensor ubTensor_2((uint64_t)UB_A_T, (Shape2Dim(32, 64)));
+WIDE_TileTensor ubTensor_3((uint64_t)UB_A_T, (Shape2Dim(32, 64)));
+CALL
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "faulty"),
+    [
+        ("TNew<0>(ubTensor_1, ubTensor_2);", True),
+        ("TNew<0>(ubTensor_3, ubTensor_2);", False),
+        ("TAdd<LastUse3Dim<0, 0, 1>>(ubTensor_1, ubTensor_2, ubTensor_1);", False),
+        ("TWhereTT(ubTensor_2, ubTensor_1, ubTensor_1, ubTensor_2, ubTensor_3);", False),
+        ("TWhereTT(ubTensor_2, ubTensor_1, ubTensor_1, ubTensor_2, ubTensor_1);", True),
+        ("TWhereTS(ubTensor_2, ubTensor_1, ubTensor_1, ubTensor_3, 1.0f);", False),
+        ("TWhereTS(ubTensor_1, ubTensor_1, ubTensor_1, ubTensor_3, 1.0f);", True),
+        ("TWhereST(ubTensor_1, ubTensor_1, ubTensor_1, 1.0f, ubTensor_3);", True),
+        ("TWhereSS(ubTensor_1, ubTensor_1, ubTensor_2, 1.0f, 0.0f);", False),
+        ("TCompare<5, 0>(ubTensor_1, ubTensor_2, ubTensor_1, 1.0f);", False),
+        ("TCompare<5, 0>(ubTensor_1, ubTensor_2, ubTensor_1, ubTensor_2);", True),
+        ("TGcd(ubTensor_1, ubTensor_1, ubTensor_2);", True),
+    ],
+)
+def test_strides_are_compared_where_the_headers_assume_them_equal(call, faulty):
+    found = check("planted", {"kernel_aicore/f.cpp": TWO_WIDTHS.replace("CALL", call)}).findings
+    assert [(finding.line, finding.function) for finding in found] == ([(10, "f")] if faulty else [])
+
+
+def test_rules_name_operands_that_are_there():
+    for (name, tiles), rule in RULES.items():
+        assert all(index < tiles for index in rule.same), name
+        assert len(rule.same) != 1, name
+
+
+# -- The folder -------------------------------------------------------------------------------------------------------------
+def test_the_compile_line_is_pyptos_own_but_for_the_folders(emitted):
+    source = next(text for path, text in emitted["head"].items() if path.endswith("_aiv.cpp"))
+    flags = compile_flags(source)
+    command = source.rstrip().splitlines()[-1]
+    for flag in flags.split():
+        assert "$(" in flag or flag in command.split()
+    assert "-I$(PYPTO_INCLUDE)/tileop" in flags.split()
+    assert "-I$(CANN_INCLUDE)" in flags.split()
+    assert "/home" not in flags
+    assert flags.startswith("-c -O3")
+    with pytest.raises(InputError, match="no compile line"):
+        compile_flags(source.replace("// bisheng", "// gcc"))
+    with pytest.raises(InputError, match="a folder of this machine"):
+        compile_flags(source.replace("-mllvm", "--from=/opt/x -mllvm", 1))
+
+
+def test_kernel_functions_of_one_kind_are_compiled_in_one_way(emitted):
+    files = build_files({name: emitted[name] for name in ("head", "store")})
+    assert set(files) == {"Makefile", "README.md"}
+    assert files["Makefile"].count("\nAIV := -c") == files["Makefile"].count("\nAIC := -c") == 1
+    assert "- `store/`: 6 kernel functions" in files["README.md"]
+    path = next(path for path in emitted["head"] if path.endswith("_aiv.cpp"))
+    mixed = {**emitted["head"], path: emitted["head"][path].replace(" -O3 ", " -O2 ")}
+    with pytest.raises(InputError, match="in different ways: aiv"):
+        build_files({"head": mixed})
+
+
+def test_a_file_without_a_function_is_refused():
+    with pytest.raises(UnknownTextError, match="no kernel function"):
+        parse("a.cpp", "int main() {}")

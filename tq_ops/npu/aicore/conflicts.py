@@ -1,0 +1,102 @@
+"""Accesses to the same bytes that nothing in a schedule puts in order: on a device, either may come first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from haarkv.tq_ops.npu.aicore.schedule import Operand, Schedule, Task, ordered
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two tasks of one step that touch the same elements of a tensor, at least one of them writing, in no certain order.
+
+    Attributes:
+        first, then: in the order of the program.
+        kind: `read after write`, `write after read` or `write after write`: what the program means by that order.
+        address: of the tensor.
+    """
+
+    first: Task
+    then: Task
+    kind: str
+    address: int
+
+
+def conflicts(schedule: Schedule) -> Iterator[Conflict]:
+    """All conflicts of a schedule.
+
+    Tensors with different addresses are taken for disjoint, and two views of one address for tensors of one element type.
+    """
+    for step in schedule.steps:
+        after = _followers(step)
+        touched: dict[int, list[tuple[Task, Operand]]] = {}
+        for task in step:
+            for operand in dict.fromkeys(task.operands):
+                touched.setdefault(operand.address, []).append((task, operand))
+        for address, accesses in touched.items():
+            runs = [_runs(operand.offset, operand.shape, operand.whole) for _, operand in accesses]
+            for writer, written, mine in (
+                (*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written
+            ):
+                for (other, used), theirs in zip(accesses, runs, strict=True):
+                    if other is writer or theirs[0][0] >= mine[-1][1] or mine[0][0] >= theirs[-1][1]:
+                        continue
+                    # Two writes meet each other twice.
+                    if used.written and other.number < writer.number:
+                        continue
+                    if after[writer.number] >> other.number & 1 or after[other.number] >> writer.number & 1:
+                        continue
+                    if _overlap(mine, theirs):
+                        yield _conflict(writer, other, used.written, address)
+
+
+def _conflict(writer: Task, other: Task, both: bool, address: int) -> Conflict:
+    if both:
+        return Conflict(writer, other, "write after write", address)
+    if writer.number < other.number:
+        return Conflict(writer, other, "read after write", address)
+    return Conflict(other, writer, "write after read", address)
+
+
+def _followers(step: tuple[Task, ...]) -> dict[int, int]:
+    """Task -> bits of the tasks that certainly begin after its end."""
+    after = {task.number: 0 for task in step}
+    for task in reversed(list(ordered(step))):
+        for number in task.after:
+            after[number] |= after[task.number] | 1 << task.number
+    return after
+
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@cache
+def _runs(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Runs:
+    """A piece of a tensor as runs of elements that lie side by side, from the first on."""
+    begins, length, joined = [0], 1, True
+    for axis in reversed(range(len(shape))):
+        stride = prod(whole[axis + 1 :])
+        if joined:
+            # All within is one run: rows that are whole lie side by side.
+            begins, length = [begins[0] + offset[axis] * stride], length * shape[axis]
+            joined = shape[axis] == whole[axis]
+        else:
+            begins = [begin + (offset[axis] + i) * stride for i in range(shape[axis]) for begin in begins]
+    return tuple((begin, begin + length) for begin in begins)
+
+
+def _overlap(ones: Runs, others: Runs) -> bool:
+    """Whether two pieces share an element; both are in order."""
+    i = j = 0
+    while i < len(ones) and j < len(others):
+        if ones[i][0] < others[j][1] and others[j][0] < ones[i][1]:
+            return True
+        if ones[i][1] <= others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False
