@@ -1,12 +1,17 @@
 """Programs with a fault planted in them, which the checks of emitted text and its execution must find."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from haarkv.tq_ops.npu.scopes import StoreProgram
+from haarkv.models.qwen3_14b.npu.programs import LayerProgram
+from haarkv.tq_ops.npu.scopes import StoreProgram, with_tuned
 
 _MENDED = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"
 _FAULTY = "pypto.where(pypto.ge(high, 8.0), high - 16.0, high)"
+
+
+_BARRIER = ", submit_before_loop=True"
 
 
 @dataclass(frozen=True)
@@ -28,3 +33,25 @@ class StridedWhere(StoreProgram):
         exec(compile(text.replace(_MENDED, _FAULTY), tq4.__file__, "exec"), faulty)
         store_kernel.quantize = faulty["quantize"]
         return super().build(**options)
+
+
+@dataclass(frozen=True)
+class Unordered(LayerProgram):
+    """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
+
+    @classmethod
+    def of(cls, program):
+        return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
+
+    def build(self, **options):
+        from haarkv.models.qwen3_14b.npu import layer_kernel
+
+        text = Path(layer_kernel.__file__).read_text(encoding="utf-8")
+        assert text.count(_BARRIER) == 1, "the barrier to remove is no longer there"
+        # PyPTO reads a kernel's source from its file; the worker's folder goes with the worker.
+        file = Path("unordered_layer_kernel.py").absolute()
+        file.write_text(text.replace(_BARRIER, ""), encoding="utf-8")
+        spec = spec_from_file_location(file.stem, file)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.build(self, with_tuned(options))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.npu import inputs, programs
-from haarkv.models.qwen3_14b.npu.programs import LayerProgram
+from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
@@ -50,7 +50,7 @@ def compile_programs(config: DecoderConfig, names: tuple[str, ...], on_begin: Ca
     """
     if reason := programs.unsupported(config):
         raise InputError(f"nothing to compile: {reason}")
-    model = _blank(config)
+    model = blank_model(config)
     with Simulator() as simulator:
         for name in names:
             program, arguments = PROGRAMS[name](model)
@@ -59,34 +59,46 @@ def compile_programs(config: DecoderConfig, names: tuple[str, ...], on_begin: Ca
             yield Compiled(name, run.seconds, run.sources, check(name, run.sources))
 
 
-def _blank(config: DecoderConfig) -> DecoderModel:
+def blank_model(config: DecoderConfig) -> DecoderModel:
     """A model of one layer and of zeros: a compilation depends on shapes alone, and all layers share it."""
     shapes = checkpoint_shapes(one := replace(config, num_layers=1, max_position_embeddings=1))
     weights = assemble(one, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
     return DecoderModel(one, weights, RopeTable(one))
 
 
-def _layer_call(program: LayerProgram, model: DecoderModel) -> list[torch.Tensor]:
-    """Arguments of a layer for one token in an empty cache."""
+def layer_call(
+    program: LayerProgram, model: DecoderModel, new: Sequence[int] = (1,), stored: Sequence[int] = (0,)
+) -> list[torch.Tensor]:
+    """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone.
+
+    Args:
+        new, stored: tokens of each sequence.
+    """
     config = model.config
     heads, dim = config.num_kv_heads, config.head_dim
-    cache = PagedKVCache(KVPlan.uniform(FORMAT, FORMAT, 1), num_kv_heads=heads, head_dim=dim, num_blocks=1)
+    blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, stored, strict=True))
+    cache = PagedKVCache(KVPlan.uniform(FORMAT, FORMAT, 1), num_kv_heads=heads, head_dim=dim, num_blocks=blocks)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
-    batch = paging.batch([paging.add()], [1])
-    tiling = inputs.tile(batch, program, model.rope.at(batch.positions))
-    hidden = tiling.spread(torch.zeros(1, config.hidden_size, dtype=torch.bfloat16))
+    sequences = [paging.add() for _ in new]
+    for sequence, count in zip(sequences, stored, strict=True):
+        if count:
+            paging.batch([sequence], [count])
+    batch = paging.batch(sequences, new)
+    rope = RopeTable(replace(config, max_position_embeddings=int(batch.positions.max()) + 1))
+    tiling = inputs.tile(batch, program, rope.at(batch.positions))
+    hidden = tiling.spread(torch.zeros(sum(new), config.hidden_size, dtype=torch.bfloat16))
     constants = {**inputs.layer_constants(model, 0), "mask": program.attention.mask()}
     return inputs.layer_call(program, constants, hidden, tiling, cache, 0)[0]
 
 
 def _decode(model: DecoderModel) -> tuple[Program, list[torch.Tensor]]:
     program = programs.decode_program(model.config)
-    return program, _layer_call(program, model)
+    return program, layer_call(program, model)
 
 
 def _prefill(model: DecoderModel) -> tuple[Program, list[torch.Tensor]]:
     program = programs.prefill_program(model.config)
-    return program, _layer_call(program, model)
+    return program, layer_call(program, model)
 
 
 def _head(model: DecoderModel) -> tuple[Program, list[torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -48,7 +48,7 @@ def conflicts(schedule: Schedule) -> Iterator[Conflict]:
                     # Two writes meet each other twice.
                     if used.written and other.number < writer.number:
                         continue
-                    if after[writer.number] >> other.number & 1 or after[other.number] >> writer.number & 1:
+                    if after(writer, other) or after(other, writer):
                         continue
                     if _overlap(mine, theirs):
                         yield _conflict(writer, other, used.written, address)
@@ -62,13 +62,14 @@ def _conflict(writer: Task, other: Task, both: bool, address: int) -> Conflict:
     return Conflict(other, writer, "write after read", address)
 
 
-def _followers(step: tuple[Task, ...]) -> dict[int, int]:
-    """Task -> bits of the tasks that certainly begin after its end."""
-    after = {task.number: 0 for task in step}
+def _followers(step: tuple[Task, ...]) -> Callable[[Task, Task], bool]:
+    """Tells of two tasks whether the second certainly begins after the end of the first."""
+    bit = {task.number: i for i, task in enumerate(step)}
+    after = dict.fromkeys(bit, 0)
     for task in reversed(list(ordered(step))):
         for number in task.after:
-            after[number] |= after[task.number] | 1 << task.number
-    return after
+            after[number] |= after[task.number] | 1 << bit[task.number]
+    return lambda one, other: bool(after[one.number] >> bit[other.number] & 1)
 
 
 Runs = tuple[tuple[int, int], ...]

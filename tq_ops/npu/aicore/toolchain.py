@@ -168,6 +168,11 @@ class CompileError(InputError):
 
 
 def run_compiler(command: Sequence[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        CompileError: it failed; the message is what it said.
+    """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[:4000]}")

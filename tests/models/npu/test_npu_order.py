@@ -1,0 +1,173 @@
+"""What a device may do in which order: PyPTO's own tables of a layer's tasks, and every access that they leave unordered."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from npu_programs import empty_cache, needs_pypto, rotation
+from planted_programs import Unordered
+
+from haarkv.models.catalog import read_config
+from haarkv.models.qwen3_14b.npu import programs
+from haarkv.models.qwen3_14b.npu.compile import blank_model, layer_call
+from haarkv.tq_ops.npu.aicore.conflicts import conflicts
+from haarkv.tq_ops.npu.aicore.schedule import read_schedule
+from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.scopes import StoreProgram
+from haarkv.tq_ops.npu.sim.order import read_order, roots
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+
+pytestmark = needs_pypto
+# Two tiles, of 16 sequences and of 2; one context takes several steps of 256 keys. Three tiles: two of one sequence.
+DECODE = ((1,) * 18, (100, 600, *(100,) * 16))
+PREFILL = ((130, 3), (0, 100))
+
+
+@dataclass
+class Run:
+    """A run's tables, read twice: PyPTO's file of them, and the record of its scheduler."""
+
+    program: object
+    order: list
+    schedule: object
+
+    @property
+    def roots(self):
+        return roots(self.order)
+
+    def unordered(self):
+        """Conflicts as (kind, scope of the first, of the second, tiles from one to the other, argument or `workspace`)."""
+        owner = {(root.step, task.number): root for root in self.roots for task in root.tasks}
+        steps = sorted({task.step for task in self.order})
+        step_of = {id(task): step for step, tasks in zip(steps, self.schedule.steps, strict=True) for task in tasks}
+        names = dict(zip(self.schedule.inputs, (a.name for a in self.program.arguments), strict=True))
+        for conflict in conflicts(self.schedule):
+            one, other = (owner[step_of[id(task)], task.number] for task in (conflict.first, conflict.then))
+            yield conflict.kind, one.scope, other.scope, other.tile - one.tile, names.get(conflict.address, "workspace")
+
+
+def ran(program, arguments):
+    with Simulator() as simulator:
+        run = simulator.run(program, arguments, Mode.SCHEDULE)
+    return Run(program, run.order, read_schedule(run.schedule))
+
+
+def run_layer(make, case, model="tiny", variant=lambda program: program):
+    blank = blank_model(read_config(model))
+    program = variant(make(blank.config))
+    return ran(program, layer_call(program, blank, *case))
+
+
+def decode(config):
+    return programs.decode_program(config, step_tokens=256)
+
+
+def late_appends(run):
+    """Pairs of an APPEND and a KEYS that may read its rows, where it does not stand in an earlier step."""
+    appends = [root for root in run.roots if root.scope == "APPEND"]
+    keys = [root for root in run.roots if root.scope == "KEYS"]
+    assert len(appends) > 1
+    assert len(keys) > 1
+    return [(a.place, k.place) for a in appends for k in keys if a.tile <= k.tile and a.step >= k.step]
+
+
+def check_order(run, tokens, tiles):
+    found = run.roots
+    assert sum(root.scope == "APPEND" for root in found) == tokens
+    assert {root.tile for root in found} == set(range(tiles))
+    assert late_appends(run) == []
+    # Where a tile's attention begins, all that prepares it has ended, the clearing of its output as well.
+    for tile in range(tiles):
+        before = [root.step for root in found if root.tile == tile and root.scope in ("QKV", "QUANTIZE", "APPEND", "ROTATE")]
+        assert max(before) < min(root.step for root in found if root.tile == tile and root.scope == "KEYS")
+    # Both records of PyPTO name the same edges.
+    edges = {(task.step, task.number, number) for task in run.order for number in task.successors}
+    steps = sorted({task.step for task in run.order})
+    assert len(edges) > len(found)
+    assert edges == {
+        (step, number, task.number)
+        for step, tasks in zip(steps, run.schedule.steps, strict=True)
+        for task in tasks
+        for number in task.after
+    }
+
+
+def test_decode_leaves_no_access_unordered():
+    run = run_layer(decode, DECODE)
+    check_order(run, tokens=18, tiles=2)
+    assert list(run.unordered()) == []
+
+
+def check_prefill(run, tokens, tiles):
+    check_order(run, tokens, tiles)
+    # A tile may store its tokens while the tile before still loads their blocks: those rows lie behind its own tokens and
+    # are masked, whatever finite numbers they hold.
+    unordered = set(run.unordered())
+    caches = {"k_codes", "k_scale", "v_codes", "v_scale"}
+    assert unordered == {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
+
+
+def test_prefill_leaves_no_access_unordered_that_matters():
+    check_prefill(run_layer(programs.prefill_program, PREFILL), tokens=133, tiles=3)
+
+
+def check_found(run):
+    """What the tables lack without the barrier: rows read before they are stored, and rows cleared after they are written."""
+    assert late_appends(run)
+    unordered = {kind[:3] for kind in run.unordered()}
+    assert ("read after write", "APPEND", "KEYS") in unordered
+    assert ("write after write", "ROTATE", "KEYS") in unordered
+
+
+def test_without_the_barrier_fresh_rows_may_be_read_stale():
+    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=Unordered.of))
+
+
+def test_the_store_program_writes_no_row_twice():
+    tokens, kv_heads = 20, 2
+    named = {
+        "k": torch.zeros(32 * kv_heads, 128),
+        "v": torch.zeros(32 * kv_heads, 128),
+        "rotation": rotation(1),
+        "slot": torch.arange(tokens, dtype=torch.int32),
+        **empty_cache(1, kv_heads),
+    }
+    program = StoreProgram(kv_heads)
+    run = ran(program, ordered(program, named))
+    assert sum(root.scope == "APPEND" for root in run.roots) == tokens
+    assert list(run.unordered()) == []
+    # A row that two tokens store is found: nothing orders them.
+    named["slot"][7] = named["slot"][3]
+    twice = ran(program, ordered(program, named))
+    assert set(twice.unordered()) == {("write after write", "APPEND", "APPEND", 0, name) for name in empty_cache(1, kv_heads)}
+
+
+@pytest.mark.npu_long
+def test_prefill_without_the_barrier_is_found_as_well():
+    check_found(run_layer(programs.prefill_program, PREFILL, variant=Unordered.of))
+
+
+@pytest.mark.npu_long
+def test_decode_of_14b_leaves_no_access_unordered():
+    run = run_layer(programs.decode_program, DECODE, "random:14b")
+    check_order(run, tokens=18, tiles=2)
+    assert list(run.unordered()) == []
+
+
+@pytest.mark.npu_long
+def test_prefill_of_14b_leaves_no_access_unordered_that_matters():
+    check_prefill(run_layer(programs.prefill_program, PREFILL, "random:14b"), tokens=133, tiles=3)
+
+
+# -- The tables' reader -----------------------------------------------------------------------------------------------------
+HEAD = "seqNo,taskId,rootIndex,rootHash,opmagic,leafIndex,leafHash,coreType,psgId,successors\n"
+CONTROL = "// #name: TENSOR_APPEND_Unroll1_PATH2_hiddenfunc0_root #hash: 77 #magic: 1\n"
+
+
+def test_tables_of_another_pypto_are_refused():
+    (task,) = read_order(f"{HEAD}3,1048577,0,77,10,4,99,0,0,,5,6\n", CONTROL)
+    assert (task.step, task.root, task.scope, task.path, task.leaf, task.successors) == (3, 1, "APPEND", 2, 99, (5, 6))
+    with pytest.raises(ValueError, match="other columns"):
+        read_order(HEAD.replace("psgId,", ""), CONTROL)
+    with pytest.raises(ValueError, match="does not name root 78"):
+        read_order(f"{HEAD}0,0,0,78,10,4,99,0,0,\n", CONTROL)
