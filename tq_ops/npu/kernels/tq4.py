@@ -19,8 +19,8 @@ _LARGEST_FP16 = 65504.0
 _STEEP = 2.0**126
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
-# With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the 16
-# centroids. The coefficients were found by trial; tests/tq_ops/npu/test_npu_tq4.py tries them on every byte.
+# With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
+# 16 centroids. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
 _STEP = 0.09613037109375
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
@@ -57,7 +57,7 @@ def quantize(x, rotation, vectors):
 
 
 def _reached(x, boundary):
-    """1.0 where x >= boundary, else 0.0, in FP32; by arithmetic, because a select costs the device a dozen instructions a row."""
+    """1.0 where x >= boundary, else 0.0, in FP32. Arithmetic, for a select costs the device a dozen instructions a row."""
     return pypto.clip((x - boundary) * _STEEP + 1.0, 0.0, 1.0)
 
 
