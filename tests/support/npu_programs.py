@@ -10,7 +10,7 @@ from npu_verify import check_verified
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
@@ -127,3 +127,17 @@ class Broken:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Codes [rows, 64] INT8 to centroids [rows, 128] FP16, without attention around it."""
+
+    rows: int
+    name: str = "look_up"
+    arguments: tuple = (Argument("codes"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build(self.rows, options)

@@ -1,8 +1,8 @@
 """How many instructions the emitted kernel functions issue on the device, by its own headers.
 
-The cost model of PyPTO charges for operations on tiles; the headers of the device turn one such operation into one instruction,
-or into a dozen a row. Here the kernel functions are compiled against the headers of pto-isa for the A2 and A3, with counters
-in place of the core's intrinsics, and called with the attributes of a schedule.
+The cost model of PyPTO charges for operations on tiles. The headers of the device turn one such operation into one
+instruction, or into a dozen for each row. Here the kernel functions are compiled against pto-isa's headers for the A2 and A3,
+with counters in place of the core's intrinsics, and called with the attributes of a schedule.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 from haarkv.tq_ops.npu.aicore.build import compile_leaves
 from haarkv.tq_ops.npu.aicore.emission import Emission
@@ -28,7 +29,7 @@ class Count:
     Attributes:
         vector: instructions of the vector pipe.
         repeats: lines of 256 bytes that they work on. A published calibration of the 910B gives one cycle a line to an
-            instruction with one source and two to one with two, behind 20 to 40 cycles at the start.
+            instruction with one source and two to one with two, besides some 30 to begin and end.
         barriers: `pipe_barrier`; the pipe runs dry at each.
         copies: between memories, those into the cube's registers too.
         cube: products.
@@ -49,11 +50,11 @@ class Count:
 class CountingToolchain(Toolchain):
     """The same compiler and headers, with counters in place of the core."""
 
-    PRELUDE = "count.h"
-    SUPPORT = "count.cpp"
+    PRELUDE: ClassVar[str] = "count.h"
+    SUPPORT: ClassVar[str] = "count.cpp"
 
     def command(self, kind: str) -> list[str]:
-        return [flag for flag in super().command(kind) if flag != "-D__CPU_SIM"] + ["-D__NPU_ARCH__=2201"]
+        return [*(flag for flag in super().command(kind) if flag != "-D__CPU_SIM"), "-D__NPU_ARCH__=2201"]
 
 
 class _Counter(Machine):
@@ -63,13 +64,15 @@ class _Counter(Machine):
         """Run every task once. Yields its leaf and what it issued."""
         library = self._library
         library.count_calls.restype = library.count_repeats.restype = ctypes.c_uint64
-        for leaf in self.steps():
+        for task in self.schedule.tasks:
+            call = self._calls[id(task)]
+            self._perform(call)
             calls = {name: library.count_calls(kind) for kind, name in enumerate(_KINDS)}
-            yield leaf, Count(repeats=library.count_repeats(), **calls)
+            yield call.leaf, Count(repeats=library.count_repeats(), **calls)
 
 
 def count_tasks(
-    toolchain: Toolchain, emission: Emission, on_done: Callable[[int, int], None] = lambda done, of: None
+    toolchain: Toolchain, emission: Emission, on_done: Callable[[int, int], None] = lambda _done, _of: None
 ) -> list[tuple[Leaf, Count]]:
     """What each task of a call issues, in the scheduler's order.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 from haarkv.tq_ops.errors import InputError
 
@@ -72,8 +73,9 @@ class Toolchain:
         pto_isa: the folder in which `pto/` lies.
     """
 
-    PRELUDE = "prelude.h"
-    SUPPORT = "machine.cpp"
+    # What every source is compiled with, and the source of the core they run on; another pair makes another core.
+    PRELUDE: ClassVar[str] = "prelude.h"
+    SUPPORT: ClassVar[str] = "machine.cpp"
 
     compiler: tuple[str, ...]
     pto_isa: Path
