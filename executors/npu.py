@@ -17,10 +17,12 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
+from haarkv.tq_ops.npu.scopes import AttentionShape
+from haarkv.tq_ops.npu.sides import sides_of
 
 
 class NpuExecutor:
-    """Runs a bf16 model whose cache is `tq4`: one program a layer, one for the head.
+    """Runs a bf16 model whose cache is in formats that programs read: one program a layer, one for the head.
 
     Args:
         model: weights and shapes, bf16.
@@ -44,8 +46,6 @@ class NpuExecutor:
         self.simulated = self._runner.simulated
         with self._runner.refusals():
             self._model = model.to(self.device)
-        self._decode = programs.decode_program(model.config)
-        self._prefill = programs.prefill_program(model.config)
         self._head = programs.head_program(model.config, self._runner.most_vocab)
         keep: Callable[[Tensor], Tensor] = self._runner.constant
         self._layers = [
@@ -55,7 +55,7 @@ class NpuExecutor:
         self._head_slices = [
             {name: keep(tensor) for name, tensor in part.items()} for part in inputs.head_constants(self._model, self._head)
         ]
-        self._masks = {p: keep(p.attention.mask().to(self.device)) for p in (self._decode, self._prefill)}
+        self._masks: dict[AttentionShape, Tensor] = {}
 
     @property
     def compiled(self) -> dict[str, float]:
@@ -106,18 +106,23 @@ class NpuExecutor:
         if cache.block_size != programs.BLOCK:
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
-        program = self._decode if one_each else self._prefill
-        tiling = inputs.tile(batch, program, self._model.rope.at(batch.positions))
+        build = programs.decode_program if one_each else programs.prefill_program
+        tiling = inputs.tile(batch, build(self.config), self._model.rope.at(batch.positions))
         state = tiling.spread(hidden)
         for index in span:
-            state = self._layer(program, index, state, tiling, cache)
+            state = self._layer(build(self.config, *sides_of(cache.plan, index)), index, state, tiling, cache)
         return state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
-        constants = {**self._layers[index], "mask": self._masks[program]}
+        constants = {**self._layers[index], "mask": self._mask(program.attention)}
         arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
         self._runner.call(program, arguments)
         return out
+
+    def _mask(self, shape: AttentionShape) -> Tensor:
+        if shape not in self._masks:
+            self._masks[shape] = self._runner.constant(shape.mask().to(self.device))
+        return self._masks[shape]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         slices = []

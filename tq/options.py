@@ -134,7 +134,7 @@ def set_threads(threads: int | None) -> None:
 
 # -- The KV cache ----------------------------------------------------------------------------------------------------------
 
-_KV = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
+kv_option = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
 _PLAN = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 _BESIDE = (
     click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
@@ -153,7 +153,7 @@ def kv_options(kv: bool = True) -> Decorator:
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed((_KV, *_BESIDE, _PLAN) if kv else _BESIDE):
+        for option in reversed((kv_option, *_BESIDE, _PLAN) if kv else _BESIDE):
             function = option(function)
         return function
 

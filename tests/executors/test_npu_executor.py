@@ -16,11 +16,13 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import device
+from haarkv.tq_ops.npu.sides import SIDES
 from haarkv.tq_ops.npu.sim import simulator
 from haarkv.tq_ops.npu.versions import SIMULATED, installed
 from haarkv.validation.bounds import LAYER_BF16
 
-TQ4 = KVSpec("tq4").plan(SMALL.num_layers)
+TQ4_SPEC = KVSpec("tq4")
+TQ4 = TQ4_SPEC.plan(SMALL.num_layers)
 CONFIG = replace(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
 
 
@@ -116,8 +118,8 @@ def test_fp32_is_refused():
 @needs_pypto[1]
 def test_another_format_and_another_block_size_are_refused():
     model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="its programs read tq4, not bf16"):
-        catalog.create("npu", model, KVSpec("k=tq4,v=bf16").plan(CONFIG.num_layers), "sim")
+    with pytest.raises(InputError, match="its programs read tq4, tq4_seed and bf16, not q8_0"):
+        catalog.create("npu", model, KVSpec("k=tq4,v=q8_0").plan(CONFIG.num_layers), "sim")
     with pytest.raises(InputError, match=r"executor npu cannot run this: its programs read packed tokens alone, none in BF16"):
         catalog.create("npu", model, KVSpec("tq4", sink=1).plan(CONFIG.num_layers), "sim")
     executor = catalog.create("npu", model, TQ4, "sim")
@@ -229,9 +231,9 @@ def test_the_simulator_compiles_nothing_ahead():
 
 
 # -- Layers in the interpreter -------------------------------------------------------------------------------------------
-def filled(config, lengths, seed):
+def filled(config, spec, lengths, seed):
     """A cache that holds so many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
-    cache = new_cache(config, block_size=128, num_blocks=16)
+    cache = new_cache(config, spec, block_size=128, num_blocks=16)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
     paging = PagedSequences(16, 128, order)
     sequences = [paging.add() for _ in lengths]
@@ -254,20 +256,82 @@ LAYER_CASES = {
 }
 
 
-@needs_pypto[0]
-@needs_pypto[1]
-@pytest.mark.parametrize(("heads", "new", "stored"), LAYER_CASES.values(), ids=LAYER_CASES)
-def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, new, stored):
+DECODE, PREFILL = LAYER_CASES["decode, GQA 5"], LAYER_CASES["prefill after a stored prefix, GQA 5"]
+
+
+def same_bytes(ours, theirs, field):
+    """Whether a field of two caches holds the same; an FP32 norm may be off by its last bit: K was summed otherwise."""
+    return torch.allclose(ours, theirs, rtol=2.0**-22, atol=0) if field == "norm" else torch.equal(ours, theirs)
+
+
+def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2)):
+    """A cache and a hidden state, by the programs and by the reference."""
     config = replace(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
     model = small_model(config, seed=3, dtype=torch.bfloat16)
     hidden = torch.randn(sum(new), config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
     results = []
-    for executor in (ReferenceExecutor(model), catalog.create("npu", model, TQ4, "sim")):
-        cache, paging, sequences = filled(config, stored, seed=7)
-        out = executor.layers(hidden, range(1, 2), paging.batch(sequences, new), cache)
-        results.append((out.float(), [tensor for *_, tensor in cache_tensors(cache)]))
+    for executor in (ReferenceExecutor(model), catalog.create("npu", model, spec.plan(config.num_layers), "sim")):
+        cache, paging, sequences = filled(config, spec, stored, seed=7)
+        before = [tensor.clone() for *_, tensor in cache_tensors(cache)]
+        out = executor.layers(hidden, layers, paging.batch(sequences, new), cache)
+        results.append((out.float(), list(cache_tensors(cache))))
+        # The layers that ran have stored something.
+        ran = [(old, tensor) for old, (layer, *_, tensor) in zip(before, results[-1][1], strict=True) if layer in layers]
+        assert not any(torch.equal(*pair) for pair in ran)
     (reference, reference_cache), (ours, our_cache) = results
     error = (ours - reference).norm(dim=1) / reference.norm(dim=1)
     assert error.max() < LAYER_BF16.rel_l2
     # Every slot of every layer: the new ones as the reference stores them, all others as they were.
-    assert all(torch.equal(a, b) for a, b in zip(our_cache, reference_cache, strict=True))
+    for (*_, field, theirs), (*_, tensor) in zip(reference_cache, our_cache, strict=True):
+        assert same_bytes(tensor, theirs, field), field
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.parametrize(("heads", "new", "stored"), LAYER_CASES.values(), ids=LAYER_CASES)
+def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, new, stored):
+    check_layer(heads, new, stored)
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.parametrize("kv", ["bf16", "tq4_seed"])
+@pytest.mark.parametrize(("heads", "new", "stored"), [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_layer_of_another_format_does_so_too(kv, heads, new, stored):
+    check_layer(heads, new, stored, KVSpec(kv))
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.parametrize("kv", ["k=bf16,v=tq4", "k=tq4,v=tq4_seed"])
+def test_k_and_v_of_a_layer_may_have_different_formats(kv):
+    check_layer(*DECODE, KVSpec(kv))
+
+
+def test_no_two_arguments_of_a_program_share_a_name():
+    for k in SIDES.values():
+        for v in SIDES.values():
+            names = [argument.name for argument in programs.decode_program(CONFIG, k, v).arguments]
+            assert len(names) == len(set(names))
+
+
+def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
+    """Two layers of a plan, in different formats, each by the program that was made for them, on its own fields."""
+    called = []
+
+    class Runner:
+        device, description, most_vocab = torch.device("cpu"), "", None
+
+        def constant(self, tensor):
+            return tensor
+
+        def call(self, program, tensors):
+            shapes = dict(zip((a.name for a in program.arguments), (t.shape[1:] for t in tensors), strict=True))
+            called.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
+
+    monkeypatch.setattr(npu, "open_runner", lambda device: Runner())
+    spec = KVSpec("tq4", layers={1: "k=bf16,v=tq4_seed"})
+    executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(CONFIG.num_layers), "sim")
+    cache, paging, sequences = filled(CONFIG, spec, [3], seed=1)
+    executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
+    assert called == [("tq4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]

@@ -11,6 +11,7 @@ from npu_verify import check_verified
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.sides import TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
 
 needs_pypto = [
@@ -41,27 +42,42 @@ def verify(simulator, case):
     return check_verified(case.program, run, {i: tensors[i] for i in goldens}, goldens, case.atol), run
 
 
-def empty_cache(blocks, kv_heads):
+def _fields(side, blocks, kv_heads):
+    return {
+        name: torch.zeros(blocks, kv_heads, 128, *field.shape, dtype=field.dtype)
+        for name, field in formats.get(side.name).fields(128).items()
+    }
+
+
+def empty_cache(blocks, kv_heads, side=TQ4):
     """Cache arguments filled with other people's leftovers."""
     generator = torch.Generator().manual_seed(99)
     named = {}
-    for side in "kv":
-        codes = torch.randint(-128, 128, (blocks * kv_heads * 128, 64), generator=generator)
-        named[f"{side}_codes"] = codes.to(torch.int8)
-        named[f"{side}_scale"] = torch.rand(blocks * kv_heads, 128, generator=generator).half()
+    for prefix in "kv":
+        fields = _fields(side, blocks, kv_heads)
+        for tensor in fields.values():
+            whole = torch.randint(0, 16 if tensor.shape[3:] == (128,) else 256, tensor.shape, generator=generator)
+            fractions = torch.rand(tensor.shape, generator=generator)
+            tensor.copy_(fractions if tensor.is_floating_point() else whole)
+        named |= side.tensors(prefix, fields)
     return named
 
 
-def scatter(case_cache, x, side, slots, layer, kv_heads):
-    """What `tq4` stores of x [T, Hkv, 128], written into copies of the cache arguments by plain loops."""
-    fields = formats.get("tq4").quantize(x, layer)
-    codes, scale = case_cache[f"{side}_codes"].clone(), case_cache[f"{side}_scale"].clone()
-    for token, slot in enumerate(slots.tolist()):
-        block, offset = divmod(slot, 128)
-        for head in range(kv_heads):
-            codes[(block * kv_heads + head) * 128 + offset] = fields["codes"][token, head].view(torch.int8)
-            scale[block * kv_heads + head, offset] = fields["scale"][token, head]
-    return {f"{side}_codes": codes, f"{side}_scale": scale}
+def scatter(case_cache, x, prefix, slots, layer, kv_heads, side=TQ4):
+    """What a format stores of x [T, Hkv, 128], written into copies of the cache arguments by plain loops."""
+    stored = formats.get(side.name).quantize(x, layer)
+    written = {}
+    for argument, field in zip(side.arguments(prefix), (side.vectors, side.scales), strict=True):
+        if field is None:
+            continue
+        # One vector a row of its own, whatever lies in a row of the argument.
+        rows = case_cache[argument.name].clone().view(-1, 1 if field is side.scales else field.width)
+        for token, slot in enumerate(slots.tolist()):
+            block, offset = divmod(slot, 128)
+            for head in range(kv_heads):
+                rows[(block * kv_heads + head) * 128 + offset] = stored[field.field][token, head].view(field.dtype)
+        written[argument.name] = rows.view_as(case_cache[argument.name])
+    return written
 
 
 def rotation(layer):

@@ -44,7 +44,8 @@ def test_generate_refuses_in_one_line(capfd, args, said):
 @needs_pypto[0]
 @needs_pypto[1]
 def test_generate_refuses_a_format_that_no_program_reads(capfd):
-    assert "its programs read tq4, not bf16" in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=bf16")
+    said = "its programs read tq4, tq4_seed and bf16, not q8_0"
+    assert said in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=q8_0")
 
 
 def test_compile_refuses_before_it_compiles(capfd, tmp_path):
@@ -52,6 +53,8 @@ def test_compile_refuses_before_it_compiles(capfd, tmp_path):
     assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
     assert "no such size: random:3b" in refused(capfd, "compile", "--model", "random:3b")
     assert "'tail' is not one of" in refused(capfd, "compile", "--program", "tail")
+    said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"
+    assert said in refused(capfd, "compile", "--kv", "q8_0")
 
 
 @needs_pypto[0]

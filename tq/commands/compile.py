@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tq.files import check_folder, whole_folder
-from tq.options import json_option, model_option
+from tq.options import json_option, kv_option, model_option
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ _PROGRAMS = ("decode", "prefill", "head")
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
 @click.option("--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the AICore C++ to a new folder.")
+@kv_option
 @json_option
-def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
+def command(model: str, names: tuple[str, ...], folder: Path | None, kv: str, as_json: bool) -> None:
     """Compile a model's NPU programs down to AICore C++. Only the model's config is read.
 
     This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
@@ -35,21 +36,23 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     """
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.kv.plan import KVPlan
 
     if folder is not None:
         check_folder(folder)
-    config = read_config(model)
+    config, plan = read_config(model), KVPlan.uniform(*formats.parse(kv), 1)
     compiled: list[Compiled] = []
     with _progress(len(names or _PROGRAMS)) as begin:
-        compiled.extend(compile_programs(config, names or _PROGRAMS, begin))
+        compiled.extend(compile_programs(config, names or _PROGRAMS, begin, plan))
     if folder is not None:
         _write(folder, compiled)
     if as_json:
         rows = [{"program": c.name, "seconds": c.seconds, "files": sorted(c.sources), "lines": c.lines} for c in compiled]
-        print(json.dumps({"model": model, "programs": rows, "cpp": str(folder) if folder else None}))
+        print(json.dumps({"model": model, "kv": kv, "programs": rows, "cpp": str(folder) if folder else None}))
         return
     cells = [(c.name, f"{c.seconds:.1f}", str(len(c.sources)), str(c.lines)) for c in compiled]
-    print_table(f"{model} for Ascend NPU", ("program", "seconds", "kernel functions", "lines of C++"), cells)
+    print_table(f"{model} with a {kv} cache for Ascend NPU", ("program", "seconds", "kernel functions", "lines of C++"), cells)
     if folder is not None:
         print(f"C++ in {folder}")
 

@@ -24,14 +24,17 @@ from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.plain import Plain
-from haarkv.tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed
+from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
 Side = Literal["k", "v"]
+
+PUBLISHED = TurboQuant4Seed()
+"""The layout of the published kernels, which whoever repeats their experiment has to name."""
 
 # One entry a format, or K's and V's where they are stored differently. The default comes first.
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     TurboQuant(4, "the default: 4-bit rotated levels, packed"),
-    TurboQuant4Seed(),
+    PUBLISHED,
     *(TurboQuant(bits, f"as tq4, {bits} bits") for bits in (2, 3, 5, 6, 8)),
     Manthan3(),
     HadamardTQ3(),
@@ -83,6 +86,8 @@ def describe(k_format: KVFormat, v_format: KVFormat) -> str:
 
 
 __all__ = [
+    "PUBLISHED",
+    "SEED_EPS",
     "Field",
     "KVFormat",
     "LevelChoice",

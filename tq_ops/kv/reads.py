@@ -28,7 +28,8 @@ class Reads:
         matrix_dtype: of the rotation's entries.
         quantizer: how vectors become levels.
         mirrored: whether each centroid needs its negative among them, in FP16.
-        only: the format whose tables are built into the kernels.
+        only: the one format of rotated levels whose tables are built into the kernels.
+        also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         windows: whether they read tokens in BF16 beside the packed ones.
     """
 
@@ -42,6 +43,7 @@ class Reads:
     quantizer: Quantizer | None = None
     mirrored: bool = False
     only: KVFormat | None = None
+    also: tuple[KVFormat, ...] = ()
     windows: bool = False
 
     def built_in(self, head_dim: int) -> Description:
@@ -72,13 +74,16 @@ def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
 
 def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
+    if kv_format in reads.also:
+        return None
     try:
         found = kv_format.description(head_dim)
         of_kind = _is_of_kind(reads, found, head_dim)
     except InputError as error:
         return str(error)
     if found is None or not of_kind:
-        names = " and ".join(readable(reads))
+        *others, last = readable(reads)
+        names = f"{', '.join(others)} and {last}" if others else last
         return f"{reads.kernels} read {names}, not {kv_format.name}; only --executor reference reads every format"
     if reads.most_scales and found.scales > reads.most_scales:
         take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
@@ -119,7 +124,8 @@ def readable(reads: Reads) -> list[str]:
 
 
 def _readable_at(reads: Reads, name: str, head_dim: int) -> bool:
+    kv_format = formats.get(name)
     try:
-        return _is_of_kind(reads, formats.get(name).description(head_dim), head_dim)
+        return kv_format in reads.also or _is_of_kind(reads, kv_format.description(head_dim), head_dim)
     except InputError:  # it has no layout for this head_dim
         return False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
 from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.sides import TQ4, Side
 
 _BLOCK = 128
 _L0B, _BF16 = 64 * 2**10, 2
@@ -94,18 +95,20 @@ class StoreProgram:
 
     Attributes:
         rows: tokens of a tile.
+        side: how K and V are stored.
     """
 
     num_kv_heads: int
     rows: int = 16
     name: str = "store_kv"
+    side: Side = TQ4
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        written = ("k_codes", "k_scale", "v_codes", "v_scale")
         return (
             *(Argument(name) for name in ("k", "v", "rotation", "slot")),
-            *(Argument(name, output=True) for name in written),
+            *self.side.arguments("k"),
+            *self.side.arguments("v"),
         )
 
     def build(self, **options: dict[str, Any]) -> Kernel:

@@ -17,6 +17,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.reads import READS
+from haarkv.tq_ops.npu.sides import sides_of
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,9 @@ def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, 
 
 
 def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
-    """A layer's cache as the programs see it: the very bytes, codes as INT8, one row a (block, head) of scales."""
-    named = {}
-    for side, fields in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
-        named[f"{side}_codes"] = fields["codes"].view(torch.int8).view(-1, fields["codes"].shape[-1])
-        named[f"{side}_scale"] = fields["scale"].view(-1, BLOCK)
-    return named
+    """A layer's cache as its program sees it, the very bytes."""
+    k, v = sides_of(cache.plan, layer)
+    return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 
 def layer_call(

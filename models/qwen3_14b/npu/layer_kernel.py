@@ -1,23 +1,26 @@
 """A whole decoder layer as one PyPTO program, for prefill and decode alike.
 
-Loops must stand in the jit body; what happens within one iteration is in the helpers above it.
+Loops must stand in the jit body; what happens within one iteration is in the helpers above it. What depends on the formats of
+K and V is in their `CacheSide`s.
 """
 
 from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import Packed, Place, attend_step, bf16_as_fp16, rotate_queries, softmaxes, unrotate
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
 from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
-from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HEAD_DIM, append, quantize
+from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
 _HEADS_PER_VECTOR_TILE = 8
 
 
-def _project_qkv(x, projections, norms, cos, sin, outputs, layer, tiles):
-    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, 128] FP16 and k, v [rows, Hkv, 128] FP32.
+def _project_qkv(x, projections, norms, cos, sin, outputs, query, layer, tiles):
+    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, 128] and k, v [rows, Hkv, 128] FP32.
 
-    Rounding points: q to BF16, as the reference; held in FP16, for the rotation's product.
+    Args:
+        query: what K's side makes of a query in BF16, to be kept.
+    Rounding points: q to BF16, as the reference.
     """
     rows, eps = layer.rows, layer.rms_norm_eps
     heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
@@ -33,47 +36,46 @@ def _project_qkv(x, projections, norms, cos, sin, outputs, layer, tiles):
             head_norm_rope(pypto.reshape(y, [rows, count, HEAD_DIM]), norm, cos, sin, rows, count, eps)
         ):
             # K goes on in FP32: only what the format stores is rounded.
-            values = bf16_as_fp16(pypto.cast(values, pypto.DT_BF16)) if is_q else values
+            values = query(pypto.cast(values, pypto.DT_BF16)) if is_q else values
             pypto.assemble(values, [0, 0, half * HALF], out)
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
     outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, HEAD_DIM]))
 
 
-def _quantize(x, rotation, codes, scale, layer):
-    """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills codes [rows * Hkv, 64] and scale [rows * Hkv, 1]."""
+def _quantize(x, rotation, stored, new, layer):
+    """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-    new_codes, new_scale = quantize(pypto.reshape(x, [layer.rows * kv_heads, HEAD_DIM]), rotation, layer.rows * kv_heads)
-    codes[:] = new_codes
-    scale[:] = new_scale
+    count = layer.rows * kv_heads
+    stored.store(pypto.reshape(x, [count, HEAD_DIM]), rotation, count, new)
 
 
-def _rotate(q, rotation_fp16, q_rotated, attended, layer):
-    """Rotate every query once, and clear the rows of `attended` that padding leaves."""
+def _ready(q, rotation_fp16, stored_k, q_ready, attended, layer):
+    """Bring every query into the domain of K's tiles, once, and clear the rows of `attended` that padding leaves."""
     rows, heads = layer.rows, layer.attention.num_heads
     by_head = (4, heads if heads <= 10 else _HEADS_PER_VECTOR_TILE, HEAD_DIM)
     pypto.set_vec_tile_shapes(*by_head)
-    rotated = rotate_queries(pypto.reshape(q, [rows * heads, HEAD_DIM]), rotation_fp16, rows * heads)
-    q_rotated[:] = pypto.clone(pypto.reshape(rotated, [rows, heads, HEAD_DIM]))
+    ready = stored_k.ready(pypto.reshape(q, [rows * heads, HEAD_DIM]), rotation_fp16, rows * heads)
+    q_ready[:] = pypto.clone(pypto.reshape(ready, [rows, heads, HEAD_DIM]))
     attended[:] = pypto.cast(pypto.full([rows, heads, HEAD_DIM], 0.0, pypto.DT_FP32), pypto.DT_BF16)
 
 
-def _queries(q_rotated, first_row, first_head, shape):
-    """Rotated queries [unit * group, 128] of one unit, token by token, for each KV head of the iteration."""
+def _queries(q_ready, first_row, first_head, shape):
+    """Queries [unit * group, 128] of one unit, token by token, for each KV head of the iteration."""
     pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
     queries = []
     for head in range(shape.heads_at_once):
         begin = [first_row, (first_head + head) * shape.group, 0]
-        part = pypto.clone(pypto.view(q_rotated, [shape.unit_tokens, shape.group, HEAD_DIM], begin))
+        part = pypto.clone(pypto.view(q_ready, [shape.unit_tokens, shape.group, HEAD_DIM], begin))
         queries.append(pypto.reshape(part, [shape.queries, HEAD_DIM]))
     return queries
 
 
-def _finish(softmax, rotation_fp16, attended, first_row, first_head, shape):
-    """Un-rotate what a unit's queries attended to, once, and put it in their rows. The inverse of `_queries`."""
+def _finish(softmax, rotation_fp16, stored_v, attended, first_row, first_head, shape):
+    """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`."""
     for head in range(shape.heads_at_once):
         pypto.set_vec_tile_shapes(16, HEAD_DIM)
-        plain = unrotate(pypto.cast(softmax[head].result(), pypto.DT_FP16), rotation_fp16)
+        plain = stored_v.finish(softmax[head].result(), rotation_fp16)
         pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
         part = pypto.clone(pypto.reshape(plain, [shape.unit_tokens, shape.group, HEAD_DIM]))
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
@@ -90,6 +92,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     heads, kv_heads, at_once = shape.num_heads, shape.num_kv_heads, shape.heads_at_once
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
+    side_k, side_v = kernel_of(layer.k), kernel_of(layer.v)
     tiles = Tiles(rows)
 
     @pypto.frontend.jit(**options)
@@ -116,37 +119,37 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         position: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sequence: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], pypto.DT_INT32),
-        k_codes: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_INT8),
-        k_scale: pypto.Tensor([pypto.DYNAMIC, BLOCK], pypto.DT_FP16),
-        v_codes: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_INT8),
-        v_scale: pypto.Tensor([pypto.DYNAMIC, BLOCK], pypto.DT_FP16),
+        k_vectors: parameter(layer.k.vectors),
+        k_scales: parameter(layer.k.scale_row),
+        v_vectors: parameter(layer.v.vectors),
+        v_scales: parameter(layer.v.scale_row),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
     ):
+        stored_k = side_k(k_vectors, k_scales)
+        stored_v = side_v(v_vectors, v_scales)
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
             tokens = tile_tokens[tile]
-            q = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_FP16, "q")
+            q = pypto.tensor([rows, heads, HEAD_DIM], side_k.query_dtype, "q")
             k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
-            q_rotated = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_FP16, "q_rotated")
-            new_k_codes = pypto.tensor([vectors, HALF], pypto.DT_INT8, "new_k_codes")
-            new_k_scale = pypto.tensor([vectors, 1], pypto.DT_FP16, "new_k_scale")
-            new_v_codes = pypto.tensor([vectors, HALF], pypto.DT_INT8, "new_v_codes")
-            new_v_scale = pypto.tensor([vectors, 1], pypto.DT_FP16, "new_v_scale")
+            q_ready = pypto.tensor([rows, heads, HEAD_DIM], side_k.query_dtype, "q_ready")
+            new_k = stored_k.room(vectors, "new_k")
+            new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
             for _ in pypto.loop(1, name="QKV", idx_name="i1"):
                 x = hidden_norm(pypto.view(hidden, [rows, hidden_size], [base, 0]), input_norm, hidden_size, eps)
                 c = pypto.view(cos, [rows, HALF], [base, 0])
                 s = pypto.view(sin, [rows, HALF], [base, 0])
-                _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), layer, tiles)
+                _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                _quantize(k, rotation, new_k_codes, new_k_scale, layer)
-                _quantize(v, rotation, new_v_codes, new_v_scale, layer)
+                _quantize(k, rotation, stored_k, new_k, layer)
+                _quantize(v, rotation, stored_v, new_v, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
-                append(i, slot[base + i], new_k_codes, new_k_scale, k_codes, k_scale, kv_heads)
-                append(i, slot[base + i], new_v_codes, new_v_scale, v_codes, v_scale, kv_heads)
+                stored_k.append(i, slot[base + i], new_k, kv_heads)
+                stored_v.append(i, slot[base + i], new_v, kv_heads)
             for _ in pypto.loop(1, name="ROTATE", idx_name="i4"):
-                _rotate(q, rotation_fp16, q_rotated, attended, layer)
+                _ready(q, rotation_fp16, stored_k, q_ready, attended, layer)
             # A barrier: PyPTO remembers one writer of a cache of dynamic length, so that of all APPENDs only the last would
             # precede the KEYS that read them.
             units = (tokens + unit - 1) // unit
@@ -160,15 +163,13 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
-                        rotated = _queries(q_rotated, u * unit, g * at_once, shape)
-                        stored_k = Packed(k_codes, k_scale)
-                        stored_v = Packed(v_codes, v_scale)
+                        queries_of_unit = _queries(q_ready, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
-                            attend_step(softmax, rotated, stored_k, stored_v, place, hidden_keys, shape, first=True)
+                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True)
                         else:
-                            attend_step(softmax, rotated, stored_k, stored_v, place, hidden_keys, shape, first=False)
+                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=False)
                         if pypto.is_loop_end(t):
-                            _finish(softmax, rotation_fp16, attended, u * unit, g * at_once, shape)
+                            _finish(softmax, rotation_fp16, stored_v, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, HEAD_DIM)
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * HEAD_DIM]), o_proj)

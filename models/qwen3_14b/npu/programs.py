@@ -13,6 +13,7 @@ from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.npu.program import Argument, Kernel
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
+from haarkv.tq_ops.npu.sides import TQ4, Side
 
 BLOCK = 128
 
@@ -23,6 +24,7 @@ class LayerProgram:
 
     Attributes:
         rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
+        k, v: how K and V are stored.
     """
 
     name: str
@@ -31,6 +33,8 @@ class LayerProgram:
     rms_norm_eps: float
     rows: int
     attention: AttentionShape
+    k: Side = TQ4
+    v: Side = TQ4
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -39,8 +43,8 @@ class LayerProgram:
             "up_proj", "down_proj", "rotation", "rotation_fp16", "mask", "cos", "sin", "tile_tokens", "slot", "position",
             "sequence", "block_table",
         )  # fmt: skip
-        written = ("k_codes", "k_scale", "v_codes", "v_scale", "out")
-        return (*(Argument(name) for name in names), *(Argument(name, output=True) for name in written))
+        cache = (*self.k.arguments("k"), *self.v.arguments("v"))
+        return (*(Argument(name) for name in names), *cache, Argument("out", output=True))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
         from haarkv.models.qwen3_14b.npu import layer_kernel
@@ -82,20 +86,21 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 
 
-def _layer(config: DecoderConfig, name: str, rows: int, unit_tokens: int, step_tokens: int, most_heads: int) -> LayerProgram:
-    at_once = heads_at_once(config.num_kv_heads, most_heads)
-    attention = AttentionShape(config.num_heads, config.num_kv_heads, unit_tokens, step_tokens, at_once)
-    return LayerProgram(name, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rows, attention)
+def decode_program(config: DecoderConfig, k: Side = TQ4, v: Side = TQ4, *, step_tokens: int = DECODE_STEP) -> LayerProgram:
+    """One new token of each sequence; layers of the same formats share it, and any batch, context and block table."""
+    at_once = heads_at_once(config.num_kv_heads, min(k.most_heads, v.most_heads))
+    attention = AttentionShape(config.num_heads, config.num_kv_heads, 1, step_tokens, at_once)
+    return _layer(config, "decode_layer", DECODE_ROWS, attention, k, v)
 
 
-def decode_program(config: DecoderConfig, step_tokens: int = DECODE_STEP) -> LayerProgram:
-    """One new token of each sequence; every layer shares it, and any batch, context and block table."""
-    return _layer(config, "decode_layer", DECODE_ROWS, 1, step_tokens, 8)
-
-
-def prefill_program(config: DecoderConfig) -> LayerProgram:
+def prefill_program(config: DecoderConfig, k: Side = TQ4, v: Side = TQ4) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
-    return _layer(config, "prefill_layer", PREFILL_ROWS, PREFILL_UNIT, PREFILL_STEP, 1)
+    attention = AttentionShape(config.num_heads, config.num_kv_heads, PREFILL_UNIT, PREFILL_STEP, 1)
+    return _layer(config, "prefill_layer", PREFILL_ROWS, attention, k, v)
+
+
+def _layer(config: DecoderConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side) -> LayerProgram:
+    return LayerProgram(name, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rows, attention, k, v)
 
 
 def head_program(config: DecoderConfig, most_vocab: int | None = None) -> HeadProgram:

@@ -13,6 +13,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.npu.sides import BF16, PUBLISHED
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.validation.bounds import LAYER_BF16
 
@@ -24,7 +25,7 @@ def layer_call(program, new, stored):
     """A layer of `tiny` about to run: arguments, goldens by argument index, and which rows of the output are padding."""
     model = load_model("tiny", "bfloat16")
     executor = ReferenceExecutor(model)
-    cache = new_cache(model.config, block_size=128, num_blocks=12)
+    cache = new_cache(model.config, f"k={program.k.name},v={program.v.name}", block_size=128, num_blocks=12)
     paging = PagedSequences(12, 128, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
     sequences = [paging.add() for _ in new]
     generator = torch.Generator().manual_seed(2)
@@ -44,7 +45,8 @@ def layer_call(program, new, stored):
     arguments = [a.clone() for a in arguments]
     expected = executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     index = {a.name: i for i, a in enumerate(program.arguments)}
-    goldens = {index[name]: tensor for name, tensor in inputs.cache_arguments(cache, LAYER).items()}
+    written = {a.name for a in program.arguments if a.output}
+    goldens = {index[name]: tensor for name, tensor in inputs.cache_arguments(cache, LAYER).items() if name in written}
     return arguments, goldens, index["out"], tiling, expected
 
 
@@ -52,8 +54,10 @@ def verify_layer(program, new, stored):
     arguments, goldens, out, tiling, expected = layer_call(program, new, stored)
     with Simulator() as simulator:
         run = simulator.run(program, arguments, Mode.VERIFY, goldens)
-    # Codes and scales of the whole cache, bit for bit.
-    assert check_verified(program, run, {i: arguments[i] for i in goldens}, goldens, 0.0) == 0
+    # The whole cache, bit for bit; but FP32 norms, for K has been summed otherwise: to their last bit.
+    norms = [golden for golden in goldens.values() if golden.dtype == torch.float32]
+    last_bit = 2.0**-22 * max((float(norm.max()) for norm in norms), default=0.0)
+    assert check_verified(program, run, {i: arguments[i] for i in goldens}, goldens, last_bit) <= last_bit
     assert len({row.pass_name for row in run.rows}) >= 6
     ours = arguments[out][tiling.row].float()
     error = (ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
@@ -69,6 +73,14 @@ def test_a_decode_layer_keeps_its_numbers_through_every_pass():
 @pytest.mark.npu_long
 def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
+
+
+@pytest.mark.npu_long
+@pytest.mark.parametrize("side", [BF16, PUBLISHED], ids=lambda side: side.name)
+def test_a_layer_of_another_format_keeps_its_numbers_through_every_pass(side):
+    config = load_model("tiny", "bfloat16").config
+    verify_layer(programs.decode_program(config, side, side), [1, 1], [299, 129])
+    verify_layer(programs.prefill_program(config, side, side), [40, 3], [20, 127])
 
 
 @pytest.mark.slow

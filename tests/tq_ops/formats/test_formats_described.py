@@ -203,6 +203,7 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
 
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
+ONLY = "only --executor reference reads every format"
 ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
 
 
@@ -217,7 +218,9 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
         ("cuda", "q8_0", 128, "the GPU kernels read tq4 and tbq4_0, not q8_0; only --executor reference reads every format"),
         ("cuda", "tbq4_0", 256, "the GPU kernels take one scale a vector, and tbq4_0 at head_dim 256 has 2"),
         ("npu", "tq4", 128, None),
-        ("npu", "tbq4_0", 128, "its programs read tq4, not tbq4_0; only --executor reference reads every format"),
+        ("npu", "k=bf16,v=tq4_seed", 128, None),
+        ("npu", "tbq4_0", 128, f"its programs read tq4, tq4_seed and bf16, not tbq4_0; {ONLY}"),
+        ("npu", "bf16", 256, "its programs are made for head_dim 128, not 256"),
         ("npu", "tq4", 64, "its programs are made for head_dim 128, not 64"),
         ("onnx", "tq4", 256, None),
         ("onnx", "tq4_seed", 128, "its graphs read tq4, not tq4_seed; only --executor reference reads every format"),
@@ -279,7 +282,7 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
 def test_a_backend_may_read_levels_in_several_planes():
     three = Reads("they", head_dims=(128,), planes=((4,), (2, 1)))
     assert misfit(three, formats.get("tq3"), 128) is None
-    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3 and tbq4_0, not tq2")
+    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4, tq3 and tbq4_0, not tq2")
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():

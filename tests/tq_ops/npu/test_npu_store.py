@@ -6,6 +6,7 @@ from npu_programs import Case, empty_cache, needs_pypto, rotation, scatter, veri
 from npu_verify import VerificationError, check_verified
 
 from haarkv.tq_ops.npu.scopes import StoreProgram
+from haarkv.tq_ops.npu.sides import SIDES, TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 pytestmark = needs_pypto
@@ -27,10 +28,10 @@ def awkward(tokens, kv_heads, seed):
     return x
 
 
-def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0):
+def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, side=TQ4):
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
     slots = torch.randperm(BLOCKS * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
-    cache = empty_cache(BLOCKS, kv_heads)
+    cache = empty_cache(BLOCKS, kv_heads, side)
     padded = -(-tokens // rows) * rows
 
     def flat(x):
@@ -38,14 +39,26 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0):
         out[:tokens] = x
         return out.view(-1, 128)
 
-    goldens = scatter(cache, k, "k", slots, layer, kv_heads) | scatter(cache, v, "v", slots, layer, kv_heads)
+    goldens = {}
+    for name, x in (("k", k), ("v", v)):
+        goldens |= scatter(cache, x, name, slots, layer, kv_heads, side)
     tensors = {"k": flat(k), "v": flat(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
-    return Case(StoreProgram(kv_heads, rows), tensors, goldens)
+    return Case(StoreProgram(kv_heads, rows, side=side), tensors, goldens)
 
 
 @pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 2), (5, 8), (20, 2)])
 def test_codes_and_scales_are_those_of_the_format_after_every_pass(simulator, tokens, kv_heads):
     worst, run = verify(simulator, store_case(tokens, kv_heads))
+    assert worst == 0
+    assert len({row.pass_name for row in run.rows}) >= 6
+
+
+@pytest.mark.parametrize("name", [name for name in SIDES if name != TQ4.name])
+def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, name):
+    """Bytes of levels and numbers in BF16 and FP32 alike, to the last bit."""
+    case = store_case(20, side=SIDES[name])
+    assert set(case.goldens) == {a.name for prefix in "kv" for a in SIDES[name].arguments(prefix) if a.output}
+    worst, run = verify(simulator, case)
     assert worst == 0
     assert len({row.pass_name for row in run.rows}) >= 6
 

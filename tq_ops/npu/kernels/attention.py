@@ -1,4 +1,4 @@
-"""Attention over packed codes in the rotated domain, as PyPTO helpers (scope 2b).
+"""Attention over a paged cache, as PyPTO helpers (scope 2b); each side of the cache reads its own format.
 
 A unit is a few consecutive query tokens of one sequence: one in decode, more in prefill. Its rows for a KV head are those
 tokens times the query heads of the head's group; the cube pads them to 16. Keys come `step` tokens at a time through the
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HALF, HEAD_DIM, centroids
+from haarkv.tq_ops.npu.reads import HEAD_DIM
+
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -31,44 +33,6 @@ class Place:
     def tile(self, index, shape):
         """Row of the first head's tile among the cache's (block, head) tiles; a padded entry reads block 0, to be masked."""
         return self.block_table[self.sequence, self.block + index].max(0) * shape.num_kv_heads + self.head
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One side of a `tq4` cache, K or V.
-
-    Attributes:
-        codes: [blocks * Hkv * 128, 64] INT8.
-        scale: [blocks * Hkv, 128] FP16.
-    """
-
-    codes: object
-    scale: object
-
-    def tiles(self, place, shape):
-        """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
-        out = []
-        for head in range(shape.heads_at_once):
-            packed = pypto.tensor([shape.step_tokens, HALF], pypto.DT_INT8, f"packed{head}")
-            for index in range(shape.step_tokens // BLOCK):
-                row = (place.tile(index, shape) + head) * BLOCK
-                pypto.assemble(pypto.view(self.codes, [BLOCK, HALF], [row, 0]), [index * BLOCK, 0], packed)
-            out.append(centroids(packed, BLOCK))
-        return out
-
-    def scales(self, place, shape):
-        """[heads_at_once, step] FP16."""
-        out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
-        pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
-        for index in range(shape.step_tokens // BLOCK):
-            block = pypto.view(self.scale, [shape.heads_at_once, BLOCK], [place.tile(index, shape), 0])
-            pypto.assemble(block, [0, index * BLOCK], out)
-        return out
-
-    @staticmethod
-    def probabilities(p):
-        """As the cube takes them, FP32 -> FP16."""
-        return pypto.cast(p, pypto.DT_FP16)
 
 
 class OnlineSoftmax:
@@ -112,7 +76,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
     Args:
         softmax: of `softmaxes`.
         queries: one [M, 128] a head, as the cube takes them.
-        keys, values: sides of the cache.
+        keys, values: `CacheSide`s.
         mask: [M, step] FP32, added to the logits.
         first: whether this is the unit's first step.
     Rounding points: probability times scale to FP16.

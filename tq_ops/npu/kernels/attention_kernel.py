@@ -1,21 +1,31 @@
 """Decode attention alone, as one PyPTO program, three ways: to verify the scope and to compare designs in the cost model."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import Packed, Place, attend_step, bf16_as_fp16, rotate_queries, softmaxes, unrotate
-from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HEAD_DIM
+from haarkv.tq_ops.npu.kernels.attention import (
+    BLOCK,
+    HEAD_DIM,
+    Place,
+    attend_step,
+    bf16_as_fp16,
+    rotate_queries,
+    softmaxes,
+    unrotate,
+)
+from haarkv.tq_ops.npu.kernels.bf16 import Plain
+from haarkv.tq_ops.npu.kernels.tq4 import Packed
 
 _UNROTATE_CUBE = [128, 128], [128, 128], [128, 128]
 
 
-@dataclass(frozen=True)
 class Published(Packed):
     """The same codes, every tile of K and V un-rotated before it is used, as the published kernels do."""
 
-    rotation: object = None
+    def __init__(self, codes, scale, rotation):
+        super().__init__(codes, scale)
+        self.rotation = rotation
 
     def tiles(self, place, shape):
         """[step, 128] FP16 of each head, in the model's own domain and without their scale."""
@@ -26,35 +36,9 @@ class Published(Packed):
         return out
 
 
-@dataclass(frozen=True)
-class Plain:
-    """One side of a bf16 cache: values [blocks * Hkv * 128, 128] BF16, no scales."""
-
-    codes: object
-
-    def tiles(self, place, shape):
-        """[step, 128] BF16 of each head: paged blocks gathered into one tile."""
-        out = []
-        for head in range(shape.heads_at_once):
-            tile = pypto.tensor([shape.step_tokens, HEAD_DIM], pypto.DT_BF16, f"tile{head}")
-            for index in range(shape.step_tokens // BLOCK):
-                row = (place.tile(index, shape) + head) * BLOCK
-                pypto.assemble(pypto.view(self.codes, [BLOCK, HEAD_DIM], [row, 0]), [index * BLOCK, 0], tile)
-            out.append(tile)
-        return out
-
-    def scales(self, place, shape):
-        """None: the values are themselves."""
-
-    @staticmethod
-    def probabilities(p):
-        """As the cube takes them, FP32 -> BF16."""
-        return pypto.cast(p, pypto.DT_BF16)
-
-
 def _sides(variant, k_codes, k_scale, v_codes, v_scale, rotation):
     if variant == "bf16":
-        return Plain(k_codes), Plain(v_codes)
+        return Plain(k_codes, k_scale), Plain(v_codes, v_scale)
     if variant == "published":
         return Published(k_codes, k_scale, rotation), Published(v_codes, v_scale, rotation)
     return Packed(k_codes, k_scale), Packed(v_codes, v_scale)

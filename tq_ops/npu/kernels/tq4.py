@@ -7,14 +7,38 @@ Byte j holds level j in its low half and level j + 64 in its high half.
 
 import pypto
 
+from haarkv.tq_ops.npu.kernels.attention import BLOCK
+from haarkv.tq_ops.npu.kernels.side import RotatedSide
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.sides import TQ4
 
 HALF = 64
-BLOCK = 128
 CENTROIDS = READS.built_in(HEAD_DIM).centroids
 BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 _LEAST_NORM = 1e-30
 _LARGEST_FP16 = 65504.0
+
+
+class Packed(RotatedSide):
+    """One side of a `tq4` cache: codes [blocks * Hkv * 128, 64] INT8, scale [blocks * Hkv, 128] FP16."""
+
+    side = TQ4
+
+    def quantize(self, x, rotation, count):
+        return quantize(x, rotation, count)
+
+    def tiles(self, place, shape):
+        """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
+        return [centroids(self.gather(place, head, shape, "packed"), BLOCK) for head in range(shape.heads_at_once)]
+
+    def scales(self, place, shape):
+        """[heads_at_once, step] FP16: one copy a block brings those of all heads."""
+        out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
+        pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
+        for index in range(shape.step_tokens // BLOCK):
+            tile = place.tile(index, shape)
+            pypto.assemble(pypto.view(self.stored_scales, [shape.heads_at_once, BLOCK], [tile, 0]), [0, index * BLOCK], out)
+        return out
 
 
 def quantize(x, rotation, vectors):
@@ -29,14 +53,9 @@ def quantize(x, rotation, vectors):
     """
     rows = min(vectors, 32)
     pypto.set_vec_tile_shapes(rows, HEAD_DIM)
-    cube = min(vectors, 128)
-    pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
     norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True))
     divisor = pypto.maximum(norm, pypto.full([vectors, 1], _LEAST_NORM, pypto.DT_FP32))
-    rotated = pypto.matmul(pypto.cast(x / divisor, pypto.DT_BF16), rotation, pypto.DT_FP32)
-    level = pypto.where(pypto.ge(rotated, BOUNDARIES[0]), 1.0, 0.0)
-    for boundary in BOUNDARIES[1:]:
-        level = level + pypto.where(pypto.ge(rotated, boundary), 1.0, 0.0)
+    level = rotated_levels(x / divisor, rotation, vectors)
     scale = norm / pypto.sqrt(pypto.sum(_squared_centroid(level), dim=-1, keepdim=True))
     scale = pypto.minimum(scale, pypto.full([vectors, 1], _LARGEST_FP16, pypto.DT_FP32))
     low = pypto.view(level, [vectors, HALF], [0, 0])
@@ -48,6 +67,17 @@ def quantize(x, rotation, vectors):
     return pypto.cast(pypto.cast(signed * 16.0 + low, pypto.DT_FP16), pypto.DT_INT8), pypto.cast(scale, pypto.DT_FP16)
 
 
+def rotated_levels(unit, rotation, vectors):
+    """Vectors of norm 1, [vectors, 128] FP32 -> `level = #{b : bf16(unit) @ rotation >= b}`, FP32 too."""
+    cube = min(vectors, 128)
+    pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+    rotated = pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32)
+    level = pypto.where(pypto.ge(rotated, BOUNDARIES[0]), 1.0, 0.0)
+    for boundary in BOUNDARIES[1:]:
+        level = level + pypto.where(pypto.ge(rotated, boundary), 1.0, 0.0)
+    return level
+
+
 def _squared_centroid(level):
     """c[level]**2 in FP32; the book is odd about level 7.5, so |level - 7.5| chooses."""
     distance = pypto.abs(level - 7.5)
@@ -56,23 +86,6 @@ def _squared_centroid(level):
         gain = CENTROIDS[8 + step] ** 2 - CENTROIDS[7 + step] ** 2
         value = value + pypto.where(pypto.ge(distance, float(step)), gain, 0.0)
     return value
-
-
-def append(row, slot, codes, scale, cache_codes, cache_scale, kv_heads):
-    """Store one token's vectors of every KV head at its slot.
-
-    Args:
-        row: of the token in the batch; its vectors are rows row * kv_heads … of codes and scale.
-        slot: block * 128 + offset.
-    """
-    pypto.set_vec_tile_shapes(16, HALF)
-    block = slot // BLOCK
-    offset = slot % BLOCK
-    for head in range(kv_heads):
-        vector = row * kv_heads + head
-        tile = block * kv_heads + head
-        pypto.assemble(pypto.clone(pypto.view(codes, [1, HALF], [vector, 0])), [tile * BLOCK + offset, 0], cache_codes)
-        pypto.assemble(pypto.clone(pypto.view(scale, [1, 1], [vector, 0])), [tile, offset], cache_scale)
 
 
 def centroids(codes, rows):

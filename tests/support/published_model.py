@@ -1,0 +1,119 @@
+"""The published two-layer model and its golden: ragged prefill on permuted pages, then a decode step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.rope import RopeTable
+from haarkv.models.weights import assemble
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+
+CONFIG = DecoderConfig(
+    model_type="qwen3", hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
+    vocab_size=512, max_position_embeddings=256,
+)  # fmt: skip
+NORMS = {
+    "input_layernorm": "input_rms_weight", "post_attention_layernorm": "post_rms_weight",
+    "q_norm": "q_norm_weight", "k_norm": "k_norm_weight",
+}  # fmt: skip
+PROJECTIONS = {
+    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
+    "gate_proj": "w_gate", "up_proj": "w_up", "down_proj": "w_down",
+}  # fmt: skip
+
+
+def bf16(bits):
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def mini_model(data, norms=torch.float32):
+    """The model; its norms' weights in another dtype than the golden's, if asked for."""
+
+    def get(name):
+        if name == "model.embed_tokens.weight":  # the golden begins at hidden states
+            return torch.zeros(CONFIG.vocab_size, CONFIG.hidden_size, dtype=torch.bfloat16)
+        if name == "lm_head.weight":
+            return bf16(data["lm_head_weight"])
+        if name == "model.norm.weight":
+            return torch.from_numpy(data["final_norm_weight"])[0].to(norms)
+        layer, word = int(name.split(".")[2]), name.split(".")[-2]
+        if word in NORMS:
+            return torch.from_numpy(data[NORMS[word]])[layer].to(norms)
+        stacked = bf16(data[PROJECTIONS[word]])  # [layers * in, out]
+        return stacked.view(CONFIG.num_layers, -1, stacked.shape[1])[layer].T.contiguous()
+
+    return DecoderModel(CONFIG, assemble(CONFIG, get), RopeTable(CONFIG))
+
+
+@dataclass
+class Outcome:
+    data: dict
+    cache: PagedKVCache
+    prefill_logits: torch.Tensor  # [2, vocab]
+    decode_logits: torch.Tensor
+    rotated: dict  # (side, layer) -> [T, Hkv, D] rotated unit vectors of the prefill
+    slots: torch.Tensor
+
+    def golden_fields(self, side, layer):
+        """Levels [T, Hkv, D] and norms [T, Hkv] of the prefill's tokens, from [layer, block, head, offset] rows."""
+        block, offset = self.slots // 128, self.slots % 128
+        levels = torch.from_numpy(self.data[f"quant_{side}_cache"]).view(2, 4, 2, 128, 128)[layer]
+        norms = torch.from_numpy(self.data[f"quant_{side}_scales"]).view(2, 4, 2, 128)[layer]
+        return levels[block, :, offset], norms[block, :, offset]
+
+    def our_fields(self, side, layer):
+        block, offset = self.slots // 128, self.slots % 128
+        fields = (self.cache.k_fields if side == "k" else self.cache.v_fields)(layer)
+        return fields["codes"][block, :, offset], fields["norm"][block, :, offset]
+
+
+def by_the_reference(model, hidden, batch, cache, ops):
+    return model.layers(hidden, range(2), batch, cache, ops)
+
+
+def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.float32):
+    """
+    Args:
+        seed: the format.
+        rotation: the golden's own rotation, by layer and head_dim.
+        layers: what runs them.
+    """
+    model = mini_model(data, norms)
+    cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), num_kv_heads=2, head_dim=128, num_blocks=4)
+    seen = {}
+
+    class Watching:
+        """The reference table, keeping the rotated unit vectors that levels are chosen from."""
+
+        def __getattr__(self, name):
+            return getattr(reference, name)
+
+        def store_kv(self, k, v, cache, layer, batch):
+            for side, x in (("k", k), ("v", v)):
+                unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+                seen[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
+            reference.store_kv(k, v, cache, layer, batch)
+
+    def forward(hidden, ops, positions, slots, lengths, starts):
+        table = torch.from_numpy(data["block_table"]).view(2, 2)
+        starts = torch.tensor(starts, dtype=torch.int32)
+        batch = Batch(
+            positions, torch.from_numpy(slots).long(), table, torch.from_numpy(lengths), starts, torch.arange(len(lengths))
+        )
+        hidden = layers(model, bf16(hidden), batch, cache, ops)
+        return model.head(hidden[starts[1:].long() - 1], reference)
+
+    a, b = data["seq_lens"].tolist()
+    positions = torch.cat([torch.arange(a), torch.arange(b)])
+    slots = data["slot_mapping"]
+    prefill = forward(data["hidden_states"], Watching(), positions, slots, data["seq_lens"], [0, a, a + b])
+    decode = forward(
+        data["decode_hidden_states"], reference, torch.tensor([a, b]), data["decode_slot_mapping"], data["decode_seq_lens"],
+        [0, 1, 2],
+    )  # fmt: skip
+    return Outcome(data, cache, prefill, decode, seen, torch.from_numpy(slots).long())

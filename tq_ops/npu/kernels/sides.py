@@ -1,0 +1,20 @@
+"""What a program needs of a `tq_ops.npu.sides.Side`: the parameters of its signature, and its `CacheSide`."""
+
+import pypto
+
+from haarkv.tq_ops.npu.kernels.bf16 import Plain
+from haarkv.tq_ops.npu.kernels.side import DTYPES
+from haarkv.tq_ops.npu.kernels.tq4 import Packed
+from haarkv.tq_ops.npu.kernels.tq4_seed import SeedBytes
+
+_KERNELS = {kernel.side: kernel for kernel in (Packed, SeedBytes, Plain)}
+
+
+def kernel_of(side):
+    """The `CacheSide` of a `Side`."""
+    return _KERNELS[side]
+
+
+def parameter(stored):
+    """The type of a program's parameter that is a `Stored` field."""
+    return pypto.Tensor([pypto.DYNAMIC, stored.width], DTYPES[stored.dtype])

@@ -1,0 +1,102 @@
+"""How a format's side of a cache, K or V, lies before a program: which of its fields, as which numbers; no PyPTO here.
+
+To add a format: name it in `reads.py`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.npu.program import Argument
+from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A field of a format as a program sees it: the cache's own bytes as a matrix [n, width].
+
+    Attributes:
+        field: its name in the format.
+        dtype: of its numbers; another one of the same size where PyPTO's interpreter misreads the field's own.
+        width: numbers of a row. One vector a row; of scales as many as lie in a row of logits, or one.
+    """
+
+    field: str
+    dtype: torch.dtype
+    width: int
+
+    def view(self, fields: dict[str, Tensor]) -> Tensor:
+        """A layer's field [blocks, Hkv, 128, …] as [n, width], the same memory."""
+        return fields[self.field].view(self.dtype).view(-1, self.width)
+
+
+@dataclass(frozen=True)
+class Side:
+    """K or V of one format in a program. K and V of a layer may have different ones.
+
+    Attributes:
+        name: of the format.
+        vectors: the field that holds a vector.
+        scales: the field that holds one number a vector; None if there is none.
+        most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
+    """
+
+    name: str
+    vectors: Stored
+    scales: Stored | None
+    most_heads: int
+
+    @property
+    def scale_row(self) -> Stored:
+        """Its scales, or what stands for them in a program's signature, which cannot vary: a row that nothing reads."""
+        return self.scales or _NO_SCALES
+
+    def arguments(self, prefix: str) -> tuple[Argument, Argument]:
+        """Its two arguments of a program, such as `k_codes` and `k_scale`; the second is none to be written without scales."""
+        vectors = Argument(f"{prefix}_{self.vectors.field}", output=True)
+        return vectors, Argument(f"{prefix}_scale", output=self.scales is not None)
+
+    def tensors(self, prefix: str, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those arguments, of a layer's fields [blocks, Hkv, 128, …]: the very memory."""
+        vectors, scales = self.arguments(prefix)
+        row = self.scales.view(fields) if self.scales else _unread_row(fields[self.vectors.field].device)
+        return {vectors.name: self.vectors.view(fields), scales.name: row}
+
+
+_NO_SCALES = Stored("no_scale", torch.float16, BLOCK_SIZE)
+
+
+@cache
+def _unread_row(device: torch.device) -> Tensor:
+    return torch.zeros(1, _NO_SCALES.width, dtype=_NO_SCALES.dtype, device=device)
+
+
+TQ4 = Side(FORMAT.name, Stored("codes", torch.int8, HEAD_DIM // 2), Stored("scale", torch.float16, BLOCK_SIZE), 8)
+PUBLISHED = Side(formats.PUBLISHED.name, Stored("codes", torch.int8, HEAD_DIM), Stored("norm", torch.float32, 1), 4)
+BF16 = Side("bf16", Stored("data", torch.bfloat16, HEAD_DIM), None, 2)
+SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
+"""Every side that programs read, by the name of its format."""
+
+
+def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
+    """A layer's K and V."""
+    return side_of(plan.k(layer)), side_of(plan.v(layer))
+
+
+def side_of(kv_format: KVFormat) -> Side:
+    """The side that stores what a format stores.
+
+    Raises:
+        ValueError: no program reads it; `tq_ops.kv.reads.unsupported` tells so before there is a program.
+    """
+    if misfit(READS, kv_format, HEAD_DIM) is not None:
+        raise ValueError(f"no program reads {kv_format.name}")
+    return SIDES[kv_format.name] if kv_format in READS.also else TQ4
