@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from haarkv.tq_ops.npu.device import Runner
 from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.scopes import StoreProgram
+from haarkv.tq_ops.npu.sides import side_of
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,19 @@ class StoreByProgram:
 
     Args:
         runner: calls the program.
-    Attributes:
-        kv: the format that it stores.
     """
-
-    kv: ClassVar[str] = "tq4"
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V [T, Hkv, 128] fp32 and store them at the batch's slots of a layer, in 128-token blocks."""
-        program = StoreProgram(cache.num_kv_heads)
+        """Store K and V [T, Hkv, 128] fp32 at the batch's slots of a layer, both in K's format, in 128-token blocks."""
+        side = side_of(cache.k_format(layer))
+        program = StoreProgram(cache.num_kv_heads, side=side)
         matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
-        for side, x, fields in (("k", k, cache.k_fields(layer)), ("v", v, cache.v_fields(layer))):
+        for prefix, x, fields in (("k", k, cache.k_fields(layer)), ("v", v, cache.v_fields(layer))):
             missing = -x.shape[0] % program.rows
-            tensors[side] = pad(x.float().flatten(1), (0, 0, 0, missing)).view(-1, HEAD_DIM)
-            # The very bytes: codes as INT8, one row of scales a (block, head).
-            tensors[f"{side}_codes"] = fields["codes"].view(torch.int8).view(-1, fields["codes"].shape[-1])
-            tensors[f"{side}_scale"] = fields["scale"].view(-1, cache.block_size)
+            tensors[prefix] = pad(x.float().flatten(1), (0, 0, 0, missing)).view(-1, HEAD_DIM)
+            tensors |= side.tensors(prefix, fields)
         self._runner.call(program, ordered(program, tensors))

@@ -61,7 +61,8 @@ def store(bench: Workbench) -> Found:
     if table is None:
         return Found(None, _NOTHING)
     said, compared = [], 0
-    for kv in (StoreByProgram.kv,) if bench.programs else bench.plans:
+    # K and V of a cache may have different formats; a store takes one at a time.
+    for kv in dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats):
         case = Store(CacheCase(kv, bench.config.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
         finding = case.check(table, device)
         compared += 2 * sum(_NEW) * _HEADS * bench.config.head_dim
