@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 TIMEOUT_S = 600
 """How long a rank waits for another, unless told otherwise; and always, for the others to have started."""
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""What moves tensors of a device between ranks."""
 _HOST = torch.device("cpu")
 
 
@@ -126,7 +124,7 @@ class _Joined:
             if device.type != "cpu":
                 getattr(torch, device.type).set_device(device)
             self._groups[device.type] = distributed.new_group(
-                backend=_BACKENDS[device.type], timeout=timedelta(seconds=self._timeout_s)
+                backend=distributed.get_default_backend_for_device(device), timeout=timedelta(seconds=self._timeout_s)
             )
         return self._groups[device.type]
 

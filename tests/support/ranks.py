@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from small_models import new_cache, new_paging, small_model
 
 from haarkv.benchmarks.decode import Request, measure
+from haarkv.benchmarks.timing import Machine
 from haarkv.engine.ranks import Place, join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -168,4 +170,6 @@ def benched(ranks: Ranks) -> list[dict[str, Any]]:
     request = Request(
         "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, peers=False, kinds=("step",), dtype="float32", ranks=ranks
     )  # fmt: skip
-    return [row.as_json() for row in measure(request)[1]]
+    # The machine's limits take a gigabyte to measure, and are not what is asked for.
+    with patch("haarkv.benchmarks.decode.measure_machine", lambda _: Machine(10.0, 100.0, 100.0)):
+        return [row.as_json() for row in measure(request)[1]]

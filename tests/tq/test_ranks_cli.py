@@ -103,7 +103,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 def test_a_killed_rank_ends_all_with_one_line():
     with talking() as (process, pids):
         os.kill(pids[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
         assert process.returncode == 2
         assert err == "tq: rank 1 was killed by SIGKILL; the other ranks were ended\n"
 
@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_all_with_one_line():
 def test_a_rank_that_does_not_answer_ends_all_with_one_line():
     with talking("--rank-timeout", "5") as (process, pids):
         os.kill(pids[1], signal.SIGSTOP)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
         assert process.returncode == 2
         assert err == "tq: rank 1 did not answer for 5 s; all ranks were ended\n"
 
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_answer_ends_all_with_one_line():
 def test_ctrl_c_ends_all_with_one_word():
     with talking() as (process, _):
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
         assert process.returncode == 130
         assert err == "tq: interrupted\n"
 
