@@ -59,7 +59,7 @@ def _parts(leaves: Iterable[Leaf]) -> list[tuple[str, list[Leaf]]]:
     def place(leaf: Leaf) -> tuple[str, str]:
         return leaf.kind, leaf.scope
 
-    parts = []
+    parts: list[tuple[str, list[Leaf]]] = []
     for (kind, _), group in groupby(sorted(leaves, key=lambda leaf: (place(leaf), leaf.symbol)), key=place):
         members = list(group)
         parts.extend((kind, members[i : i + _TOGETHER]) for i in range(0, len(members), _TOGETHER))

@@ -193,9 +193,10 @@ class Machine:
         leaf = self._leaves[task.leaf]
         count = len(task.tensors)
         addresses = (ctypes.c_uint64 * count)(*(self.image.address(a) for a in task.tensors))
-        tensors = (_Tensor * count)(*((1, i) for i in range(count)))
+        tensors = (_Tensor * count)(*(_Tensor(1, i) for i in range(count)))
         # A value with its highest bit set would be taken for the index of an expression: it is handed over as one.
-        values, expressions = [], []
+        values: list[int] = []
+        expressions: list[int] = []
         for value in task.attributes:
             if value >> _VALUE_BITS:
                 values.append(1 << _VALUE_BITS | len(expressions))

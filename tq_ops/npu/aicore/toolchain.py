@@ -115,8 +115,11 @@ class Toolchain:
 
 
 def _flags(compiler: Sequence[str]) -> tuple[str, ...]:
-    library = () if "ziglang" in compiler else ("-stdlib=libc++",)
-    return (*_FLAGS, *_MACHINE_FLAGS.get(platform.machine(), ()), *library)
+    machine = _MACHINE_FLAGS.get(platform.machine(), ())
+    if "ziglang" in compiler:
+        # Its own names of processors, its own libc++, and checks at run time that pto-isa was not written for.
+        return (*_FLAGS, *(flag.replace("x86-64-v3", "x86_64_v3") for flag in machine), "-fno-sanitize=undefined")
+    return (*_FLAGS, *machine, "-stdlib=libc++")
 
 
 def find_toolchain(pto_isa: Path, clang: str | None = None) -> Toolchain:

@@ -2,13 +2,14 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from npu_layers import layer_call
 from planted_programs import Unordered
+from small_models import SMALL, small_model
 
-from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.tq_ops.npu.aicore.emission import emit
 from haarkv.tq_ops.npu.sim.simulator import Simulator
@@ -20,9 +21,12 @@ ORDERS = 200
 
 @pytest.fixture(scope="module")
 def call():
-    """Three sequences, one of them with a second step of keys: a program of short steps, quick to run many times."""
-    program = programs.decode_program(load_model("tiny", "bfloat16").config, step_tokens=128)
-    return program, layer_call(program, [1, 1, 1], [130, 60, 5])
+    """Three sequences, one of them with a second step of keys: a small layer and short steps, quick to run many times."""
+    model = small_model(
+        replace(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
+    )
+    program = programs.decode_program(model.config, step_tokens=128)
+    return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
 
 
 def run_orders(program, case, toolchain):
