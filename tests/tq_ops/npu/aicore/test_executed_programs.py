@@ -21,7 +21,7 @@ from haarkv.tq_ops.npu.sim.simulator import Simulator
 from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
-# 2.5e-3 was measured: the norm before the head may round to the other of two neighbours in BF16.
+# Absolute; 2.5e-3 was measured.
 LOGITS_ATOL = 1e-2
 
 
