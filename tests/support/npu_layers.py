@@ -21,13 +21,14 @@ def stretched(model, positions):
     return DecoderModel(config, model.weights, RopeTable(config))
 
 
-def layer_call(program, new, stored, blocks=12):
-    """A layer of `tiny` about to run: arguments, goldens by argument index, and which rows of the output are padding.
+def layer_call(program, new, stored, blocks=12, model=None):
+    """A layer about to run: arguments, goldens by argument index, and which rows of the output are padding.
 
     Args:
-        blocks: of the cache; tokens may stand behind the positions that `tiny` was made for.
+        blocks: of the cache; tokens may stand behind the positions that the model was made for.
+        model: of bfloat16; `tiny` if None.
     """
-    model = stretched(load_model("tiny", "bfloat16"), blocks * 128)
+    model = stretched(model or load_model("tiny", "bfloat16"), blocks * 128)
     executor = ReferenceExecutor(model)
     cache = new_cache(model.config, block_size=128, num_blocks=blocks)
     paging = PagedSequences(blocks, 128, torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist())

@@ -38,20 +38,14 @@ def conflicts(schedule: Schedule) -> Iterator[Conflict]:
             for operand in dict.fromkeys(task.operands):
                 touched.setdefault(operand.address, []).append((task, operand))
         for address, accesses in touched.items():
-            runs = [_runs(operand.offset, operand.shape, operand.whole) for _, operand in accesses]
-            for writer, written, mine in (
-                (*access, run) for access, run in zip(accesses, runs, strict=True) if access[1].written
-            ):
-                for (other, used), theirs in zip(accesses, runs, strict=True):
-                    if other is writer or theirs[0][0] >= mine[-1][1] or mine[0][0] >= theirs[-1][1]:
-                        continue
+            pieces = [(task, operand.written, _runs(operand)) for task, operand in accesses]
+            for writer, _, mine in (piece for piece in pieces if piece[1]):
+                for other, both, theirs in pieces:
                     # Two writes meet each other twice.
-                    if used.written and other.number < writer.number:
+                    if other is writer or (both and other.number < writer.number) or _apart(mine, theirs):
                         continue
-                    if after(writer, other) or after(other, writer):
-                        continue
-                    if _overlap(mine, theirs):
-                        yield _conflict(writer, other, used.written, address)
+                    if not after(writer, other) and not after(other, writer) and _overlap(mine, theirs):
+                        yield _conflict(writer, other, both, address)
 
 
 def _conflict(writer: Task, other: Task, both: bool, address: int) -> Conflict:
@@ -75,8 +69,12 @@ def _followers(step: tuple[Task, ...]) -> Callable[[Task, Task], bool]:
 Runs = tuple[tuple[int, int], ...]
 
 
+def _runs(operand: Operand) -> Runs:
+    return _pieces(operand.offset, operand.shape, operand.whole)
+
+
 @cache
-def _runs(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Runs:
+def _pieces(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Runs:
     """A piece of a tensor as runs of elements that lie side by side, from the first on."""
     begins, length, joined = [0], 1, True
     for axis in reversed(range(len(shape))):
@@ -88,6 +86,11 @@ def _runs(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...
         else:
             begins = [begin + (offset[axis] + i) * stride for i in range(shape[axis]) for begin in begins]
     return tuple((begin, begin + length) for begin in begins)
+
+
+def _apart(ones: Runs, others: Runs) -> bool:
+    """Whether one piece ends before the other begins: most do, and it is soon seen."""
+    return others[0][0] >= ones[-1][1] or ones[0][0] >= others[-1][1]
 
 
 def _overlap(ones: Runs, others: Runs) -> bool:

@@ -99,7 +99,8 @@ def roots(tasks: list[TaskOrder]) -> list[Root]:
     grouped: dict[tuple[int, int], list[TaskOrder]] = {}
     for task in tasks:
         grouped.setdefault((task.step, task.root), []).append(task)
-    found, tile = [], -1
+    found: list[Root] = []
+    tile = -1
     for place, ((step, _), members) in enumerate(sorted(grouped.items())):
         first = members[0]
         tile += not found or first.scope == found[0].scope

@@ -1,0 +1,60 @@
+"""A layer executed in many of the orders that PyPTO's tables allow: all give the same, but without the barrier not."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from npu_layers import layer_call
+from planted_programs import Unordered
+from small_models import SMALL, small_model
+
+from haarkv.models.qwen3_14b.npu import programs
+from haarkv.tq_ops.npu.aicore.emission import emit
+from haarkv.tq_ops.npu.sim.simulator import Simulator
+from haarkv.validation.bounds import LAYER_BF16
+
+pytestmark = [pytest.mark.npu, pytest.mark.aicore]
+ORDERS = 200
+
+
+@pytest.fixture(scope="module")
+def call():
+    """Three sequences, one of them with a second step of keys: a small layer and short steps, quick to run many times."""
+    model = small_model(
+        replace(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
+    )
+    program = programs.decode_program(model.config, step_tokens=128)
+    return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
+
+
+def run_orders(program, case, toolchain):
+    """Outputs that differ from the reference's cache, or from the first order's output -> in how many orders."""
+    arguments, goldens, out, tiling, expected = case
+    with Simulator() as simulator:
+        machine = emit(simulator, program, arguments).machine(toolchain)
+    first = machine.run()[out]
+    ours = first[tiling.row].float()
+    if float(((ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max()) >= LAYER_BF16.rel_l2:
+        first = torch.full_like(first, float("nan"))
+    differing = Counter()
+    for seed in range(ORDERS):
+        after = machine.run(random.Random(seed))
+        wrong = [program.arguments[i].name for i, golden in goldens.items() if not torch.equal(after[i], golden)]
+        wrong += [] if torch.equal(after[out][tiling.row], first[tiling.row]) else ["out"]
+        differing.update(wrong)
+    return differing
+
+
+def test_every_order_that_the_tables_allow_gives_the_same(call, toolchain):
+    program, case = call
+    assert not run_orders(program, case, toolchain)
+
+
+def test_without_the_barrier_orders_differ(call, toolchain):
+    """The cache is right in any order, and rows of it are read before they are stored."""
+    program, case = call
+    differing = run_orders(Unordered.of(program), case, toolchain)
+    print(f"\nwithout the barrier, of {ORDERS} orders: {dict(differing)}")
+    assert set(differing) == {"out"}
