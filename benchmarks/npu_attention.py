@@ -49,7 +49,8 @@ class Point:
 def program_hash() -> str:
     """Of every source that decides what is costed."""
     folder = Path(scopes.__file__).parent
-    names = ("scopes.py", "kernels/attention.py", "kernels/attention_kernel.py", "kernels/tq4.py")
+    kernels = (f"kernels/{name}.py" for name in ("attention", "attention_kernel", "side", "sides", "bf16", "tq4"))
+    names = ("scopes.py", "sides.py", *kernels)
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()[:12]
 
 

@@ -86,7 +86,7 @@ class Gathered:
     device = torch.device("cpu")
 
     def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
-        self.name, self.simulated, self.config = executor.name, executor.simulated, whole
+        self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
         self._part = _Part(executor, ranks, whole, plan)
 
