@@ -195,6 +195,7 @@ class Simulator:
             answer = self._call(Request(program, mode, tuple(stored), golden_files))
             if "error" in answer:
                 everything = f"{answer['trace']}\n\n{self._log()}"
+                self._stop()  # after a refusal PyPTO takes the next program for one nested in this
                 raise SimulatorError(refusal(program.name, program.name, answer["error"], everything))
             self._take_outputs(program, tensors, stored, mode, answer)
         finally:
