@@ -69,6 +69,13 @@ def test_a_prompt_around_a_block_gives_the_references_tokens(sides, tokens):
 
 
 @pytest.mark.npu_long
+@pytest.mark.parametrize("kv", ["bf16", "tq4_seed"])
+def test_another_format_gives_the_references_tokens(kv):
+    names = Contender("reference", kv), Contender("npu", kv)
+    check(load_contenders("tiny", *names, dtype="bfloat16", device="sim"), [5])
+
+
+@pytest.mark.npu_long
 def test_a_ragged_batch_gives_the_references_tokens(sides):
     check(sides, [300, 5, 129])
 
