@@ -17,6 +17,8 @@ from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 ORDERS = 200
+# Seven of ten differ.
+FEW = 20
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def call():
     return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
 
 
-def run_orders(program, case, toolchain):
+def run_orders(program, case, toolchain, count):
     """Outputs that differ from the reference's cache, or from the first order's output -> in how many orders."""
     arguments, goldens, out, tiling, expected = case
     with Simulator() as simulator:
@@ -39,7 +41,7 @@ def run_orders(program, case, toolchain):
     if float(((ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max()) >= LAYER_BF16.rel_l2:
         first = torch.full_like(first, float("nan"))
     differing = Counter()
-    for seed in range(ORDERS):
+    for seed in range(count):
         after = machine.run(random.Random(seed))
         wrong = [program.arguments[i].name for i, golden in goldens.items() if not torch.equal(after[i], golden)]
         wrong += [] if torch.equal(after[out][tiling.row], first[tiling.row]) else ["out"]
@@ -49,12 +51,12 @@ def run_orders(program, case, toolchain):
 
 def test_every_order_that_the_tables_allow_gives_the_same(call, toolchain):
     program, case = call
-    assert not run_orders(program, case, toolchain)
+    assert not run_orders(program, case, toolchain, ORDERS)
 
 
 def test_without_the_barrier_orders_differ(call, toolchain):
     """The cache is right in any order, and rows of it are read before they are stored."""
     program, case = call
-    differing = run_orders(Unordered.of(program), case, toolchain)
-    print(f"\nwithout the barrier, of {ORDERS} orders: {dict(differing)}")
+    differing = run_orders(Unordered.of(program), case, toolchain, FEW)
+    print(f"\nwithout the barrier, of {FEW} orders: {dict(differing)}")
     assert set(differing) == {"out"}
