@@ -49,7 +49,8 @@ def chosen(kv="tq4", config=TINY, **given):
         (("npu", "cpu", "reference"), "tbq4_0", "cpu", "npu cannot run this: .*tbq4_0"),
         (("cpu", "reference"), "bf16", "reference", "cpu cannot run this: .*bf16"),
         # The fastest of those that were passed over is the one that is missed.
-        (EVERYTHING, "bf16", "reference", "cuda cannot run this"),
+        (EVERYTHING, "q8_0", "reference", "cuda cannot run this"),
+        (("npu", "cpu", "reference"), "bf16", "npu", ""),
         (("cpu", "reference"), KVSpec("tq4", tail=8), "reference", "cpu cannot run this: .*tail"),
     ],
 )
@@ -85,8 +86,8 @@ def test_a_device_leaves_only_executors_that_know_it(machine):
     assert chosen("bf16", device="cpu").name == "reference"
     with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
         chosen(device="moon")
-    with pytest.raises(InputError, match=r"executor npu cannot run this: .*bf16"):
-        chosen("bf16", device="sim")
+    with pytest.raises(InputError, match=r"executor npu cannot run this: .*q8_0"):
+        chosen("q8_0", device="sim")
     machine("cpu", "reference")  # whether the device is there, its executor says
     assert chosen(device="cuda:0").name == "cuda"
 
@@ -131,7 +132,7 @@ def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
     [
         ("cpu", {"kv": "bf16"}, "executor cpu cannot run this: .*bf16"),
         ("cpu", {"device": "sim"}, "executor cpu runs on the cpu"),
-        ("npu", {"kv": "bf16"}, "executor npu cannot run this: .*bf16"),
+        ("npu", {"kv": "q8_0"}, "executor npu cannot run this: .*q8_0"),
         ("onnx", {"kv": "bf16"}, "executor onnx cannot run this: .*bf16"),
         ("onnx", {"device": "moon"}, "unknown provider 'moon'"),
         ("cuda", {}, "needs an NVIDIA GPU"),

@@ -168,11 +168,12 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
 
     if not results:
         return ""
+    started = context.find_root().obj
     about = {
         "executor": given["executor"],
         **({"device": given["device"]} if given["device"] else {}),
         "model": given["model"],
-        "command": shlex.join(["tq", *(context.find_root().obj or [])]),
+        "command": shlex.join(["tq", *(started.argv if started else ())]),
         "haarkv": __version__,
         "date": results[-1].date,
     }
