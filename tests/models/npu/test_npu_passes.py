@@ -79,8 +79,8 @@ def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
 
 
-# PyPTO 0.2.0 dies when it verifies most programs with a bf16 side ("data.valid: Index out of bounds", "Invalid slot index"); it
-# interprets, compiles and costs them. The cause is not known. Each side is verified where it survives: in decode, beside tq4.
+# PyPTO 0.2.0 dies when it verifies most programs with a bf16 side ("data.valid: Index out of bounds", "Invalid slot index").
+# It interprets, compiles and costs them; the cause is not known. What survives is verified: each side in decode, beside tq4.
 DIES = pytest.mark.xfail(raises=SimulatorError, strict=True, reason="PyPTO dies while it verifies this program")
 
 
