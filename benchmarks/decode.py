@@ -78,7 +78,7 @@ def measure(
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
     model = load_model(request.model, request.dtype, request.layers, progress, request.ranks)
     config, longest = model.config, max(request.contexts)
-    if "step" in request.kinds and longest + _steps(request) > config.max_position_embeddings:
+    if {"layer", "step"} & set(request.kinds) and longest + _steps(request) > config.max_position_embeddings:
         limit = config.max_position_embeddings - _steps(request)
         raise InputError(f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}")
     sides = sides_of(request, model, on_turn)

@@ -56,7 +56,10 @@ def join(size: int | None = None, place: Place | None = None, timeout_s: float =
     to_start = timedelta(seconds=max(timeout_s, TIMEOUT_S))
     with _answered(timeout_s):
         if place is None:
-            distributed.init_process_group("gloo", timeout=to_start)
+            try:
+                distributed.init_process_group("gloo", timeout=to_start)
+            except ValueError:  # none of torchrun's variables
+                raise InputError("start this script with torchrun, as torchrun --nproc-per-node 2 SCRIPT") from None
         else:
             distributed.init_process_group(
                 "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=to_start

@@ -122,8 +122,9 @@ def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], W
 
     def bench() -> Workbench:
         from haarkv.validation.bringup.workbench import Request, Workbench
+        from haarkv.validation.fidelity.setup import parse_list
 
-        kvs = tuple(kv for part in given["kvs"] for kv in part.split(",") if kv)
+        kvs = tuple(parse_list(given["kvs"])) if given["kvs"] else ()
         texts = (*given["prompts"], *(read_prompt(file) for file in given["files"]))
         request = Request(
             given["executor"], given["device"], given["model"], given["layers"], kvs, texts, given["max_new_tokens"],

@@ -30,7 +30,7 @@ def require_executor(name: str) -> None:
         InputError: no such executor.
     """
     if not name.isidentifier() or not all(find_spec(f"haarkv.{room}.{name}") for room in ("executors", "tq_ops")):
-        raise InputError(f"unknown executor {name!r}; name one of `tq generate -h`")
+        raise InputError(f"unknown executor {name!r}; name npu, cuda, cpu or onnx")
 
 
 def versions(executor: str) -> dict[str, str]:
@@ -100,7 +100,11 @@ def _missing(executor: str) -> str | None:
 def _requirements(executor: str) -> Iterator[Requirement]:
     """What haarkv asks for, with the extra of the executor's name unless a table of its own judges those packages."""
     extra = "" if _versions_of(executor) else executor
-    for line in requires("haarkv") or ():
+    try:
+        lines = requires("haarkv") or ()
+    except PackageNotFoundError:  # run from a checkout
+        return
+    for line in lines:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             yield requirement

@@ -50,7 +50,7 @@ def _public(value: Any) -> Any:
 
 def public_text(text: str) -> str:
     """A text in which of every path its last name is left, and neither user nor machine is named."""
-    text = re.sub(r"(?<![\w.…/])(?:~|\.{1,2})?/(?:[^\s/:'\"<>,;()\[\]]+/)*([^\s/:'\"<>,;()\[\]]*)", r"…/\1", text)
+    text = re.sub(r"(?<![\w.…/])(?:~|\.{1,2})?/+(?:[^\s/:'\"<>,;()\[\]]+/)*([^\s/:'\"<>,;()\[\]]*)", r"…/\1", text)
     for private in (Path.home().name, _user(), platform.node()):
         # A name such as `root` is a word like any other.
         if len(private) > 3 and private not in ("root", "home", "user", "localhost"):

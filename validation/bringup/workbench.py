@@ -76,6 +76,11 @@ class Workbench:
             catalog.check(request.executor, self.config, plan_for(KVSpec(kv), self.config), self.device)
         if not self.readable:
             catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
+        if request.contexts and max(request.contexts) > self._longest:
+            wanted = max(request.contexts)
+            raise InputError(f"{request.model} has room for {self._longest} tokens and the calls that are timed, not {wanted}")
+        if not all(request.prompts):
+            raise InputError("a prompt is empty; give it some text, or leave --prompt out")
         self._executors: dict[int, Executor] = {}
 
     # -- What is run ---------------------------------------------------------------------------------------------------------
@@ -127,13 +132,12 @@ class Workbench:
     @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens in the cache of each measurement, as far as the model has room for them."""
-        limit = self.config.max_position_embeddings - _ROOM
         wanted = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
-        if self.request.contexts and max(wanted) > limit:
-            raise InputError(
-                f"{self.request.model} has room for {limit} tokens and the calls that are timed, not {max(wanted)}"
-            )
-        return tuple(sorted({min(context, limit) for context in wanted}))
+        return tuple(sorted({min(context, self._longest) for context in wanted}))
+
+    @property
+    def _longest(self) -> int:
+        return self.config.max_position_embeddings - _ROOM
 
     # -- What runs it --------------------------------------------------------------------------------------------------------
     @cached_property
@@ -204,7 +208,7 @@ def code_of(rooms: Sequence[str]) -> str:
     return _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
 
 
-_SOURCES = (".py", ".cpp", ".h", ".safetensors")
+_SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 
 
 @cache

@@ -13,10 +13,14 @@ from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError
 from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = needs_pypto
+
+
+def pair_name(pair):
+    return "-".join(side.name for side in pair)
 
 
 def verify_layer(program, new, stored):
@@ -44,16 +48,21 @@ def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
 
 
-# With bf16 on both sides PyPTO 0.2.0 dies once it verifies (`data.valid: Index out of bounds`); it compiles, costs and
-# interprets the program. So each side of it is verified beside the other format.
+# PyPTO 0.2.0 dies when it verifies most programs with a bf16 side ("data.valid: Index out of bounds", "Invalid slot index").
+# It interprets, compiles and costs them; the cause is not known. What survives is verified: each side in decode, beside tq4.
+DIES = pytest.mark.xfail(raises=SimulatorError, strict=True, reason="PyPTO dies while it verifies this program")
+
+
 @pytest.mark.npu_long
-@pytest.mark.parametrize("pair", [(BF16, TQ4), (TQ4, BF16), (PUBLISHED, PUBLISHED)], ids=lambda pair: pair[0].name)
+@pytest.mark.parametrize(
+    "pair", [(BF16, TQ4), (TQ4, BF16), (PUBLISHED, PUBLISHED), pytest.param((BF16, BF16), marks=DIES)], ids=pair_name
+)
 def test_a_decode_layer_of_another_format_keeps_its_numbers_through_every_pass(pair):
     verify_layer(programs.decode_program(load_model("tiny", "bfloat16").config, *pair), [1, 1], [299, 129])
 
 
 @pytest.mark.npu_long
-@pytest.mark.parametrize("pair", [(BF16, TQ4), (TQ4, BF16), (PUBLISHED, PUBLISHED)], ids=lambda pair: pair[0].name)
+@pytest.mark.parametrize("pair", [(PUBLISHED, PUBLISHED), pytest.param((BF16, BF16), marks=DIES)], ids=pair_name)
 def test_a_prefill_layer_of_another_format_keeps_its_numbers_through_every_pass(pair):
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config, *pair), [40, 3], [20, 127])
 

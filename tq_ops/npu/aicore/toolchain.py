@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -111,15 +110,11 @@ class Toolchain:
     def command(self, kind: str) -> list[str]:
         """The compile line for a kind of core, without the prelude, the source and what is to be made."""
         folders = (CSRC, self.pto_isa, *(self.headers / name for name in ("", "tilefwk", "tileop", "tileop/arch32")))
-        return [*self.compiler, *_flags(self.compiler), *KINDS[kind], *(f"-I{folder}" for folder in folders)]
+        return [*self.compiler, *_flags(), *KINDS[kind], *(f"-I{folder}" for folder in folders)]
 
 
-def _flags(compiler: Sequence[str]) -> tuple[str, ...]:
-    machine = _MACHINE_FLAGS.get(platform.machine(), ())
-    if "ziglang" in compiler:
-        # Its own names of processors, its own libc++, and checks at run time that pto-isa was not written for.
-        return (*_FLAGS, *(flag.replace("x86-64-v3", "x86_64_v3") for flag in machine), "-fno-sanitize=undefined")
-    return (*_FLAGS, *machine, "-stdlib=libc++")
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, *_MACHINE_FLAGS.get(platform.machine(), ()), "-stdlib=libc++")
 
 
 def find_toolchain(pto_isa: Path, clang: str | None = None) -> Toolchain:
@@ -127,7 +122,7 @@ def find_toolchain(pto_isa: Path, clang: str | None = None) -> Toolchain:
 
     Args:
         pto_isa: pto-isa's folder, or the folder `include` in it.
-        clang: the compiler's command; None looks for one on the path, then for the Python package `ziglang`.
+        clang: the compiler's command; None looks for one on the path.
     Raises:
         InputError: PyPTO, the compiler or pto-isa's headers are missing or too old.
     """
@@ -149,9 +144,7 @@ def _any_compiler() -> tuple[str, ...]:
     for name in _COMPILERS:
         if shutil.which(name):
             return (name,)
-    if find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "c++")
-    raise InputError(f"no {' or '.join(_COMPILERS)} on the path; install clang 19 with libc++, or run pip install ziglang")
+    raise InputError(f"no {' or '.join(_COMPILERS)} on the path; install clang 19 with libc++")
 
 
 def pypto_headers() -> Path:

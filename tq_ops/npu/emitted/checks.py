@@ -111,6 +111,8 @@ def check(program: str, sources: dict[str, str]) -> Report:
             for part in (_strides, _buffers, _tiles, _stack)
             for line, says in part(function)
         )
+    if not functions and not findings:
+        findings.append(Finding(program, "?", "", 0, "holds no kernel function"))
     fullest = {
         memory: max((b.begin + b.size for f in functions for b in f.buffers if b.memory == memory), default=0)
         for memory in CAPACITY

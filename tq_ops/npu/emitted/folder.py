@@ -69,7 +69,7 @@ ifndef PYPTO_INCLUDE
 FIND := from importlib.util import find_spec; print(find_spec("pypto").submodule_search_locations[0])
 PYPTO_INCLUDE := $(shell $(PYTHON) -c '$(FIND)')/lib/include
 endif
-CANN := /usr/local/Ascend/ascend-toolkit/latest
+CANN := $(or $(ASCEND_HOME_PATH),/usr/local/Ascend/cann)
 CANN_INCLUDE := $(CANN)/include
 
 # From the last comment of each source: vector functions (aiv), cube functions (aic).

@@ -22,7 +22,7 @@ def toolchain(request):
     try:
         return find_toolchain(Path(folder), request.config.getoption("--clang"))
     except InputError as error:
-        pytest.skip(str(error))
+        pytest.fail(str(error))  # a folder was named: nothing is skipped in silence
 
 
 @pytest.fixture(scope="session")
