@@ -11,6 +11,7 @@ from small_models import SMALL
 
 from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.decode_cost import Case, step_cost
+from haarkv.engine.ranks import join
 from haarkv.models.catalog import load_model
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
@@ -31,6 +32,11 @@ MODELS = {
     ),
 }
 LENGTHS, STEPS = (37, 5), 2
+
+
+def test_a_script_that_torchrun_did_not_start_is_told_so():
+    with pytest.raises(InputError, match="start this script with torchrun"), join():
+        pass
 
 
 @pytest.mark.parametrize(("size", "config"), MODELS.values(), ids=MODELS)

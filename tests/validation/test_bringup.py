@@ -55,6 +55,7 @@ def test_the_first_of_eighty_lines_is_said():
     [
         ("tq bringup --out /home/anna/work/first --model ~/models/Qwen3-14B", "tq bringup --out …/first --model …/Qwen3-14B"),
         ('File "/usr/lib/python3.11/site-packages/torch/x.py", line 3', 'File "…/x.py", line 3'),
+        ("see file:///home/bob/x.py", "see file:…/x.py"),
         ("of 65,536 numbers, 1.2 GB/s, npu:0, k=tq4,v=bf16", "of 65,536 numbers, 1.2 GB/s, npu:0, k=tq4,v=bf16"),
         ("CANN 9.0.0 in /usr/local/Ascend/cann is not sourced", "CANN 9.0.0 in …/cann is not sourced"),
     ],
