@@ -59,8 +59,12 @@ def narrowed(x: np.ndarray, kind: str) -> np.ndarray:
     return x.astype(DTYPES[kind])
 
 
-def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there."""
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = "rn") -> np.ndarray:
+    """a * b + c in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there.
+
+    Args:
+        rounding: `rn` to nearest, `rm` down, `rp` up, `rz` to zero.
+    """
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + wide
     part = total - product
@@ -71,7 +75,12 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     if odd.any():
         away = (lost > 0) == (total > 0)
         total = np.where(odd, (bits + np.where(away, 1, -1)).view(np.float64), total)
-    return total.astype(np.float32)
+    nearest = total.astype(np.float32)
+    if rounding == "rn":
+        return nearest
+    down = np.where(nearest > total, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    up = np.where(nearest < total, np.nextafter(nearest, np.float32(np.inf)), nearest)
+    return {"rm": down, "rp": up, "rz": np.where(total > 0, down, up)}[rounding]
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str) -> np.ndarray:
@@ -102,12 +111,25 @@ def _larger(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where((x == y) & ~np.signbit(x), x, np.fmax(x, y))
 
 
+def _directed(opcode: str, rounding: str) -> tuple[int, Callable[..., np.ndarray]]:
+    one, minus_zero = np.float32(1), np.float32(-0.0)
+    if opcode == "mul":
+        return 2, lambda a, b: fma32(a, b, np.full(1, minus_zero), rounding)
+    if opcode in ("add", "sub"):
+        return 2, lambda a, b: fma32(a, np.full(1, one), b if opcode == "add" else -b, rounding)
+    if opcode in ("fma", "mad"):
+        return 3, lambda a, b, c: fma32(a, b, c, rounding)
+    raise Unknown(f"{opcode}.{rounding}")
+
+
 def function_of(opcode: str, modifiers: tuple[str, ...], kind: str) -> tuple[int, Callable[..., np.ndarray]]:
     """How many operands a float instruction has, and what it does with them.
 
     Raises:
         Unknown: a rounding mode or an opcode that is not known here.
     """
+    if kind == "f32" and (directed := {"rm", "rp", "rz"} & set(modifiers)):
+        return _directed(opcode, directed.pop())
     rest = set(modifiers[:-1]) - {"ftz", "sat", "rn", "approx", "full", "xorsign", "NaN", "relu", "ieee"}
     if rest or {"xorsign", "relu"} & set(modifiers):
         raise Unknown(f"{opcode}.{'.'.join(modifiers)}")

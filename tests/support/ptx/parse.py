@@ -293,7 +293,7 @@ class _Reader:
             self.scopes.pop()
         elif text.endswith(":"):
             self.entry.labels[text[:-1].strip()] = len(self.entry.code)
-        elif text.startswith(".loc"):
+        elif re.match(r"\.loc\s", text):
             number = text.split()
             self.source = f"{number[1]}:{number[2]}"
         elif text.startswith(".reg"):
@@ -338,7 +338,7 @@ def parse(text: str) -> Module:
         place += 1
         if statement.startswith(".target"):
             module.target = statement.split()[1].rstrip(",")
-        elif statement.startswith((".version", ".address_size", ".file", ".loc", ".pragma")):
+        elif re.match(r"\.(version|address_size|file|loc|pragma)\b", statement):
             continue
         elif head := _ENTRY.match(statement):
             end = _end_of_block(found, place)
