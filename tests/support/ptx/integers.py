@@ -93,12 +93,16 @@ def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, ki
 
 def _permute(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     """`prmt`: four bytes of eight, by a nibble each; its top bit gives the byte's sign eight times."""
+    if len(select) == 1 and not select[0] & 0x8888:
+        octets = np.stack(np.broadcast_arrays(a, b), -1).view(U8)
+        places = [int(select[0]) >> shift & 7 for shift in (0, 4, 8, 12)]
+        return np.ascontiguousarray(octets[:, places]).view(U32)[:, 0]
     pool, result = a.astype(U64) | (b.astype(U64) << U64(32)), U32(0)
     for place in range(4):
         nibble = (select >> U32(4 * place)) & U32(15)
         octet = (pool >> ((nibble & U32(7)).astype(U64) << U64(3))).astype(U32) & U32(0xFF)
         octet = np.where(nibble & U32(8), (octet >> U32(7)) * U32(0xFF), octet)
-        result = result | (octet << U32(4 * place * 2))
+        result = result | (octet << U32(8 * place))
     return result
 
 

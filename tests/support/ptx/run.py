@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -46,7 +46,10 @@ class Program:
 
     entry: Entry
     arrays: list[Array]
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[_Step]
+
+    def __post_init__(self) -> None:
+        self.barriers = np.array([step.barrier for step in self.steps])
 
 
 @lru_cache(maxsize=64)
@@ -150,7 +153,7 @@ class _Together:
         count, stride = threads * len(numbers), layout.shared_end + -layout.shared_end % 1024
         checked = np.zeros(len(numbers), np.bool_)
         checked[np.linspace(0, len(numbers) - 1, min(watched, len(numbers))).astype(np.int64)] = True
-        self.numbers, self.most_steps, self.history = numbers, most_steps, history
+        self.numbers, self.most_steps, self.history, self.barriers = numbers, most_steps, history, program.barriers
         races = Races(history, checked, numbers * threads, threads, stride * len(numbers))
         self.s = Lanes(
             count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
@@ -271,7 +274,7 @@ class _Together:
 
     def number_at(self) -> np.ndarray:
         """[count], the number of the barrier at which each thread waits."""
-        return np.array([self.steps[max(pc, 0)].barrier for pc in self.parked.tolist()])
+        return self.barriers[np.maximum(self.parked, 0)]
 
     def expected(self, here: np.ndarray) -> np.ndarray:
         """[programs], how many threads a barrier waits for."""
