@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from places import ROOT
+from cuda_processes import rows_of
 from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
 
 from haarkv.executors import catalog
@@ -134,16 +130,6 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
 
 def test_batches_share_few_sizes():
     assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
-
-
-def rows_of(script: str, *arguments: str) -> list[dict]:
-    """The JSON lines of a script of tests/support that compiles, in a process that does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, str(ROOT / "tests/support" / script), *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow

@@ -86,7 +86,17 @@ class _Executed(Nothing):
         self.launches.names.append(name)
         args += [0, 0]  # scratch memory, which no kernel here asks for
         order, together = self.launches.order, self.launches.together
-        execute(self.launches.edit(self.text), name, grid, [self.threads], args, memory, self.shared, order=order, together=together)
+        execute(
+            self.launches.edit(self.text),
+            name,
+            grid,
+            [self.threads],
+            args,
+            memory,
+            self.shared,
+            order=order,
+            together=together,
+        )
 
 
 def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -91,19 +91,22 @@ def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, ki
     return ((moved & keep) | (b.astype(U64) & ~keep)).astype(U32)
 
 
+_NIBBLES = np.array([0, 4, 8, 12], U32)
+
+
 def _permute(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     """`prmt`: four bytes of eight, by a nibble each; its top bit gives the byte's sign eight times."""
     if len(select) == 1 and not select[0] & 0x8888:
         octets = np.stack(np.broadcast_arrays(a, b), -1).view(U8)
         places = [int(select[0]) >> shift & 7 for shift in (0, 4, 8, 12)]
         return np.ascontiguousarray(octets[:, places]).view(U32)[:, 0]
-    pool, result = a.astype(U64) | (b.astype(U64) << U64(32)), U32(0)
-    for place in range(4):
-        nibble = (select >> U32(4 * place)) & U32(15)
-        octet = (pool >> ((nibble & U32(7)).astype(U64) << U64(3))).astype(U32) & U32(0xFF)
-        octet = np.where(nibble & U32(8), (octet >> U32(7)) * U32(0xFF), octet)
-        result = result | (octet << U32(8 * place))
-    return result
+    a, b, select = np.broadcast_arrays(a, b, select)
+    pool = np.stack([a, b], -1).view(U8).reshape(-1)
+    nibbles = (select[:, None] >> _NIBBLES) & U32(15)
+    octets = pool[(nibbles & U32(7)) + np.arange(0, len(pool), 8, U32)[:, None]]
+    if (select & U32(0x8888)).any():
+        octets = np.where(nibbles & U32(8), (octets >> U8(7)) * U8(0xFF), octets)
+    return octets.view(U32)[:, 0]
 
 
 def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -321,5 +324,3 @@ def to_address(ins: Instruction) -> Run:
         raise Unknown(ins.name)
     place, read = destination(ins.operands[0], 64), reader(ins.operands[1], kind)
     return lambda s: s.write(place, read(s) - U64(shift) if back else read(s) + U64(shift))
-
-

@@ -14,8 +14,8 @@ CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 _FLOATS = ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh", "fma", "copysign")
 _EITHER = ("add", "sub", "mul", "mad", "div", "min", "max", "neg", "abs")
 _INTEGERS = (
-    "rem", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev", "bfind",
-    "dp4a",
+    "rem", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev",
+    "bfind", "dp4a",
 )  # fmt: skip
 
 

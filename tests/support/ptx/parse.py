@@ -156,7 +156,7 @@ def _without_comments(text: str) -> str:
 
 
 def statements(text: str) -> list[tuple[str, int]]:
-    """What ends at `;`, `:`, or is a brace that opens or closes a block, with its line; sections of debug data are left out."""
+    """What ends at `;`, `:`, or is a brace of a block, with its line; sections of debug data are left out."""
     found, line, start, depth, current = [], 1, 1, 0, ""
     skipping = 0  # braces of a section that is left out
     for raw in _without_comments(text).splitlines():

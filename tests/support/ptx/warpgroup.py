@@ -178,4 +178,3 @@ def _from_shared(
         bits = octets.view(np.uint16 if size == 2 else np.uint32)
         found[place] = numbers(bits, kind).reshape(rows, columns)
     return found
-
