@@ -202,7 +202,7 @@ GROUPS: dict[str, list[Check]] = {
     ],
     "store": [
         contract(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
-        contract(Store(Case("k=tq4,v=tbq4_0", 128, 1, 3, 16, (0, 0), (11, 4), pages=True), BF16)),
+        contract(Store(Case("tq4", 64, 1, 3, 16, (0, 0), (11, 4), pages=True), BF16)),
         ("store in blocks beyond 2**31 bytes", far_store),
         in_any_order(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, SHARED_AT, Fault, Window, gather, scatter
-from ptx.parse import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
 SPACES = ("global", "shared", "local", "const", "param")
 _HINTS = {

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ptx.memory import Fault
-from ptx.parse import Instruction, Unknown
 from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from ptx.syntax import Instruction, Unknown
 
 FLOATS = ("f16", "f32", "f64", "bf16", "f16x2", "bf16x2")
 
