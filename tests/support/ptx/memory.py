@@ -113,7 +113,12 @@ class Memory:
 
     def _window(self, number: int, address: np.ndarray, place: int) -> Window:
         if number < 0:
-            raise Fault(f"address {int(address[place]):#x} is outside every region", place)
+            if not self.windows:
+                raise Fault("an address where there is no memory at all", place)
+            first = self.windows[0]
+            raise Fault(
+                f"address {int(address[place]):#x} is byte {int(address[place]) - first.address} of {first.name}", place
+            )
         return self.windows[number]
 
     def _checked(self, number: int, address: np.ndarray, width: int, chosen: np.ndarray | None) -> np.ndarray:
