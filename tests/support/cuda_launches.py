@@ -100,15 +100,15 @@ def recorded(capability: int) -> Iterator[dict[str, Asked]]:
         asked[str(one)] = one
         return _Nothing()
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    ops.linear, choices._processors = reference.linear, lambda _: _PROCESSORS
+    ops.linear, choices.processors = reference.linear, lambda _: _PROCESSORS
     driver.set_active(_Driver(capability))
     try:
         yield asked
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors = kept
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors = kept
         for one in asked.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 

@@ -68,7 +68,7 @@ def merge_tile(splits: int, head_dim: int) -> MergeTile:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
@@ -84,7 +84,7 @@ def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.d
         tiles: column tiles times KV heads.
         most_tokens: room in a row of the block table.
     """
-    fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)
+    fill = PROGRAMS_A_PROCESSOR * processors(device) // max(tiles, 1)
     return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
 
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, elementwise, quantize
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, quantize
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
@@ -159,7 +159,7 @@ def attend(
     *,
     rotate_back: bool = True,
 ) -> Tensor:
-    """Attention of rotated queries, in two launches and without waiting for the device.
+    """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Args:
         q: [T, Hq, D], for its dtype and device.
@@ -172,6 +172,8 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand = tokens == sequences, choices.attention_operand(q)
+    if one_each and decode.takes(q, cache):
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
     tile = choices.attention_tile(one_each, group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
     tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
