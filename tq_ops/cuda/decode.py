@@ -50,19 +50,18 @@ class _Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-def takes(q: Tensor, cache: PagedKVCache) -> bool:
-    """Whether the kernel is made for these queries [T, Hq, D], one a sequence, and this cache, and can be compiled."""
-    group = q.shape[1] // cache.num_kv_heads
+DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS")
+"""What the source asks its caller to define."""
+_BITS = (2, 3, 4)
+
+
+def takes(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> bool:
+    """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
+    group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
+    bits = {k.bits, v.bits}
+    made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
     fits = q.dtype == torch.bfloat16 and group <= _MOST_GROUP and cache.block_size % 16 == 0
-    return fits and q.is_cuda and nvrtc.missing() is None
-
-
-def defines(heads: int, group: int, head_dim: int, block_size: int, rotation: torch.dtype) -> dict[str, int]:
-    """What the source asks its caller to define."""
-    return {
-        "HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK": block_size,
-        "ROTATION_FP32": int(rotation == torch.float32), "PROCESSOR_BLOCKS": blocks_a_processor(group, head_dim),
-    }  # fmt: skip
+    return made and fits and q.is_cuda and nvrtc.missing() is None
 
 
 def blocks_a_processor(group: int, head_dim: int) -> int:
@@ -81,10 +80,16 @@ def _columns(group: int) -> int:
 
 
 @cache
-def _kernel(heads: int, group: int, head_dim: int, block_size: int, rotation: torch.dtype, device: torch.device) -> nvrtc.Kernel:
-    macros = defines(heads, group, head_dim, block_size, rotation)
-    binary = nvrtc.compiled(SOURCE.read_text(), SOURCE.name, nvrtc.target_of(device), macros)
-    return nvrtc.Kernel(binary, "decode", shared_bytes(group, head_dim), device)
+def source() -> str:
+    """The text that is compiled."""
+    return SOURCE.read_text(encoding="utf-8")
+
+
+@cache
+def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
+    """Of a shape, in the order of `DEFINED`."""
+    binary = nvrtc.compiled(source(), nvrtc.target_of(device), dict(zip(DEFINED, shape, strict=True)))
+    return nvrtc.Kernel(binary, "decode", shared_bytes(*shape[1:3]), device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
@@ -133,14 +138,17 @@ def attend(
 
     def side(fields: dict[str, Tensor]) -> _Side:
         codes, scales = fields["codes"], fields["scale"]
-        return _Side(codes.data_ptr(), scales.data_ptr(), codes.stride(0), scales.stride(0))
+        return _Side(nvrtc.address(codes), nvrtc.address(scales), codes.stride(0), scales.stride(0))
 
-    arguments = _Arguments(
-        rotated.data_ptr(), out.data_ptr(), v.rotation.data_ptr() if rotate_back else 0,
-        sums.data_ptr(), maxima.data_ptr(), totals.data_ptr(), _counters_of(cache, sequences, device).data_ptr(),
-        batch.positions.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(), k.centroids.data_ptr(),
-        v.centroids.data_ptr(), side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
+    pointers = (
+        rotated, out, v.rotation if rotate_back else None, sums, maxima, totals, _counters_of(cache, sequences, device),
+        batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
     )  # fmt: skip
-    kernel = _kernel(heads, group, head_dim, cache.block_size, v.rotation.dtype, device)
+    arguments = _Arguments(
+        *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
+        side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
+    )  # fmt: skip
+    fp32, at_once = int(v.rotation.dtype == torch.float32), blocks_a_processor(group, head_dim)
+    kernel = _kernel(heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once, device=device)
     kernel.launch((blocks, heads), THREADS, arguments)
     return out

@@ -35,6 +35,7 @@ class Layout:
         saturates: whether a scale above FP16 is stored as the largest finite one, or refused.
     """
 
+    bits: int
     rotation: Tensor
     centroids: Tensor
     words: Tensor
@@ -78,6 +79,7 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     centroids = numbers_on(described.centroids, device)
     quantizer = described.quantizer
     return Layout(
+        bits=described.bits,
         rotation=rotation.to(device, described.transform.dtype).contiguous(),
         centroids=centroids,
         words=words_of(centroids),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class CompileError(RuntimeError):
@@ -31,11 +32,10 @@ def missing() -> str | None:
     return None
 
 
-def compiled(source: str, name: str, target: str, defines: Mapping[str, int]) -> bytes:
+def compiled(source: str, target: str, defines: Mapping[str, int]) -> bytes:
     """What NVRTC makes of a source.
 
     Args:
-        name: of the source, for messages.
         target: `sm_90` for machine code, `compute_90` for PTX.
         defines: macros.
     Raises:
@@ -43,7 +43,7 @@ def compiled(source: str, name: str, target: str, defines: Mapping[str, int]) ->
     """
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"haarkv.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -94,6 +94,11 @@ class Kernel:
                     self._function, *grid, 1, threads, 1, 1, self._shared_bytes, stream, ctypes.addressof(parameters), 0
                 )
             )
+
+
+def address(tensor: Tensor) -> int:
+    """Where a kernel finds a tensor."""
+    return tensor.data_ptr()
 
 
 @cache

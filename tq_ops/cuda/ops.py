@@ -172,7 +172,7 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand = tokens == sequences, choices.attention_operand(q)
-    if one_each and decode.takes(q, cache):
+    if one_each and decode.takes(q, cache, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
     tile = choices.attention_tile(one_each, group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
