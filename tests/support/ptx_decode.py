@@ -21,8 +21,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @cache
 def ptx_of(*shape: int, target: str = "compute_90") -> str:
     """The kernel's PTX for the values of `decode.defines`, in order."""
-    macros = dict(zip(decode.DEFINED, shape, strict=True))
-    return nvrtc.compiled(decode.source(), target, macros).decode().rstrip("\0")
+    return decode.compiled(target, *shape).decode().rstrip("\0")
 
 
 class Executed:

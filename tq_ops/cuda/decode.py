@@ -21,7 +21,7 @@ from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
-SOURCE = Path(__file__).with_name("csrc") / "decode.cu"
+SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256
 TILE = 256
 """Tokens that a thread block takes at a time."""
@@ -79,17 +79,15 @@ def _columns(group: int) -> int:
     return -(-group // 8) * 8
 
 
-@cache
-def source() -> str:
-    """The text that is compiled."""
-    return SOURCE.read_text(encoding="utf-8")
+def compiled(target: str, *shape: int) -> bytes:
+    """What NVRTC makes of `csrc/decode.cu` for a shape, in the order of `DEFINED`."""
+    return nvrtc.compiled(SOURCES, "decode.cu", target, dict(zip(DEFINED, shape, strict=True)))
 
 
 @cache
 def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
     """Of a shape, in the order of `DEFINED`."""
-    binary = nvrtc.compiled(source(), nvrtc.target_of(device), dict(zip(DEFINED, shape, strict=True)))
-    return nvrtc.Kernel(binary, "decode", shared_bytes(*shape[1:3]), device)
+    return nvrtc.Kernel(compiled(nvrtc.target_of(device), *shape), "decode", shared_bytes(*shape[1:3]), device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.

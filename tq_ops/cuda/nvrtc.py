@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ def missing() -> str | None:
     return None
 
 
-def compiled(source: str, target: str, defines: Mapping[str, int]) -> bytes:
-    """What NVRTC makes of a source.
+def compiled(folder: Path, name: str, target: str, defines: Mapping[str, int]) -> bytes:
+    """What NVRTC makes of a source file.
 
     Args:
+        folder: of the source and of the headers that it includes, `*.cuh`.
+        name: of the source.
         target: `sm_90` for machine code, `compute_90` for PTX.
         defines: macros.
     Raises:
@@ -43,7 +46,10 @@ def compiled(source: str, target: str, defines: Mapping[str, int]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"haarkv.cu", 0, [], []))
+    headers = sorted(folder.glob("*.cuh"))
+    texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
+    source = (folder / name).read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts, names))
     try:
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
