@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -78,7 +78,7 @@ class _Driver:
         return 0
 
 
-class _Nothing:
+class Nothing:
     """A compiled kernel whose launch does nothing."""
 
     function = packed_metadata = None
@@ -91,14 +91,18 @@ class _Nothing:
 
 
 @contextmanager
-def recorded(capability: int) -> Iterator[dict[str, Asked]]:
-    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it."""
+def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Nothing()) -> Iterator[dict[str, Asked]]:
+    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it.
+
+    Args:
+        kernel: what stands for the compiled kernel that a launch asks for.
+    """
     asked: dict[str, Asked] = {}
 
-    def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> _Nothing:
+    def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> Nothing:
         one = Asked(source, target, options)
         asked[str(one)] = one
-        return _Nothing()
+        return kernel(one)
 
     kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors
     triton.compiler.compile = note
