@@ -98,6 +98,6 @@ def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
-def permutes(q: Tensor) -> bool:
-    """Whether centroids are looked up in registers. In FP32 they are loaded, and in the interpreter, which has no PTX."""
-    return q.is_cuda and attention_operand(q) == tl.float16
+def permutes(q: Tensor, words: Tensor | None) -> bool:
+    """Whether centroids are looked up in registers: FP16 ones that fit words, and not in the interpreter, which has no PTX."""
+    return words is not None and q.is_cuda and attention_operand(q) == tl.float16
