@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
 import torch
 from ptx import Memory, execute
+from ptx.tensors import fresh_memory_is_poison, place
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import decode, nvrtc
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @cache
@@ -27,29 +25,26 @@ def ptx_of(*shape: int, target: str = "compute_90") -> str:
 class Executed:
     """A kernel that runs in memory which it was shown."""
 
-    def __init__(self, shape: tuple[int, ...], shared_bytes: int, memory: Memory, order: str) -> None:
-        self._text, self._shared_bytes, self._memory, self._order = ptx_of(*shape), shared_bytes, memory, order
+    def __init__(self, text: str, shared_bytes: int, memory: Memory, order: str) -> None:
+        self._text, self._shared_bytes, self._memory, self._order = text, shared_bytes, memory, order
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure) -> None:
-        execute(self._text, "decode", grid, (threads,), [bytes(arguments)], self._memory, self._shared_bytes, order=self._order)
+        execute(
+            self._text, "decode", grid, (threads,), [bytes(arguments)], self._memory, self._shared_bytes, order=self._order
+        )
 
 
 @contextmanager
-def executed(order: str = "ascending") -> Iterator[None]:
-    """`decode.attend` on CPU tensors meanwhile."""
+def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[None]:
+    """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs."""
     memory, kept = Memory(), []
 
     def address(tensor: Tensor) -> int:
         kept.append(tensor)
-        octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        own, size = torch.zeros_like(octets), tensor.element_size()
-        own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).view(_BITS[size]).fill_(-1)
-        begin, end = tensor.storage_offset() * size, int(own.nonzero()[-1]) + 1
-        allowed = own[begin:end].bool().numpy()
-        return memory.place(f"tensor {len(kept)} {tuple(tensor.shape)}", octets.numpy(), begin, end, allowed)
+        return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
 
     def kernel(*shape: int, device: torch.device) -> Executed:
-        return Executed(shape, decode.shared_bytes(*shape[1:3]), memory, order)
+        return Executed(edit(ptx_of(*shape)), decode.shared_bytes(*shape[1:3]), memory, order)
 
-    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel):
+    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield

@@ -58,9 +58,7 @@ def compiled(folder: Path, name: str, target: str, defines: Mapping[str, int]) -
             nvrtc.nvrtcGetProgramLog(program, log)
             raise CompileError(log.decode(errors="replace").strip("\0 \n"))
         binary = target.startswith("sm_")
-        size, get = (
-            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if binary else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        )
+        size, get = (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if binary else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
         out = bytes(_checked(size(program)))
         _checked(get(program, out))
         return out
