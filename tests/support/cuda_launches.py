@@ -124,10 +124,15 @@ def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], ste
     )
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
-    executor.prefill(torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts), cache)
+    tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
+    executor.prefill(tokens, batch, cache)
+    # As a model does whose layers are not fused.
+    executor._model.prefill(tokens, batch, cache, executor.step_ops)
     for step in range(steps):
         some = ids[: max(1, len(ids) - step)]
-        executor.decode(torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some)), cache)
+        tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
+        executor.decode(tokens, batch, cache)
+        executor._model.decode(tokens, batch, cache, executor.step_ops)
     executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
 
 

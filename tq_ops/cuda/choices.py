@@ -98,6 +98,21 @@ def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
+def element(dtype: torch.dtype) -> tl.dtype:
+    """A model's dtype, BF16 or FP32, as kernels name it."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def query_columns(one_each: bool, head_dim: int) -> int:
+    """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU."""
+    return 32 if one_each else head_dim // 2
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that works on a whole row of `size` numbers, a power of two: 16 numbers a thread, if it can be."""
+    return max(1, min(16, size // 512))
+
+
 def permutes(q: Tensor) -> bool:
     """Whether centroids are looked up in registers. In FP32 they are loaded, and in the interpreter, which has no PTX."""
     return q.is_cuda and attention_operand(q) == tl.float16
