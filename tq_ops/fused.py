@@ -102,7 +102,7 @@ class Composed:
         if heads.bias is not None:
             qkv = qkv + heads.bias
         split = [heads.num_heads, cache.num_kv_heads, cache.num_kv_heads]
-        q, k, v = qkv.unflatten(1, (-1, cache.head_dim)).split(split, dim=1)
+        q, k, v = torch.split(qkv.view(len(qkv), -1, cache.head_dim), split, dim=1)
         if heads.q_norm is not None:
             q = self._ops.rms_norm(q, heads.q_norm, heads.eps)
         if heads.k_norm is not None:

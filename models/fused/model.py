@@ -61,9 +61,7 @@ class FusedModel:
     def _head(self, normed: Tensor, ops: FusedOps) -> Tensor:
         return ops.linear(normed, self.model.weights.lm_head)
 
-    def _run(
-        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> tuple[Tensor, Tensor]:
         """Hidden states after the layers of `span`, and their norm by what comes next: a layer's first norm, or the final one.
 
         A layer begins with the norm of its input, which stands at the end of the layer before, in one op with its residual.
@@ -81,4 +79,3 @@ class FusedModel:
             product = ops.silu_mul(gate, up, hidden.dtype)
             hidden, x = ops.add_norm(hidden, ops.linear(product, layer.down_proj), norms[index + 1], config.rms_norm_eps)
         return hidden, x
-

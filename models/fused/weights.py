@@ -60,7 +60,8 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
 def _packed(layer: TensorGroup, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
     """A layer on a device, and what is packed of it by the field of its first part."""
     tensors = {field: tensor for field, _, tensor in layer.named()}
-    views, wholes = {}, {}
+    views: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
     for fields in _TOGETHER:
         if fields[0] in tensors:
             wholes[fields[0]], parts = _below_one_another([tensors[field] for field in fields], device)
@@ -72,7 +73,7 @@ def _below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[T
     """One tensor of some with as many columns, and its views that are they."""
     first = parts[0]
     whole = torch.empty(sum(map(len, parts)), *first.shape[1:], dtype=first.dtype, device=device)
-    views = whole.split([len(part) for part in parts])
+    views = torch.split(whole, [len(part) for part in parts])
     for view, part in zip(views, parts, strict=True):
         view.copy_(part)
     return whole, views

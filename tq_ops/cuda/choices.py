@@ -108,6 +108,11 @@ def query_columns(one_each: bool, head_dim: int) -> int:
     return 32 if one_each else head_dim // 2
 
 
+def prologue_warps(head_dim: int) -> int:
+    """Warps of a program that quantizes 16 vectors: four would spill at head_dim 256."""
+    return 8 if head_dim > 128 else 4
+
+
 def row_warps(size: int) -> int:
     """Warps of a program that works on a whole row of `size` numbers, a power of two: 16 numbers a thread, if it can be."""
     return max(1, min(16, size // 512))

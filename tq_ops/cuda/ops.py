@@ -29,7 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `tq_ops.reference.rms_norm`, one launch."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    elementwise.rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, SIZE=triton.next_power_of_2(width))
+    size = triton.next_power_of_2(width)
+    elementwise.rms_norm_kernel[(x.numel() // width,)](
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+    )
     return out
 
 
@@ -245,5 +248,6 @@ def rotate_and_append(
         K_TYPE=choices.rotation_operand(qkv, of_k.rounds_unit), V_TYPE=choices.rotation_operand(qkv, of_v.rounds_unit),
         ROUNDED=choices.element(heads.dtype),
         Q_TYPE=choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16),
+        num_warps=choices.prologue_warps(head_dim),
     )  # fmt: skip
     return rotated

@@ -11,10 +11,10 @@ from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
 
 
 @triton.jit
-def projected(qkv, bias, token, column, live, width, D: tl.constexpr, BIASED: tl.constexpr):
-    """Halves [ROWS, D/2] fp32 of the vectors that begin at `column` [ROWS] of the rows `token` [ROWS] of qkv [T, width]."""
+def projected(qkv, bias, token, column, live, ROW: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr):
+    """Halves [ROWS, D/2] fp32 of the vectors that begin at `column` [ROWS] of the rows `token` [ROWS] of qkv [T, ROW]."""
     dim = tl.arange(0, D // 2)[None, :]
-    at = qkv + (token.to(tl.int64) * width + column)[:, None] + dim
+    at = qkv + (token.to(tl.int64) * ROW + column)[:, None] + dim
     low, high = tl.load(at, live[:, None], 0.0), tl.load(at + D // 2, live[:, None], 0.0)
     if BIASED:
         at = bias + column[:, None] + dim
@@ -40,6 +40,28 @@ def roped(low, high, cos, sin, token, live, D: tl.constexpr):
     return low * c - high * s, high * c + low * s
 
 
+@triton.jit
+def rotate_queries(
+    program, qkv, bias, weight, eps, cos, sin, tokens, rotated, rotation,
+    HEADS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BIASED: tl.constexpr, NORMED: tl.constexpr, ROUNDED: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of ROWS rotated queries: program n makes part n % (D / WIDTH) of tile n / (D / WIDTH)."""
+    vector = (program // (D // WIDTH)) * ROWS + tl.arange(0, ROWS)
+    token, head = vector // HEADS, vector % HEADS
+    live = token < tokens
+    low, high = projected(qkv, bias, token, head * D, live, ROW, D, BIASED)
+    if NORMED:
+        low, high = normed(low, high, weight, eps, D)
+    low, high = roped(low, high, cos, sin, token, live, D)
+    first = (program % (D // WIDTH)) * WIDTH
+    columns = rotate_columns(
+        rounded(low, ROUNDED), rounded(high, ROUNDED), rotation, first, ROWS, D, WIDTH, TYPE, False
+    )  # fmt: skip
+    at = rotated + vector[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, rounded(columns, rotated.dtype.element_ty), live[:, None])
+
+
 # As in `quantize_kernel`: layers and batches are no reason to compile anew.
 @triton.jit(do_not_specialize=["tokens", "layer"])
 def prologue_kernel(
@@ -63,7 +85,8 @@ def prologue_kernel(
         Q_TYPE: operand type of their rotation.
         The others: as in `quantize_kernel`.
     """
-    program, width = tl.program_id(0), (HEADS + 2 * KV_HEADS) * D
+    program = tl.program_id(0)
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     tiles = tl.cdiv(tokens * KV_HEADS, ROWS)
     if program < 2 * tiles:
         side = program // tiles
@@ -87,16 +110,7 @@ def prologue_kernel(
                 D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, True,
             )  # fmt: skip
     else:
-        program -= 2 * tiles
-        vector = (program // (D // WIDTH)) * ROWS + tl.arange(0, ROWS)
-        token, head = vector // HEADS, vector % HEADS
-        live = token < tokens
-        low, high = projected(qkv, bias, token, head * D, live, width, D, BIASED)
-        if NORMED:
-            low, high = normed(low, high, q_norm, eps, D)
-        low, high = roped(low, high, cos, sin, token, live, D)
-        low, high = rounded(low, ROUNDED), rounded(high, ROUNDED)
-        first = (program % (D // WIDTH)) * WIDTH
-        columns = rotate_columns(low, high, k_rotation, first, ROWS, D, WIDTH, Q_TYPE, False)
-        at = rotated + vector[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
-        tl.store(at, rounded(columns, rotated.dtype.element_ty), live[:, None])
+        rotate_queries(
+            program - 2 * tiles, qkv, bias, q_norm, eps, cos, sin, tokens, rotated, k_rotation,
+            HEADS, width, D, ROWS, WIDTH, BIASED, NORMED, ROUNDED, Q_TYPE,
+        )  # fmt: skip
