@@ -123,10 +123,8 @@ class BatchSampler:
         for part, number in zip(_parts(logits), _parts(u), strict=True):
             ids, weights = self._kept(part)
             sums = weights.cumsum(-1)
-            # Below all of them together, whatever rounding does, so that a token of some weight is found.
-            total = sums[:, -1:]
-            target = torch.minimum(number.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-            place = torch.searchsorted(sums, target, right=True).clamp(max=ids.shape[1] - 1)
+            # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
+            place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
             found.append(ids.gather(1, place).squeeze(1))
         return torch.cat(found)
 

@@ -92,6 +92,14 @@ def test_a_sequence_draws_the_same_whatever_runs_beside_it():
     ] * 5
 
 
+def test_each_sequence_has_a_seed_of_its_own():
+    flat, sampler = torch.zeros(2, 1000), BatchSampler(Sampling(1.0, seed=7), [[], []])
+    together = [sampler.next(flat, [0, 1]).tolist() for _ in range(6)]
+    alone = [Sampler(Sampling(1.0, seed=seed)) for seed in (7, 8)]
+    assert together == [[one.next(flat[0]) for one in alone] for _ in range(6)]
+    assert len({token for tokens in together for token in tokens}) > 8
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
