@@ -151,7 +151,7 @@ def test_what_is_launched_compiles_as_it_is_launched():
     """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
     *refused, counted = rows_of("cuda_launches.py", "90")
     assert refused == []
-    kernels = {"rms_norm", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
+    kernels = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
     assert set(counted["specialisations"]) == {f"{name}_kernel" for name in kernels}
 
 

@@ -20,6 +20,7 @@ class CompileError(RuntimeError):
     """NVRTC refused a source; the text is its log."""
 
 
+@cache
 def missing() -> str | None:
     """None, or in one sentence why no CUDA C++ can be compiled."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:

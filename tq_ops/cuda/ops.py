@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, quantize
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -28,7 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `tq_ops.reference.rms_norm`, one launch."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    elementwise.rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, SIZE=triton.next_power_of_2(width))
+    size = triton.next_power_of_2(width)
+    elementwise.rms_norm_kernel[(x.numel() // width,)](
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+    )
     return out
 
 
@@ -214,3 +218,38 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     """
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)
+
+
+def rotate_and_append(
+    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
+) -> Tensor:
+    """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
+
+    It stores K and V, and notes in `fault` what it leaves out, as `append` does.
+
+    Returns:
+        [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
+    """
+    tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
+    of_k, of_v = _layouts(cache, layer, qkv.device)
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
+    rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
+    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim)
+    of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
+    prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
+        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+        batch.slot_mapping,
+        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
+        BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
+        BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
+        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
+        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
+        K_TYPE=choices.rotation_operand(qkv, of_k.rounds_unit), V_TYPE=choices.rotation_operand(qkv, of_v.rounds_unit),
+        ROUNDED=choices.element(heads.dtype),
+        Q_TYPE=choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16),
+        num_warps=choices.prologue_warps(head_dim),
+    )  # fmt: skip
+    return rotated
