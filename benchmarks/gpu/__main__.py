@@ -29,7 +29,8 @@ SHARES = {"machine": 25.0, "checks": 165.0, "attention": 140.0, "append": 30.0, 
 """Seconds of each part, in their order; what one leaves over, the next may take."""
 _GRACE_S = 8.0
 """After its time a part may finish what it has begun for so long."""
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+"""Where a part's process runs: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
 _DEVICE_LOST, _INTERRUPTED = 3, 130
 _MOST_STARTS = 6
 
@@ -158,7 +159,7 @@ class Run:
         with path.open("ab") as errors:
             errors.write(f"-- {part}\n".encode())
             errors.flush()
-            process = subprocess.Popen(command, cwd=_ROOT, stderr=errors)
+            process = subprocess.Popen(command, cwd=ROOT, stderr=errors)
             try:
                 code: int | None = process.wait(seconds + _GRACE_S)
             except subprocess.TimeoutExpired:

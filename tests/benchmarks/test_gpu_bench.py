@@ -177,6 +177,11 @@ def test_without_a_gpu_it_is_one_clear_line(tmp_path, capfd, monkeypatch):
     assert command.main([str(tmp_path), "--page"]) == 0
 
 
+def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
+    assert command.ROOT == checks.ROOT == ROOT
+    assert (command.ROOT / "haarkv" / "__init__.py").exists()
+
+
 def test_it_takes_less_than_nine_minutes():
     assert sum(command.SHARES.values()) + len(command.SHARES) * 3 < 9 * 60
 
