@@ -136,8 +136,9 @@ def attend(
     table = batch.block_table.contiguous()
     blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, head_dim, device)
     columns = _columns(group)
-    parts = torch.empty(blocks * heads * 2, columns * (head_dim + 2), dtype=torch.float32, device=device)
-    sums, maxima, totals = parts.view(-1).split([parts.shape[0] * columns * n for n in (head_dim, 1, 1)])
+    slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
+    sums = torch.empty(slots * columns * head_dim, dtype=torch.float32, device=device)
+    maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
     out = torch.empty_like(q)
 
     def side(fields: dict[str, Tensor]) -> _Side:
