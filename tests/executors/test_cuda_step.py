@@ -249,3 +249,17 @@ def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
     report = validate(ReferenceExecutor(model), candidate, model, [[1, 2, 3]], 0, KVSpec("tq4").plan(2))
     assert calls
     assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "attention_mlp")
+    assert "each op by itself is right" in report.first_divergence.detail
+
+
+def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
+    model, sound = small_model(config_of("qwen3")), CudaFused.attention
+
+    def faulty(self, qkv, heads, rope, *rest):
+        return sound(self, qkv, heads, (rope[0], -rope[1]), *rest)
+
+    monkeypatch.setattr(CudaFused, "attention", faulty)
+    candidate = CudaExecutor(model, interpreted=not GPU)
+    report = validate(ReferenceExecutor(model), candidate, model, [[1, 2, 3]], 0, KVSpec("tq4").plan(2))
+    assert (report.first_divergence.layer, report.first_divergence.stage) == (0, "store_kv.k")
+    assert "each op by itself is right" in report.first_divergence.detail
