@@ -24,7 +24,7 @@ pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.cuda import ops
+from haarkv.tq_ops.cuda import nvrtc, ops
 from haarkv.tq_ops.cuda.fused import CudaFused
 from haarkv.tq_ops.cuda.layout import layout_of
 
@@ -41,9 +41,6 @@ def config_of(family: str, **changed):
 
 
 # -- Launches ----------------------------------------------------------------------------------------------------------
-ATTENTION = {"attend_kernel", "merge_kernel"}
-
-
 def added_by_a_layer(config, monkeypatch, prompts, **options) -> tuple[list[str], list[str]]:
     """What a layer adds to a decode step, in order, and what a step of one layer launches beside it."""
     steps = []
@@ -58,14 +55,15 @@ def added_by_a_layer(config, monkeypatch, prompts, **options) -> tuple[list[str]
     return two[begin : begin + added], one[:begin] + one[begin + added :]
 
 
+@pytest.mark.parametrize("attention", [["decode"], ["attend_kernel", "merge_kernel"]], ids=["nvrtc", "triton"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompts", [[40], [40, 7, 1]])
-def test_a_layer_of_a_decode_step_is_eight_launches_and_attentions(monkeypatch, family, prompts):
+def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(monkeypatch, family, prompts, attention):
+    monkeypatch.setattr(nvrtc, "missing", lambda: None if attention == ["decode"] else "it is not there")
     layer, around = added_by_a_layer(config_of(family), monkeypatch, prompts)
-    assert [name for name in layer if name not in ATTENTION] == [
-        "mm", "prologue_kernel", "mm", "add_norm_kernel", "mm", "silu_mul_kernel", "mm", "add_norm_kernel",
+    assert layer == [
+        "mm", "prologue_kernel", *attention, "mm", "add_norm_kernel", "mm", "silu_mul_kernel", "mm", "add_norm_kernel",
     ]  # fmt: skip
-    assert layer[2] == "attend_kernel"
     # Embedding, cos and sin, the first norm, the head and whether all is finite; seven that fill the buffers of the graph.
     assert len(around) <= 20
     assert {"rms_norm_kernel", "mm"} <= set(around)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from haarkv.executors import cuda
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops.cuda import choices, layout
+from haarkv.tq_ops.cuda import choices, decode, layout
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -60,7 +61,9 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for kind in (InterpretedFunction, JITFunction):
             only_here.setattr(kind, "run", note)
         only_here.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        only_here.setattr(choices, "_processors", lambda _: 132)
+        only_here.setattr(choices, "processors", lambda _: 132)
+        only_here.setattr(decode, "processors", lambda _: 132)
+        only_here.setattr(decode, "_kernel", lambda *_, device: SimpleNamespace(launch=lambda *_: launched.append("decode")))
         # It looks whether centroids are antisymmetric, once, as a model is loaded.
         only_here.setattr(layout, "words_of", lambda centroids: torch.empty(5, dtype=torch.int32, device=centroids.device))
         with _Operators(launched):
@@ -93,6 +96,8 @@ def launches(executor: CudaExecutor, kv: str, prompts: list[int], patch: pytest.
         found.append(launched.copy())
     tokens, batch = torch.zeros(len(prompts), dtype=torch.int64, device=META), paging.batch(ids, [1] * len(prompts)).to(META)
     with counted(patch) as launched:
+        step(tokens, batch)  # what is made once, is made now, as before a graph is captured
+        launched.clear()
         step(tokens, batch)
         found.append(launched.copy())
     return found[0], found[1]

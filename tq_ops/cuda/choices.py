@@ -69,7 +69,8 @@ def merge_tile(splits: int, head_dim: int) -> MergeTile:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Processors of a GPU."""
     # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
@@ -85,7 +86,7 @@ def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.d
         tiles: column tiles times KV heads.
         most_tokens: room in a row of the block table.
     """
-    fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)
+    fill = PROGRAMS_A_PROCESSOR * processors(device) // max(tiles, 1)
     return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
 
 
@@ -122,6 +123,6 @@ def row_warps(size: int) -> int:
     return max(1, min(16, size // 512))
 
 
-def permutes(q: Tensor) -> bool:
-    """Whether centroids are looked up in registers. In FP32 they are loaded, and in the interpreter, which has no PTX."""
-    return q.is_cuda and attention_operand(q) == tl.float16
+def permutes(q: Tensor, words: Tensor | None) -> bool:
+    """Whether centroids are looked up in registers: FP16 ones that fit words, and not in the interpreter, which has no PTX."""
+    return words is not None and q.is_cuda and attention_operand(q) == tl.float16

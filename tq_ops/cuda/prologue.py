@@ -66,10 +66,10 @@ def rotate_queries(
 @triton.jit(do_not_specialize=["tokens", "layer"])
 def prologue_kernel(
     qkv, bias, q_norm, k_norm, eps, cos, sin, tokens, rotated,
-    k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride, slots,
+    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride, slots,
     k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
     K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDED: tl.constexpr, Q_TYPE: tl.constexpr,
@@ -100,14 +100,14 @@ def prologue_kernel(
             low, high = roped(low, high, cos, sin, token, live, D)
             append(
                 low, high, token, head, live, 0,
-                k_codes, k_scales, codes_stride, scales_stride, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
-                D, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, True,
+                k_codes, k_scales, k_codes_stride, k_scales_stride, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
+                D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, True,
             )  # fmt: skip
         else:
             append(
                 low, high, token, head, live, 1,
-                v_codes, v_scales, codes_stride, scales_stride, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
-                D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, True,
+                v_codes, v_scales, v_codes_stride, v_scales_stride, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
+                D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, True,
             )  # fmt: skip
     else:
         rotate_queries(
