@@ -13,7 +13,7 @@ from torch import Tensor
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 PREFILL_CHUNK = 512
@@ -161,7 +161,7 @@ def generate(
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):
                 drawn = torch.tensor([completions[i].token_ids[-1] for i in running])
-            token_ids = drawn.to(cache.device)
+            token_ids = uploaded(drawn, cache.device)
             logits = executor.decode(token_ids, batch, cache)
     finally:
         for sequence in sequences:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import uploaded
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
 _PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
@@ -85,13 +86,13 @@ class BatchSampler:
             [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
         """
         logits = _at_hand(logits)
-        at = slice(None) if len(rows) == len(self._prompts) else _on(logits.device, rows, torch.int64)
+        at = slice(None) if len(rows) == len(self._prompts) else uploaded(torch.tensor(rows), logits.device)
         logits = self._penalized(logits, at)
         if self._sampling.temperature == 0:
             tokens = _lowest_of_largest(logits)
         else:
             drawn = [float(torch.rand((), dtype=torch.float64, generator=self._generators[row])) for row in rows]
-            tokens = self._drawn(logits, _on(logits.device, drawn, torch.float64))
+            tokens = self._drawn(logits, uploaded(torch.tensor(drawn, dtype=torch.float64), logits.device))
         if self._said is not None:
             self._said[at] = self._said[at].scatter(1, tokens.unsqueeze(1), True)
         return tokens
@@ -192,11 +193,6 @@ def _at_hand(logits: Tensor) -> Tensor:
 def _parts(batch: Tensor) -> tuple[Tensor, ...]:
     """A batch whole on a GPU, row by row on the CPU, where each row sorts as much as it needs."""
     return (batch,) if batch.is_cuda else torch.split(batch, 1)
-
-
-def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _lowest_of_largest(logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -104,14 +105,17 @@ def element(dtype: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
-def query_columns(one_each: bool, head_dim: int) -> int:
-    """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU."""
-    return 32 if one_each else head_dim // 2
+def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
+    """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU.
+
+    Few in FP32, too, whose products take registers.
+    """
+    return 32 if one_each or operand == tl.float32 else head_dim // 2
 
 
-def prologue_warps(head_dim: int) -> int:
-    """Warps of a program that quantizes 16 vectors: four would spill at head_dim 256."""
-    return 8 if head_dim > 128 else 4
+def prologue_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
+    """Warps of a program that quantizes 16 vectors: at head_dim 256, or with FP32 operands, four would spill."""
+    return 8 if head_dim > 128 or tl.float32 in operands else 4
 
 
 def row_warps(size: int) -> int:

@@ -235,7 +235,9 @@ def rotate_and_append(
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
     rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
-    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim)
+    q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
+    k_type, v_type = (choices.rotation_operand(qkv, of.rounds_unit) for of in (of_k, of_v))
+    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
     of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
     prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
@@ -247,9 +249,7 @@ def rotate_and_append(
         BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=choices.rotation_operand(qkv, of_k.rounds_unit), V_TYPE=choices.rotation_operand(qkv, of_v.rounds_unit),
-        ROUNDED=choices.element(heads.dtype),
-        Q_TYPE=choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16),
-        num_warps=choices.prologue_warps(head_dim),
+        K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
+        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
     return rotated
