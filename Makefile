@@ -61,7 +61,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror tq_ops/cpu/csrc/*
+	$(BIN)/clang-format --dry-run -Werror tq_ops/*/csrc/*
 
 tables: $(VENV)/run.stamp
 	$(BIN)/python -m haarkv.codebooks

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
+from haarkv.tq_ops.cuda.planes import load_codes
 from haarkv.tq_ops.cuda.rotate import dot, rotate_columns, rounded
 
 
@@ -28,10 +29,10 @@ def find_tile(tile, query_start_loc, sequences, GROUP: tl.constexpr, COLUMNS: tl
 @triton.jit
 def attend_tile(
     q_low, q_high, position, state,
-    begin, end, table, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
+    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    PERMUTE: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
 
@@ -43,7 +44,7 @@ def attend_tile(
         position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
         state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
-        codes_stride, scales_stride: from a block to the next, in bytes and in scales, K's and V's alike.
+        k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride: from a block to the next, in bytes and in scales.
         scale: softmax_scale * log2(e).
     """
     peak, total, widest, out_low, out_high = state
@@ -52,19 +53,17 @@ def attend_tile(
     if BLOCK % TOKENS == 0:
         block = tl.load(table + begin // BLOCK).to(tl.int64)
         row = kv_head * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
-        byte = block * codes_stride + row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     else:
         block = tl.load(table + token // BLOCK, live, 0).to(tl.int64)
         row = kv_head * BLOCK + token % BLOCK
-        byte = (block * codes_stride + row * (D // 2))[:, None] + tl.arange(0, D // 2)[None, :]
-    row = block * scales_stride + row
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
-    k_low, k_high = centroids_of(tl.load(k_codes + byte), k_centroids, k_words, TYPE, PERMUTE)
+    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
+    k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
     # A lone new token sees every stored one. Adding the mask per row fuses with the multiplication into one instruction.
     hidden = tl.where(live, 0.0, -float("inf"))[:, None]
-    logits = logits * (tl.load(k_scales + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
+    logits = logits * (tl.load(k_scales + block * k_scales_stride + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
     if CAUSAL:
         logits = tl.where(token[:, None] <= position[None, :], logits, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 0))
@@ -73,12 +72,13 @@ def attend_tile(
     shrink = tl.exp2(peak - finite)
     total = total * shrink + tl.sum(p, 0)
     # In units of the largest V scale, p * scale fits FP16 for any scales.
-    v_scale = tl.load(v_scales + row, live, 0.0).to(tl.float32)
+    v_scale = tl.load(v_scales + block * v_scales_stride + row, live, 0.0).to(tl.float32)
     new_widest = tl.maximum(widest, tl.max(v_scale, 0))
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
     shrink = (shrink * (widest * unit))[None, :]
-    v_low, v_high = centroids_of(tl.load(v_codes + byte), v_centroids, v_words, TYPE, PERMUTE)
+    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (D * V_BITS // 8), D, V_BITS)
+    v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high
@@ -88,10 +88,11 @@ def attend_tile(
 @triton.jit(do_not_specialize=["sequences", "table_width", "splits"])
 def attend_kernel(
     q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
-    k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
+    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, scale, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr,
+    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [column tiles, HEADS, splits].
 
@@ -124,12 +125,14 @@ def attend_kernel(
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
     table = block_table + sequence.to(tl.int64) * table_width
-    k_words, v_words = load_words(k_words), load_words(v_words)
+    k_words, v_words = load_words(k_words, K_BITS, K_PERMUTE), load_words(v_words, V_BITS, V_PERMUTE)
     for tile in tl.range(begin, end, TOKENS):
         peak, total, widest, low, high = attend_tile(
             q_low, q_high, position, (peak, total, widest, low, high),
-            tile, end, table, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride,
-            k_centroids, v_centroids, k_words, v_words, kv_head, scale, D, BLOCK, TOKENS, TYPE, PERMUTE, not ONE_EACH,
+            tile, end, table,
+            k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+            k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+            D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH,
         )  # fmt: skip
     part = vector * splits + split
     tl.store(maxima + part, peak, live)

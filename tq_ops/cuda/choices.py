@@ -68,7 +68,8 @@ def merge_tile(splits: int, head_dim: int) -> MergeTile:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Processors of a GPU."""
     # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
@@ -84,7 +85,7 @@ def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.d
         tiles: column tiles times KV heads.
         most_tokens: room in a row of the block table.
     """
-    fill = PROGRAMS_A_PROCESSOR * _processors(device) // max(tiles, 1)
+    fill = PROGRAMS_A_PROCESSOR * processors(device) // max(tiles, 1)
     return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
 
 
@@ -98,6 +99,26 @@ def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
-def permutes(q: Tensor) -> bool:
-    """Whether centroids are looked up in registers. In FP32 they are loaded, and in the interpreter, which has no PTX."""
-    return q.is_cuda and attention_operand(q) == tl.float16
+def element(dtype: torch.dtype) -> tl.dtype:
+    """A model's dtype, BF16 or FP32, as kernels name it."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def query_columns(one_each: bool, head_dim: int) -> int:
+    """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU."""
+    return 32 if one_each else head_dim // 2
+
+
+def prologue_warps(head_dim: int) -> int:
+    """Warps of a program that quantizes 16 vectors: four would spill at head_dim 256."""
+    return 8 if head_dim > 128 else 4
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that works on a whole row of `size` numbers, a power of two: 16 numbers a thread, if it can be."""
+    return max(1, min(16, size // 512))
+
+
+def permutes(q: Tensor, words: Tensor | None) -> bool:
+    """Whether centroids are looked up in registers: FP16 ones that fit words, and not in the interpreter, which has no PTX."""
+    return words is not None and q.is_cuda and attention_operand(q) == tl.float16

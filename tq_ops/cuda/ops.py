@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, elementwise, quantize
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -28,7 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `tq_ops.reference.rms_norm`, one launch."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    elementwise.rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, SIZE=triton.next_power_of_2(width))
+    size = triton.next_power_of_2(width)
+    elementwise.rms_norm_kernel[(x.numel() // width,)](
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+    )
     return out
 
 
@@ -93,11 +97,9 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
-def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> tuple[int, int]:
-    """From a block to the next, in codes and in scales: one for K and V, since formats of a byte layout are of one size."""
-    (codes, scales), of_v = ([fields[name].stride(0) for name in ("codes", "scale")] for fields in (k_fields, v_fields))
-    assert [codes, scales] == of_v
-    return codes, scales
+def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[int]:
+    """From a block to the next: in K's codes, V's, K's scales and V's."""
+    return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
 
 
 def append(
@@ -128,7 +130,7 @@ def append(
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
-        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=_ROWS,
+        HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
@@ -175,12 +177,12 @@ def attend(
     *,
     rotate_back: bool = True,
 ) -> Tensor:
-    """Attention of rotated queries, in two launches and without waiting for the device.
+    """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Args:
         q: [T, Hq, D], for its dtype and device.
         rotated: [T, Hq, D] from `rotate`.
-        rotate_back: False leaves the result in V's rotated domain, in the order of the bytes, for a projection that already
+        rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
             contains the rotation.
     Returns:
         [T, Hq, D] of q's dtype.
@@ -188,6 +190,8 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand = tokens == sequences, choices.attention_operand(q)
+    if one_each and decode.takes(q, cache, of_k, of_v):
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
     tile = choices.attention_tile(one_each, group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
     tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
@@ -201,8 +205,9 @@ def attend(
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *_strides(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
-        splits, HEADS=heads, GROUP=group, D=head_dim, BLOCK=cache.block_size, COLUMNS=tile.columns, TOKENS=tile.tokens,
-        ONE_EACH=one_each, TYPE=operand, PERMUTE=choices.permutes(q),
+        splits, HEADS=heads, GROUP=group, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size,
+        COLUMNS=tile.columns, TOKENS=tile.tokens, ONE_EACH=one_each, TYPE=operand,
+        K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     out = torch.empty_like(q)
@@ -217,7 +222,7 @@ def attend(
 
 
 def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` without the rotation back, for a projection that contains it; the result is in byte order."""
+    """`paged_attention` without the rotation back, for a projection that contains it; the result is in the kernels' order."""
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
 
@@ -229,3 +234,38 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     """
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)
+
+
+def rotate_and_append(
+    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
+) -> Tensor:
+    """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
+
+    It stores K and V, and notes in `fault` what it leaves out, as `append` does.
+
+    Returns:
+        [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
+    """
+    tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
+    of_k, of_v = _layouts(cache, layer, qkv.device)
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
+    rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
+    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim)
+    of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
+    prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
+        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+        batch.slot_mapping,
+        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
+        BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
+        BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
+        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
+        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
+        K_TYPE=choices.rotation_operand(qkv, of_k.rounds_unit), V_TYPE=choices.rotation_operand(qkv, of_v.rounds_unit),
+        ROUNDED=choices.element(heads.dtype),
+        Q_TYPE=choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16),
+        num_warps=choices.prologue_warps(head_dim),
+    )  # fmt: skip
+    return rotated
