@@ -79,10 +79,15 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     if (key := int(fault)) == NO_FAULT:
         return
     fault.fill_(NO_FAULT)
-    layer, side, token, head = key >> 49, (key >> 48) & 1, (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
-    name, kv_format = ("V", cache.v_format(layer)) if side else ("K", cache.k_format(layer))
-    where = f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+    layer, side, token, head = fault_place(key)
+    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
+    where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
     raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
+
+
+def fault_place(key: int) -> tuple[int, str, int, int]:
+    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
+    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
 
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
@@ -97,7 +102,17 @@ def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[i
     return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
 
 
-def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
+def append(
+    k: Tensor,
+    v: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+    fault: Tensor,
+    *,
+    write: bool = True,
+    stand_in: bool = False,
+) -> None:
     """Quantize K and V and store them, in one launch and without waiting for the device.
 
     Args:
@@ -105,6 +120,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         batch: where they go; a negative slot is skipped.
         fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: whether to store anything, or to look for faults only.
+        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not.
     """
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
@@ -118,7 +134,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
-        WRITE=write,
+        WRITE=write, STAND_IN=stand_in,
     )  # fmt: skip
 
 
