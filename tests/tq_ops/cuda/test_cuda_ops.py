@@ -72,13 +72,13 @@ def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> floa
     return relative(ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), case.head_dim**-0.5), theirs)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize("programs", [1, 3, 12])
 @pytest.mark.parametrize(
     "case",
     [
         Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
         Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
-        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 0, 3), (14, 5, 9)),  # as wide tiles; by one program, each takes all
+        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
     ],
     ids=str,
 )
