@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from cuda_launches import Asked, Nothing, recorded
 from ptx import Memory, execute
+from ptx.tensors import fresh_memory_is_poison, place
+
+from haarkv.tq_ops.cuda import choices
 
 
 @dataclass
@@ -26,12 +28,14 @@ class Launches:
 
     Attributes:
         order, together: as `ptx.execute` takes them.
+        processors: of the GPU that launches are made for; few make few programs.
         edit: changes the PTX before it runs.
         names: of the kernels, one a launch.
     """
 
     order: str = "ascending"
     together: int | None = None
+    processors: int = 8
     edit: Callable[[str], str] = lambda text: text
     names: list[str] = field(default_factory=list)
 
@@ -43,27 +47,6 @@ def ptx_of(asked: Asked) -> tuple[str, int, int]:
 
 
 _COMPILE = triton.compiler.compile  # what `recorded` replaces
-
-
-def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """All bytes of the memory that a tensor is a view of, [n] uint8, the same memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
-def place(memory: Memory, name: str, tensor: torch.Tensor) -> int:
-    """A tensor's own bytes in a window: a kernel may touch nothing else of the memory that it is a view of."""
-    size, begin = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-    if tensor.numel() == 0:
-        return memory.place(name, bytes_of(tensor), 0, 0)
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end, allowed = begin + (last + 1) * size, None
-    if tensor.numel() * size < end - begin <= 2**26:
-        allowed = np.zeros(end - begin, np.bool_)
-        own = torch.empty(0, dtype=torch.bool).set_(torch.from_numpy(allowed).untyped_storage())
-        wide = [*tensor.stride(), 1]
-        own.as_strided([*tensor.shape, size], [stride * size for stride in wide[:-1]] + [1]).fill_(True)
-    return memory.place(name, bytes_of(tensor), begin, end, allowed)
 
 
 class _Executed(Nothing):
@@ -85,39 +68,14 @@ class _Executed(Nothing):
                 args[-1] = float(value)
         self.launches.names.append(name)
         args += [0, 0]  # scratch memory, which no kernel here asks for
-        order, together = self.launches.order, self.launches.together
-        execute(
-            self.launches.edit(self.text),
-            name,
-            grid,
-            [self.threads],
-            args,
-            memory,
-            self.shared,
-            order=order,
-            together=together,
-        )
-
-
-def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.empty` whose bytes are all 255: NaN in every float type."""
-
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = make(*args, **kwargs)
-        if tensor.numel():
-            bytes_of(tensor)[:] = 0xFF
-        return tensor
-
-    return made
+        text, how = self.launches.edit(self.text), {"order": self.launches.order, "together": self.launches.together}
+        execute(text, name, grid, [self.threads], args, memory, self.shared, **how)
 
 
 @contextmanager
 def executed(capability: int, **options: Any) -> Iterator[Launches]:
     """Whatever is launched meanwhile, on tensors of the CPU, is executed at once."""
-    launches, kept = Launches(**options), (torch.empty, torch.empty_like)
-    with recorded(capability, lambda asked: _Executed(asked, launches)):
-        torch.empty, torch.empty_like = map(poisoned, kept)
-        try:
-            yield launches
-        finally:
-            torch.empty, torch.empty_like = kept
+    launches = Launches(**options)
+    with recorded(capability, lambda asked: _Executed(asked, launches)), fresh_memory_is_poison():
+        choices.processors = lambda _: launches.processors
+        yield launches

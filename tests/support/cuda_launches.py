@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import choices, nvrtc, ops
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -104,15 +104,16 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
         asked[str(one)] = one
         return kernel(one)
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    ops.linear, choices._processors = reference.linear, lambda _: _PROCESSORS
+    ops.linear, choices.processors = reference.linear, lambda _: _PROCESSORS
+    nvrtc.missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
         yield asked
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors = kept
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing = kept
         for one in asked.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
@@ -128,10 +129,15 @@ def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], ste
     )
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
-    executor.prefill(torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts), cache)
+    tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
+    executor.prefill(tokens, batch, cache)
+    # As a model does whose layers are not fused.
+    executor._model.prefill(tokens, batch, cache, executor.step_ops)
     for step in range(steps):
         some = ids[: max(1, len(ids) - step)]
-        executor.decode(torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some)), cache)
+        tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
+        executor.decode(tokens, batch, cache)
+        executor._model.decode(tokens, batch, cache, executor.step_ops)
     executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
 
 

@@ -1,4 +1,4 @@
-"""How the kernels see a KV format: one dense rotation, sixteen centroids, and where the two halves of a byte belong."""
+"""How the kernels see a KV format: one dense rotation in their own order of coordinates, its centroids and its boundaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,42 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.rotated import Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
-READS = Reads("the GPU kernels", head_dims=(64, 128, 256), most_scales=1, mirrored=True)
+
+def kernel_order(described: Description) -> Tensor | None:
+    """The coordinate in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64.
+
+    Returns:
+        None if the planes of a level lie in different orders.
+    """
+    narrow = min(4, *(plane.bits for plane in described.planes))
+    parts, width = 8 // narrow, described.head_dim * narrow // 8
+    found = {_coordinates_of_parts(plane.order, plane.bits, parts, width) for plane in described.planes}
+    if len(found) > 1:
+        return None
+    coordinates = list(torch.tensor(found.pop()).view(parts, width))
+    halves = [_laced(coordinates[: parts // 2]), _laced(coordinates[parts // 2 :])]
+    return torch.cat(halves)
+
+
+def _coordinates_of_parts(order: tuple[int, ...], bits: int, parts: int, width: int) -> tuple[int, ...]:
+    """The coordinate of a plane's stream that each part holds at each of its places, part after part."""
+    tiles = len(order) * bits // 8 // width
+    a_byte = 8 // bits
+    places = ((part % tiles * width + j) * a_byte + part // tiles for part in range(parts) for j in range(width))
+    return tuple(order[place] for place in places)
+
+
+def _laced(parts: list[Tensor]) -> Tensor:
+    """Pairs of pairs, as `planes.lace`."""
+    while len(parts) > 1:
+        parts = [torch.stack(two, -1).flatten() for two in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+READS = Reads(
+    "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
+    in_one_order=lambda described: kernel_order(described) is not None,
+)  # fmt: skip
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
@@ -20,45 +55,48 @@ NO_FAULT = 2**63 - 1
 
 @dataclass(frozen=True)
 class Layout:
-    """A format of 16 levels, two a byte, one FP16 scale a vector.
+    """A format of 2 to 8 bits a level, one FP16 scale a vector.
 
-    The rotated vector is kept as the bytes hold it: coordinate j < D/2 is the low half of byte j, coordinate D/2 + j its high
-    half. A format that packs otherwise has the columns of its rotation in that order, and nothing else knows of it.
+    The rotated vector is kept in the order of `kernel_order`. The columns of the rotation are in that order, and nothing else
+    knows how a format orders its coordinates.
 
     Attributes:
-        rotation: [D, D], `y = x @ rotation` in the order of the bytes; bf16 where its numbers are, which is exact, or fp32.
-        centroids: [16] fp32.
-        words: [5] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`.
-        boundaries: [15] fp32, ascending.
+        bits: of a level, which say how its planes lie.
+        rotation: [D, D], `y = x @ rotation` in the kernels' order; bf16 where its numbers are, which is exact, or fp32.
+        centroids: [2**bits] fp32.
+        words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they can only be loaded.
+        boundaries: [2**bits - 1] fp32, ascending.
         rounds_unit: whether x / norm is rounded to BF16 before it is rotated.
         smallest: norms up to this are stored as zeros.
         saturates: whether a scale above FP16 is stored as the largest finite one, or refused.
     """
 
+    bits: int
     rotation: Tensor
     centroids: Tensor
-    words: Tensor
+    words: Tensor | None
     boundaries: Tensor
     rounds_unit: bool
     smallest: float
     saturates: bool
 
 
-def words_of(centroids: Tensor) -> Tensor:
-    """What `tq_ops.cuda.lookup` permutes: [5] int32, the eight magnitudes' high bytes, their low bytes, and the halved sign.
+def words_of(centroids: Tensor) -> Tensor | None:
+    """What `tq_ops.cuda.lookup` permutes: int32, the high bytes of the centroids in FP16, then their low bytes.
 
-    They are data and not constants of the kernel, or the compiler would load them anew into registers for every use.
+    Of 4 or 8 centroids that is all of them, [2] or [4]. Of 16 it is the upper eight, which are magnitudes, and the halved
+    sign, [5]. They are data and not constants of the kernel, or the compiler would load them into registers for every use.
 
     Args:
-        centroids: [16] fp32, ascending, each half the other's negative in FP16.
-    Raises:
-        ValueError: they are not antisymmetric, which eight magnitudes and a sign ask for.
+        centroids: [levels] fp32, ascending.
+    Returns:
+        None of more than 16 levels, and of 16 whose lower half is not the upper one's negative.
     """
     half = centroids.to(torch.float16)
-    if not torch.equal(half[:8].flip(0), -half[8:]):
-        raise ValueError("centroids must be antisymmetric in FP16")
-    low, high = half[8:].view(torch.uint8).view(8, 2).unbind(-1)
-    sign = torch.full((4,), 0x40, dtype=torch.uint8, device=centroids.device)
+    if len(half) > 16 or (len(half) == 16 and not torch.equal(half[:8].flip(0), -half[8:])):
+        return None
+    sign = torch.full((4 * (len(half) == 16),), 0x40, dtype=torch.uint8, device=centroids.device)
+    low, high = half[-8:].view(torch.uint8).view(-1, 2).unbind(-1)
     return torch.cat([high, low, sign]).view(torch.int32)
 
 
@@ -72,12 +110,13 @@ def layout_of(kv_format: KVFormat, layer: int, head_dim: int, device: torch.devi
 
 @cache
 def _layout(described: Description, layer: int, device: torch.device) -> Layout:
-    # The bytes' low halves first, then their high halves.
-    order = torch.tensor(described.planes[0].order).view(-1, 2).T.flatten()
+    order = kernel_order(described)
+    assert order is not None, "unsupported() lets planes of one order pass alone"
     rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
     centroids = numbers_on(described.centroids, device)
     quantizer = described.quantizer
     return Layout(
+        bits=described.bits,
         rotation=rotation.to(device, described.transform.dtype).contiguous(),
         centroids=centroids,
         words=words_of(centroids),

@@ -1,14 +1,21 @@
-"""Looking up the centroids of two 4-bit levels a byte: byte permutations on a GPU, loads in FP32 and in the interpreter."""
+"""Looking up the centroids of a tile of codes: byte permutations on a GPU for 2, 3 and 4 bits, loads for all else.
+
+Instructions a coordinate, of a tile that lies in registers: 1.3 for 2 bits, 1.6 for 3, 2.5 for 4. `prmt` picks four bytes of
+eight by the nibbles of an index, so that eight levels fit one table of high bytes and one of low bytes; sixteen need the sign
+apart. In FP32, in the interpreter, which has no PTX, and from 5 bits on, each centroid is a load.
+"""
 
 import triton
 import triton.language as tl
+
+from haarkv.tq_ops.cuda.planes import lace, level_of
 
 # Four bytes of codes in $4, their low levels' centroids in $0 and $1, their high levels' in $2 and $3, two FP16 each.
 # Level n >= 8 is +c[n & 7], level n < 8 is -c[~n & 7]: eight magnitudes fill two words of high bytes ($5, $9) and two of
 # low bytes ($13, $17), and `prmt` picks four bytes by four nibbles at once. Of a nibble whose top bit is set `prmt` returns
 # the sign of the byte, eight times: of 0x40 ($21) that is 0, which leaves the sign bits, halved, of negative levels.
 # Each word is passed four times, once for each of the four codes; all four are the same register.
-_PERMUTE = tl.constexpr("""
+_SIXTEEN = tl.constexpr("""
 {
     .reg .b32 negative, index, more, codes, high, low, sign;
     not.b32 negative, $4;
@@ -33,26 +40,101 @@ _PERMUTE = tl.constexpr("""
     prmt.b32 $3, low, high, 0x7351;
 }
 """)
-_OPERANDS = tl.constexpr("=r,=r,=r,=r,r" + ",r" * 20)
+_SIXTEEN_OPERANDS = tl.constexpr("=r,=r,=r,=r,r" + ",r" * 20)
+
+
+def _look_up(index: str, low: int, high: int, high_bytes: str, low_bytes: str) -> str:
+    """PTX: centroids of the levels in the nibbles of `index`, low nibbles' to ${low} and the next, high ones' to ${high}."""
+    halves = []
+    for half in range(2):
+        if half:
+            halves.append(f"shr.u32 index, {index}, 16;")
+        halves += [
+            f"prmt.b32 high, {high_bytes}, {'index' if half else index};",
+            f"prmt.b32 low, {low_bytes}, {'index' if half else index};",
+            f"prmt.b32 ${low + half}, low, high, 0x6240;",
+            f"prmt.b32 ${high + half}, low, high, 0x7351;",
+        ]
+    return "\n".join(halves)
+
+
+# Four bytes of codes in $8. Parts 0 and 2 are the low two bits of the nibbles, parts 1 and 3 the high two: $0 … $7.
+# Four high bytes of centroids in $9, four low ones in $13.
+_FOUR = tl.constexpr(
+    "{\n.reg .b32 level, index, high, low;\nand.b32 level, $8, 0x33333333;\n"
+    + _look_up("level", 0, 4, "$9, $9", "$13, $13")
+    + "\nshr.u32 level, $8, 2;\nand.b32 level, level, 0x33333333;\n"
+    + _look_up("level", 2, 6, "$9, $9", "$13, $13")
+    + "\n}"
+)
+_FOUR_TYPES = tl.constexpr((tl.float16,) * 4)
+_FOUR_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
+
+
+def _eight_of(part: int) -> str:
+    """PTX: the levels of parts `part` and `part + 4` into the nibbles of `level`, and their centroids."""
+    tile, shift = 16 + part % 2, 2 * (part // 2)
+    third = 2 - part  # from its place to bit 2 of each nibble
+    lines = [f"shr.u32 level, ${tile}, {shift};" if shift else f"mov.b32 level, ${tile};", "and.b32 level, level, 0x33333333;"]
+    lines.append(f"shl.b32 top, $18, {third};" if third >= 0 else f"shr.u32 top, $18, {-third};")
+    lines += ["and.b32 top, top, 0x44444444;", "or.b32 level, level, top;"]
+    return "\n".join([*lines, _look_up("level", 2 * part, 2 * part + 8, "$19, $23", "$27, $31")])
+
+
+# Two tiles of low bits in $16 and $17, one of third bits in $18; the eight parts in $0 … $15.
+# Eight high bytes of centroids in $19 and $23, eight low ones in $27 and $31.
+_EIGHT = tl.constexpr("{\n.reg .b32 level, top, index, high, low;\n" + "\n".join(_eight_of(part) for part in range(4)) + "\n}")
+_EIGHT_TYPES = tl.constexpr((tl.float16,) * 8)
+_EIGHT_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 19))
 
 
 @triton.jit
-def load_words(words):
-    """The five words of `Layout.words` as scalars, to be kept in registers."""
-    return tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), tl.load(words + 4)
-
-
-@triton.jit
-def centroids_of(codes, table, words, TYPE: tl.constexpr, PERMUTE: tl.constexpr):
-    """Centroids [..., n] of the low and of the high levels of codes [..., n] uint8.
-
-    With PERMUTE they are FP16, from `words` of `load_words`; without, those of `table` [16] fp32 as TYPE.
-    """
+def load_words(words, BITS: tl.constexpr, PERMUTE: tl.constexpr):
+    """The words of `Layout.words` as scalars, to be kept in registers."""
+    count: tl.constexpr = 5 if BITS == 4 else 2 * (BITS - 1)
+    found = (0,)
     if PERMUTE:
-        high0, high1, low0, low1, sign = words
-        return tl.inline_asm_elementwise(
-            _PERMUTE, _OPERANDS, [codes, high0, high1, low0, low1, sign],
+        found = (tl.load(words),)
+        for index in tl.static_range(1, count):
+            found = found + (tl.load(words + index),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _loaded(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """Centroids of the half whose first part is `first`, by loads."""
+    parts: tl.constexpr = 4 // min(BITS & -BITS, 4)
+    found = (tl.load(table + level_of(tiles, first, BITS)).to(TYPE),)
+    for part in tl.static_range(1, parts):
+        found = found + (tl.load(table + level_of(tiles, first + part, BITS)).to(TYPE),)  # noqa: RUF005
+    return lace(found, parts)
+
+
+@triton.jit
+def centroids_of(tiles, table, words, BITS: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr):
+    """Centroids of both halves [rows, D/2] of vectors whose codes are `tiles` of `planes.load_codes`.
+
+    With PERMUTE they are FP16, from `words` of `load_words`; without, those of `table` [2**BITS] fp32 as TYPE.
+    """
+    if not PERMUTE:
+        narrow: tl.constexpr = min(BITS & -BITS, 4)
+        low = _loaded(tiles, table, 0, BITS, TYPE)
+        high = _loaded(tiles, table, 4 // narrow, BITS, TYPE)
+    elif BITS == 2:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _FOUR, _FOUR_OPERANDS, [tiles[0], words[0], words[1]], dtype=_FOUR_TYPES, is_pure=True, pack=4
+        )
+        low, high = lace((a, b), 2), lace((c, d), 2)
+    elif BITS == 3:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _EIGHT, _EIGHT_OPERANDS, [tiles[0], tiles[1], tiles[2], words[0], words[1], words[2], words[3]],
+            dtype=_EIGHT_TYPES, is_pure=True, pack=4,
+        )  # fmt: skip
+        low, high = lace((a, b, c, d), 4), lace((e, f, g, h), 4)
+    else:
+        tl.static_assert(BITS == 4, "only 2, 3 and 4 bits are looked up by permutations")
+        low, high = tl.inline_asm_elementwise(
+            _SIXTEEN, _SIXTEEN_OPERANDS, [tiles[0], words[0], words[1], words[2], words[3], words[4]],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
-    level = codes.to(tl.int32)
-    return tl.load(table + (level & 15)).to(TYPE), tl.load(table + (level >> 4)).to(TYPE)
+    return low, high

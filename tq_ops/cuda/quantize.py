@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from haarkv.tq_ops.cuda.planes import store_codes
 from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
 
 
@@ -35,11 +36,17 @@ def exact_norm(low, high):
 
 
 @triton.jit
-def levels(y, boundaries):
-    """Number of boundaries [15] that each coordinate reaches, int32."""
+def levels(y, boundaries, BITS: tl.constexpr):
+    """Number of boundaries [2**BITS - 1], ascending, that each coordinate reaches, int32."""
     level = tl.zeros(y.shape, tl.int32)
-    for index in tl.static_range(15):
-        level += (y >= tl.load(boundaries + index)).to(tl.int32)
+    if BITS <= 4:
+        for index in tl.static_range(2**BITS - 1):
+            level += (y >= tl.load(boundaries + index)).to(tl.int32)
+    else:
+        # Bit by bit from the top: BITS loads for each coordinate, rather than a comparison with each of many boundaries.
+        for bit in tl.static_range(BITS):
+            higher = level + (1 << (BITS - 1 - bit))
+            level = tl.where(y >= tl.load(boundaries + higher - 1), higher, level)
     return level
 
 
@@ -47,16 +54,22 @@ def levels(y, boundaries):
 def append(
     low, high, token, head, live, side: tl.constexpr,
     codes, scales, codes_stride, scales_stride, slots, rotation, centroids, boundaries, fault, layer,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr = False,
 ):  # fmt: skip
-    """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
+    """Quantize vectors [ROWS, D], given as halves, and store them at BITS a level; K and V alike.
 
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
-    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped.
+    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped. With
+    STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
     """
     # inf - inf and NaN - NaN are NaN, which is not 0.
     bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
+    left_out = bad
+    if STAND_IN:
+        low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
+        left_out = tl.zeros(bad.shape, tl.int1)
     low, high, norm = exact_norm(low, high)
     small = norm <= SMALLEST
     norm = tl.where(small, 0.0, norm)
@@ -65,23 +78,22 @@ def append(
         low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
     rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
     rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
-    low, high = levels(rotated_low, boundaries), levels(rotated_high, boundaries)
+    low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
     scale = tl.div_rn(norm, length)
     if SATURATES:
         scale = tl.minimum(scale, 65504.0)
     else:
-        bad = bad | (scale >= 65520.0)
+        bad, left_out = bad | (scale >= 65520.0), left_out | (scale >= 65520.0)
     slot = tl.load(slots + token, live, -1)
     live = live & (slot >= 0)
     key = ((layer.to(tl.int64) * 2 + side) << 48) + (token.to(tl.int64) << 16) + head
     tl.atomic_min(fault + tl.zeros((ROWS,), tl.int32), key, mask=live & bad)
     if WRITE:
-        live = live & (bad == 0)
+        live = live & (left_out == 0)
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
-        byte = (block * codes_stride + row * (D // 2))[:, None] + tl.arange(0, D // 2)[None, :]
-        tl.store(codes + byte, (low | (high << 4)).to(tl.uint8), live[:, None])
+        store_codes(codes, block * codes_stride + row * (D * BITS // 8), live, low, high, D, BITS)
         tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
 
 
@@ -89,11 +101,12 @@ def append(
 # batches of one token.
 @triton.jit(do_not_specialize=["tokens", "layer"])
 def quantize_kernel(
-    k, v, k_codes, v_codes, k_scales, v_scales, codes_stride, scales_stride, slots, tokens,
-    k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    k, v, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+    slots, tokens, k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
     K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr = False,
 ):  # fmt: skip
     """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64. Grid: [vectors / ROWS, 2], K's programs and V's."""
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -104,13 +117,15 @@ def quantize_kernel(
         low, high = tl.load(k + at, live[:, None], 0.0), tl.load(k + at + D // 2, live[:, None], 0.0)
         append(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 0,
-            k_codes, k_scales, codes_stride, scales_stride, slots, k_rotation, k_centroids, k_boundaries, fault, layer,
-            D, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE,
+            k_codes, k_scales, k_codes_stride, k_scales_stride, slots,
+            k_rotation, k_centroids, k_boundaries, fault, layer,
+            D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE, STAND_IN,
         )  # fmt: skip
     else:
         low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
         append(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 1,
-            v_codes, v_scales, codes_stride, scales_stride, slots, v_rotation, v_centroids, v_boundaries, fault, layer,
-            D, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE,
+            v_codes, v_scales, v_codes_stride, v_scales_stride, slots,
+            v_rotation, v_centroids, v_boundaries, fault, layer,
+            D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE, STAND_IN,
         )  # fmt: skip

@@ -25,9 +25,9 @@ class Reads:
         most_scales: scales a vector.
         scale_dtype: of a scale.
         order: (head_dim, width of a plane) -> the coordinates of its levels as they lie in the bytes.
+        in_one_order: whether the planes of a description lie in one order that the kernels know, where any order will not do.
         matrix_dtype: of the rotation's entries.
         quantizer: how vectors become levels.
-        mirrored: whether each centroid needs its negative among them, in FP16.
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         windows: whether they read tokens in BF16 beside the packed ones.
@@ -39,9 +39,9 @@ class Reads:
     most_scales: int | None = None
     scale_dtype: torch.dtype = torch.float16
     order: Callable[[int, int], tuple[int, ...]] | None = None
+    in_one_order: Callable[[Description], bool] | None = None
     matrix_dtype: torch.dtype | None = None
     quantizer: Quantizer | None = None
-    mirrored: bool = False
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     windows: bool = False
@@ -103,19 +103,13 @@ def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
 def _misfit_of_tables(reads: Reads, name: str, found: Description) -> str | None:
     if (order := reads.order) and any(plane.order != order(found.head_dim, plane.bits) for plane in found.planes):
         return f"{reads.kernels} read another order of coordinates than {name} has"
+    if reads.in_one_order and not reads.in_one_order(found):
+        return f"{reads.kernels} read planes of one order of coordinates, and {name} has planes of several"
     if reads.matrix_dtype and found.transform.dtype != reads.matrix_dtype:
         return f"{reads.kernels} rotate by a matrix of {reads.matrix_dtype}, and that of {name} is {found.transform.dtype}"
     if reads.quantizer and found.quantizer != reads.quantizer:
         return f"{reads.kernels} quantize by {reads.quantizer}, and {name} by {found.quantizer}"
-    if reads.mirrored and not is_mirrored(found):
-        return f"{reads.kernels} need levels that are each other's negatives, which {name} has not"
     return None
-
-
-def is_mirrored(description: Description) -> bool:
-    """Whether the upper half of the centroids, in FP16, is the negative of the lower half."""
-    low, high = torch.tensor(description.centroids, dtype=torch.float32).to(torch.float16).chunk(2)
-    return torch.equal(low.flip(0), -high)
 
 
 def readable(reads: Reads) -> list[str]:

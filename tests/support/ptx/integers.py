@@ -83,7 +83,10 @@ def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, ki
     """`bfi`."""
     bits, at, length = bits_of(kind), at & 0xFF, length & 0xFF
     if bits == 64:
-        raise Unknown("bfi of 64 bits")
+        # A shift of 64 and more is none of a word's.
+        ones = np.where(length >= 64, U64(0) - U64(1), (U64(1) << np.minimum(length, 63).astype(U64)) - U64(1))
+        keep = np.where(at >= 64, U64(0), ones << np.minimum(at, 63).astype(U64))
+        return ((a << np.minimum(at, 63).astype(U64)) & keep) | (b & ~keep)
     keep = ((U64(1) << np.minimum(length, 32).astype(U64)) - U64(1)) << np.minimum(at, 32).astype(U64)
     keep &= U64(0xFFFFFFFF)
     moved = a.astype(U64) << np.minimum(at, 32).astype(U64)
@@ -183,6 +186,8 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
         return "u32", [unsigned], _leading
     if opcode == "bfind" and kind[0] == "u" and len(ins.modifiers) == 1:
         return "u32", [kind], lambda a: U32(bits_of(kind) - 1) - _leading(a)
+    if opcode == "bfind" and ins.modifiers[0] == "shiftamt" and kind[0] == "u":
+        return "u32", [kind], lambda a: np.where(a == 0, U32(0xFFFFFFFF), _leading(a)).astype(U32)
     if opcode == "bfe":
         return kind, [kind, "u32", "u32"], lambda a, b, c: _field(a, b, c, kind)
     if opcode == "bfi":

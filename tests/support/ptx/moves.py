@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, Fault
+from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED
 from ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Register, Symbol, Unknown, Vector
+from ptx.syntax import Instruction, Register, Unknown, Vector
 
 
 def _parts(vector: Vector) -> list[int]:
@@ -41,15 +41,6 @@ def move(ins: Instruction) -> Run:
 
         return unpack
     place, read = destination(to, bits_of(kind)), reader(of, kind)
-    if isinstance(of, Symbol):
-        name = of.name
-
-        def address(s: Lanes) -> None:
-            if s.symbols[name][0] == "param":
-                raise Fault(f"the address of the parameter {name}: load it instead")
-            s.write(place, read(s))
-
-        return address
     return lambda s: s.write(place, read(s))
 
 

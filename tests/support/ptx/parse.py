@@ -49,6 +49,8 @@ def declared(text: str) -> Array | None:
 
 def _integer(text: str) -> int:
     text = text.rstrip("U")
+    if text[:2].lower() in ("0f", "0d"):  # the bits of a float
+        return int(text[2:], 16)
     if re.match(r"-?0\d+$", text):
         return int(text, 8)
     return int(text, 0)

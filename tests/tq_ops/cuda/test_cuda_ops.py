@@ -22,7 +22,7 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_stored
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import choices, lookup, ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -61,18 +61,29 @@ def test_attention_equals_the_references_at_length(case):
     check_attention(case)
 
 
-@pytest.mark.parametrize("splits", [1, 7])
-def test_tiles_and_splits_of_a_context_are_merged(monkeypatch, splits):
-    """Splits of which some have no token, and V whose scales grow from the first tile to the second."""
-    case = Case("tq4", 64, 2, 1, 8, (150,), (1,))
+def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> float:
+    """The error of attention whose line of work so many programs share, over V whose scales grow from tile to tile."""
     made, batch = filled(case)
-    late = batch.block_table[0, 16:].long()
+    late = batch.block_table[:, 16:][batch.block_table[:, 16:] >= 0].long()
     made.v_fields(LAYER)["scale"][late] *= 3
-    copy, q = on_device(made, case), torch.randn(1, 2, 64)
-    theirs = reference.paged_attention(q.bfloat16(), made, LAYER, batch, 0.125)
-    monkeypatch.setattr(choices, "count_splits", lambda *_: splits)
-    ours = ops.paged_attention(q.bfloat16().to(DEVICE), copy, LAYER, batch.to(DEVICE), 0.125)
-    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+    copy, q = on_device(made, case), torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(dtype)
+    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
+    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
+    return relative(ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), case.head_dim**-0.5), theirs)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 12])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
+        Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
+        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
+    ],
+    ids=str,
+)
+def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
+    assert attended(case, BF16, programs, monkeypatch) <= bounds.LAYER_BF16.attention
 
 
 def test_tiny_v_keeps_its_precision():
@@ -133,6 +144,8 @@ STORES = [
     Case("tq4", 256, 1, 1, 24, (0,), (5,)),
     Case("tbq4_0", 128, 1, 1, 128, (0,), (5,)),
     Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
+    *(Case(kv, 64, 1, 1, 8, (0, 0), (5, 1)) for kv in ("tq2", "tq3", "k=tq8,v=tq2", "k=tq3,v=tq4")),
+    *(Case(kv, 128, 1, 1, 16, (0,), (4,), pages=True) for kv in ("k=tq5,v=tq6", "k=tq2,v=tq3")),
     Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
 ]
 
@@ -185,19 +198,55 @@ def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
     def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
         return unsupported(READS, (KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)
 
-    assert reason("tq4") is reason("k=tq4,v=tbq4_0") is reason("tq4", 64) is reason("tq4", 256) is None
+    read = ("tq4", "tbq4_0", "tq2", "tq3", "tq5", "tq6", "tq8", "k=tq4,v=tbq4_0", "k=tq2,v=tq8")
+    assert [reason(kv) for kv in read] == [None] * len(read)
+    assert reason("tq4", 64) is reason("tq4", 256) is reason("k=tq3,v=tq4", 64) is None
     assert "not bf16" in reason("k=tq4,v=bf16")
+    assert "not manthan3" in reason("manthan3")
     assert "take one scale a vector, and tbq4_0 at head_dim 256 has 2" in reason("tbq4_0", 256)
     assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
     assert "tail" in reason(KVSpec("tq4", tail=8))
 
 
-def test_the_words_of_the_look_up_are_the_centroids_in_fp16():
-    """What the PTX does, in Python: eight magnitudes by bytes, mirrored and signed for the lower half."""
-    plan = KVSpec("k=tq4,v=tbq4_0").plan(1)
-    for kv_format in (plan.k(0), plan.v(0)):
-        layout = layout_of(kv_format, 0, 128, torch.device("cpu"))
-        octets = layout.words.view(torch.uint8)
-        magnitude = (octets[:8].int() << 8 | octets[8:16]).short().view(torch.float16)
-        assert torch.equal(torch.cat([-magnitude.flip(0), magnitude]), layout.centroids.half())
-        assert (octets[16:] == 0x40).all()
+def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:
+    """Registers after a few lines of PTX on words of 32 bits: what `lookup` is made of, each as the PTX manual defines it."""
+
+    def prmt(a: int, b: int, selector: int) -> int:
+        octets = (a | b << 32).to_bytes(8, "little")
+        picked = [(octets[n & 7], n & 8) for n in (selector >> 4 * i & 15 for i in range(4))]
+        return int.from_bytes([255 * (octet >> 7) if sign else octet for octet, sign in picked], "little")
+
+    does = {
+        "mov.b32": lambda a: a, "not.b32": lambda a: ~a, "and.b32": int.__and__, "or.b32": int.__or__, "xor.b32": int.__xor__,
+        "shr.u32": int.__rshift__, "shl.b32": int.__lshift__, "sub.u32": int.__sub__, "prmt.b32": prmt,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
+    }  # fmt: skip
+    for line in ptx.replace("{", "").replace("}", "").split(";"):
+        name, *operands = line.replace(",", " ").split() or [".reg"]
+        if name != ".reg":
+            target, *given = operands
+            values = [registers[g] if g in registers else int(g, 0) for g in given]
+            registers[target] = does[name](*values) & 0xFFFFFFFF
+    return registers
+
+
+@pytest.mark.parametrize("name", ["tq2", "tq3", "tq4", "tbq4_0"])
+def test_the_look_up_by_permutations_gives_the_centroids_of_any_codes(name):
+    """The PTX itself, run here on every byte: each part's levels, as `level_of` finds them, as FP16 centroids."""
+    layout = layout_of(KVSpec(name).plan(1).k(0), 0, 128, torch.device("cpu"))
+    bits, words = layout.bits, [word & 0xFFFFFFFF for word in layout.words.tolist()]
+    ptx = {2: lookup._FOUR, 3: lookup._EIGHT, 4: lookup._SIXTEEN}[bits].value
+    tiles, parts = {2: (1, 4), 3: (3, 8), 4: (1, 2)}[bits]
+    drawn = torch.randint(0, 256, (300, tiles, 4), generator=torch.Generator().manual_seed(0))
+    drawn[:256, 0, 0], drawn[:256, -1, 3] = torch.arange(256), torch.arange(256).flip(0)
+    for octets in drawn:
+        given = [int.from_bytes(bytes(tile), "little") for tile in octets.tolist()]
+        given += [word for word in words for _ in range(4)]  # each is given once for each of four bytes
+        registers = ran(ptx, {f"${2 * parts + index}": value for index, value in enumerate(given)})
+        for part in range(parts):
+            if bits == 3:  # two tiles of two bits, then one of the third
+                level = octets[part % 2] >> (2 * (part // 2)) & 3 | (octets[2] >> part & 1) << 2
+            else:
+                level = octets[0] >> (bits * part) & (2**bits - 1)
+            found = torch.tensor([registers[f"${2 * part + pair}"] for pair in range(2)]).int().view(torch.float16)
+            assert torch.equal(found, layout.centroids.half()[level])

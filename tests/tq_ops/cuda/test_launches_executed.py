@@ -7,7 +7,7 @@ card would be given it, and `tests/support/ptx` runs its threads.
 from __future__ import annotations
 
 import pytest
-from cuda_processes import rows_of
+from cuda_rows import rows_of
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 

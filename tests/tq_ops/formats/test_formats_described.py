@@ -15,7 +15,16 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats.rotated import Description, Plane, Quantizer, RotatedFormat, Transform, pack_levels, unpack_levels
+from haarkv.tq_ops.formats.rotated import (
+    Description,
+    Plane,
+    Quantizer,
+    RotatedFormat,
+    Transform,
+    in_parts,
+    pack_levels,
+    unpack_levels,
+)
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -94,10 +103,16 @@ MADE_UP = Description(
 )
 AS_TQ4 = replace(formats.get("tq4").description(HEAD_DIM), centroids=CENTROIDS)
 LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
+IN_TWO_PLANES = replace(
+    MADE_UP,
+    planes=tuple(Plane(bits, tuple(OWN_ORDER[place] for place in in_parts(HEAD_DIM, bits))) for bits in (2, 1)),
+    centroids=LOPSIDED.centroids[::2],
+    boundaries=tuple((a + b) / 2 for a, b in pairwise(LOPSIDED.centroids[::2])),
+)
 
 
 def made_up(description=MADE_UP):
-    return RotatedFormat("made_up", "of this test alone", 4, lambda _: description)
+    return RotatedFormat("made_up", "of this test alone", description.bits, lambda _: description)
 
 
 def slow_bytes(x, layer):
@@ -174,11 +189,12 @@ def test_a_made_up_format_runs_on_the_cpu(table, description):
     check(table.open(), description)
 
 
-def test_a_made_up_format_runs_on_a_gpu():
+@pytest.mark.parametrize("description", [MADE_UP, LOPSIDED, IN_TWO_PLANES], ids=["mirrored", "lopsided", "two planes"])
+def test_a_made_up_format_runs_on_a_gpu(description):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
     from haarkv.tq_ops.cuda import ops
 
-    check(ops, MADE_UP, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    check(ops, description, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
@@ -215,7 +231,13 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
         ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
         ("cuda", "k=tq4,v=tbq4_0", 128, None),
-        ("cuda", "q8_0", 128, "the GPU kernels read tq4 and tbq4_0, not q8_0; only --executor reference reads every format"),
+        ("cuda", "k=tq8,v=tq3", 64, None),
+        (
+            "cuda",
+            "q8_0",
+            128,
+            f"the GPU kernels read tq4, tq2, tq3, tq5, tq6, tq8 and tbq4_0, not q8_0; {ONLY}",
+        ),
         ("cuda", "tbq4_0", 256, "the GPU kernels take one scale a vector, and tbq4_0 at head_dim 256 has 2"),
         ("npu", "tq4", 128, None),
         ("npu", "k=bf16,v=tq4_seed", 128, None),
@@ -239,7 +261,12 @@ def test_windows_are_refused(backend):
 @pytest.mark.parametrize(
     ("description", "reads", "reason"),
     [
-        (LOPSIDED, cuda_layout.READS, "the GPU kernels need levels that are each other's negatives, which made_up has not"),
+        (IN_TWO_PLANES, cuda_layout.READS, None),
+        (
+            replace(IN_TWO_PLANES, planes=(IN_TWO_PLANES.planes[0], Plane(1, OWN_ORDER))),
+            cuda_layout.READS,
+            "the GPU kernels read planes of one order of coordinates, and made_up has planes of several",
+        ),
         (MADE_UP, ONNX_READS, "its graphs read tq4, not made_up; only --executor reference reads every format"),
         (MADE_UP, cpu_layout.APPENDS, "the CPU kernels read another order of coordinates than made_up has"),
         (AS_TQ4, cpu_layout.APPENDS, None),

@@ -1,0 +1,98 @@
+"""The line of tiles that programs share, against itself spelled out, and the busiest program of real batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+import triton
+import triton.language as tl
+
+from haarkv.tq_ops.cuda.schedule import find_piece, pieces, pieces_of, share_of, tiles_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROGRAMS, TILE = 3 * 132 // 8, 128  # of a KV head of Qwen3-14B on an H200
+BATCHES = [
+    ([5], [1], 3), ([256] * 8, [1] * 8, 11), ([256, *[4] * 31], [1] * 32, 11), ([0, 3, 0, 0, 1, 0], [1] * 6, 4),
+    ([0, 0], [1, 1], 4), ([7], [1], 12), ([3, 9, 1], [4, 1, 2], 5), ([1] * 33, [1] * 33, 6), ([2, 5], [3, 0], 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
+def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(stored, columns, programs):
+    found = list(pieces(stored, columns, programs))
+    tiles = [(piece.column_tile, tile) for piece in found for tile in range(piece.begin, piece.end)]
+    lengths = [length for length, count in zip(stored, columns, strict=True) for _ in range(count)]
+    assert tiles == [(tile, index) for tile, length in enumerate(lengths) for index in range(length)]
+    assert all(before.number < after.number for before, after in pairwise(found))
+    assert all(piece.number < programs + len(lengths) for piece in found)
+    load = [sum(piece.end - piece.begin for piece in found if piece.program == program) for program in range(programs)]
+    assert max(load) == triton.cdiv(len(tiles), programs)
+    for tile in range(len(lengths)):
+        numbers = [piece.number for piece in found if piece.column_tile == tile]
+        assert numbers == list(range(min(numbers, default=0), min(numbers, default=0) + len(numbers)))
+
+
+@triton.jit
+def line_kernel(seq_lens, query_start_loc, sequences, found, merged, programs, SIZE: tl.constexpr, ONE_EACH: tl.constexpr):
+    """What the functions say: six numbers of each piece by its number, and of each own column tile its first and its count."""
+    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, 128, 1, 16, ONE_EACH)
+    program = tl.program_id(0)
+    unit, place, end = share_of(stored, columns, program, programs)
+    while place < end:
+        sequence, column_tile, own, length, begin = find_piece(stored, columns, place)
+        count = tl.minimum(length - begin, end - place)
+        at = found + (program + column_tile) * 6
+        tl.store(at, program)
+        tl.store(at + 1, sequence)
+        tl.store(at + 2, column_tile)
+        tl.store(at + 3, begin)
+        tl.store(at + 4, begin + count)
+        tl.store(at + 5, program + column_tile)
+        first, many = pieces_of(stored, columns, unit, sequence, own)
+        tl.store(merged + 2 * column_tile, first)
+        tl.store(merged + 2 * column_tile + 1, many)
+        place += count
+
+
+@pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
+def test_the_device_finds_the_same_pieces(stored, columns, programs):
+    wanted = list(pieces(stored, columns, programs))
+    seq_lens = torch.tensor([max(0, 128 * n - 5) for n in stored], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, *columns], dtype=torch.int32).cumsum(0).int().to(DEVICE) * 16
+    size, one_each = triton.next_power_of_2(len(stored)), set(columns) == {1}
+    found = torch.full((programs + sum(columns), 6), -1, dtype=torch.int32, device=DEVICE)
+    merged = torch.zeros(sum(columns), 2, dtype=torch.int32, device=DEVICE)
+    line_kernel[(programs,)](seq_lens, starts, len(stored), found, merged, programs, SIZE=size, ONE_EACH=one_each)
+    assert [tuple(row) for row in found.tolist() if row[0] >= 0] == [
+        (p.program, p.sequence, p.column_tile, p.begin, p.end, p.number) for p in wanted
+    ]
+    for tile, (first, many) in enumerate(merged.tolist()):
+        numbers = [piece.number for piece in wanted if piece.column_tile == tile]
+        assert (many, first) == (len(numbers), numbers[0] if numbers else first)
+
+
+def by_table_width(lengths: list[int], width: int) -> int:
+    """Tokens of the busiest program if each sequence is cut into as many parts as fill a GPU, by the width of the table."""
+    splits = max(1, min(3 * 132 // (len(lengths) * 8), 64, triton.cdiv(width, TILE)))
+    return max(triton.cdiv(triton.cdiv(length, TILE), splits) for length in lengths) * TILE
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "before", "after"),
+    [
+        ([32768, *[512] * 31], 32768, 32768, 1024),
+        ([32768] * 8, 32768, 5504, 5376),
+        ([4096], 40960, 128, 128),
+        ([32768] * 32, 32768, 32768, 21504),
+    ],
+)
+def test_the_busiest_programs_tokens(lengths, width, before, after):
+    assert by_table_width(lengths, width) == before
+    load = [0] * PROGRAMS
+    for piece in pieces([triton.cdiv(length, TILE) for length in lengths], [1] * len(lengths), PROGRAMS):
+        load[piece.program] += (piece.end - piece.begin) * TILE
+    assert max(load) == after
