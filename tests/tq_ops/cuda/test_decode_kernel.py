@@ -14,12 +14,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.validation import bounds
 
-pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from ptx import LaunchFault, far
 from ptx_decode import executed
 
-from haarkv.tq_ops.cuda import decode, ops
+from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.layout import layout_of
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
 
 
 def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_back: bool = True, **how):
