@@ -19,8 +19,8 @@ help:
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
-	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for three kinds of GPU; no GPU needed"
+	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
@@ -48,12 +48,12 @@ test-aicore: $(VENV)/dev.stamp
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py
 
-test-ptx: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
-
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py
+
+test-ptx: $(VENV)/dev.stamp
+	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
 
 test-vllm-short: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/serving

@@ -61,7 +61,9 @@ def takes(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> bool:
     bits = {k.bits, v.bits}
     made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
     fits = q.dtype == torch.bfloat16 and group <= _MOST_GROUP and cache.block_size % 16 == 0
-    return made and fits and q.is_cuda and nvrtc.missing() is None
+    if not (made and fits and q.is_cuda) or nvrtc.missing():
+        return False
+    return shared_bytes(group, head_dim) <= nvrtc.most_shared_bytes(q.device)
 
 
 def blocks_a_processor(group: int, head_dim: int) -> int:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 pytest.importorskip("triton", reason="Triton, which brings the disassembler, is not installed")
 
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
 from haarkv.tq_ops.cuda import decode, nvrtc
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
 
 TOKENS = decode.TILE
 WARPS = decode.THREADS // 32
