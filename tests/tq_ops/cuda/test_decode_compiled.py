@@ -76,7 +76,7 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory, tmp_path):
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
-    """Their own code, over a driver that prints: the machine code, the shared memory, grid, stream and the structure's bytes."""
+    """Their own code, over a driver that prints: machine code, shared memory, grid, stream and the bytes of the structure."""
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests/support/fake_cuda_driver.c"], check=True)
     command = [sys.executable, ROOT / "tests/support/cuda_launched_once.py"]
