@@ -109,7 +109,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    tokens = k.shape[0]
+    tokens, k_type, v_type = k.shape[0], *(choices.rotation_operand(k, of.rounds_unit) for of in (of_k, of_v))
     quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
@@ -117,8 +117,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
-        WRITE=write,
+        K_TYPE=k_type, V_TYPE=v_type, WRITE=write, num_warps=choices.store_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
 
 
@@ -250,6 +249,6 @@ def rotate_and_append(
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
+        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
     return rotated
