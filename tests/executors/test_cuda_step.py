@@ -109,6 +109,17 @@ def test_packed_weights_are_the_models_own_and_there_once(family):
         assert {packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr()} <= set(held)
 
 
+def test_a_packed_model_is_taken_as_it_is():
+    whole = fused.fuse(small_model(config_of("qwen2")), torch.device("cpu"))
+    again = fused.fuse(whole.model, torch.device("cpu"))
+    for (_, ours), (_, theirs) in zip(again.model.weights.named(), whole.model.weights.named(), strict=True):
+        assert ours.data_ptr() == theirs.data_ptr()
+    for ours, theirs in zip(again.packed, whole.packed, strict=True):
+        assert ours.qkv_proj.data_ptr() == theirs.qkv_proj.data_ptr()
+        assert torch.equal(ours.qkv_proj, theirs.qkv_proj)
+        assert torch.equal(ours.heads.bias, theirs.heads.bias)
+
+
 def test_models_without_a_fused_layer_say_so_in_words():
     assert fused.unsupported(config_of("qwen3")) is fused.unsupported(config_of("qwen2")) is None
     experts = replace(SMALL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
