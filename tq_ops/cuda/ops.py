@@ -229,6 +229,7 @@ def rotate_and_append(
     Returns:
         [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
     """
+    qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
     tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
     of_k, of_v = _layouts(cache, layer, qkv.device)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
@@ -239,7 +240,7 @@ def rotate_and_append(
     rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
     of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
     prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, rotated,
         k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
