@@ -14,6 +14,8 @@ from haarkv.models import fused
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Composed, Heads
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation import bounds
@@ -288,3 +290,30 @@ def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
     report = validate(ReferenceExecutor(model), candidate, model, [[1, 2, 3]], 0, KVSpec("tq4").plan(2))
     assert (report.first_divergence.layer, report.first_divergence.stage) == (0, "store_kv.k")
     assert "each op by itself is right" in report.first_divergence.detail
+
+
+# -- With a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_torch_sees_no_wait_in_a_step(dtype):
+    """Torch's own watch over calls that wait, once what is made once is made."""
+    model = small_model(config_of("qwen2"), dtype=dtype)
+    shape = {"num_kv_heads": model.config.num_kv_heads, "head_dim": model.config.head_dim}
+    ours, cache = CudaExecutor(model), PagedKVCache(KVSpec("tq4").plan(2), num_blocks=6, device=DEVICE, **shape)
+    paging = PagedSequences(6, cache.block_size)
+    ids = [paging.add(), paging.add()]
+    prompts, last = paging.batch(ids, [3, 1]).to(DEVICE), paging.batch(ids, [1, 1]).to(DEVICE)
+    tokens = torch.tensor([1, 2, 3, 4], device=DEVICE)
+
+    @torch.inference_mode()
+    def run() -> None:
+        ours._all_sound(ours._run.prefill(tokens, prompts, cache))
+        ours._step_on(cache)(tokens[:2], last)
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
