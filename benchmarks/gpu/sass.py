@@ -110,14 +110,20 @@ def parse(text: str) -> tuple[Code, dict[str, int]]:
 
 
 def loops(text: str) -> list[Code]:
-    """Every loop: from a label to a jump back to it. A kernel ends with a jump to itself, which is none."""
+    """The innermost of the loops that do tensor-core work, from a label to a jump back to it; every loop where none does.
+
+    A kernel ends with a jump to itself, which is none.
+    """
     code, labels = parse(text)
-    found = []
+    spans = []
     for index, one in enumerate(code):
         target = _TARGET.search(one.operands) if one.op == "BRA" else None
         if target and labels.get(target[1], index) < index:
-            found.append(code[labels[target[1]] : index + 1])
-    return found
+            spans.append((labels[target[1]], index + 1))
+    multiplying = [span for span in spans if any(one.multiply_adds for one in code[slice(*span)])]
+    spans = multiplying or spans
+    innermost = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    return [code[slice(*span)] for span in innermost]
 
 
 def hottest_loop(text: str) -> Code:

@@ -1,7 +1,8 @@
-"""Attention over packed codes in the rotated domain, decode and prefill alike: tiles split over the context, then merged.
+"""Attention over packed codes in the rotated domain, decode and prefill alike: pieces of a context, then merged.
 
-A program takes one KV head of one sequence, some of its new tokens with all query heads of the group as columns of one tile,
-and one part of the stored tokens. Partial results are not normalized yet; `merge_kernel` adds them up and rotates them back.
+A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
+attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge_kernel` adds them up and
+rotates them back.
 """
 
 import triton
@@ -10,20 +11,21 @@ import triton.language as tl
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
 from haarkv.tq_ops.cuda.planes import load_codes
 from haarkv.tq_ops.cuda.rotate import dot, rotate_columns, rounded
+from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, pieces_of, share_of, tiles_of
 
 
 @triton.jit
-def find_tile(tile, query_start_loc, sequences, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sequence that column tile `tile` of a ragged batch belongs to, and its first column; -1 past the last tile."""
-    found, first = -1, 0
-    for index in range(sequences):
-        columns = (tl.load(query_start_loc + index + 1) - tl.load(query_start_loc + index)) * GROUP
-        tiles = (columns + COLUMNS - 1) // COLUMNS
-        inside = (tile >= 0) & (tile < tiles)
-        found = tl.where(inside, index, found)
-        first = tl.where(inside, tile * COLUMNS, first)
-        tile -= tiles
-    return found, first
+def rows_of(begin, end, table, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Stored tokens begin … begin + TOKENS - 1: which exist, their blocks (one, or one each), and their rows in a block."""
+    token = begin + tl.arange(0, TOKENS)
+    live = token < end
+    if BLOCK % TOKENS == 0:
+        block = tl.load(table + begin // BLOCK).to(tl.int64)
+        row = kv_head * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
+    else:
+        block = tl.load(table + token // BLOCK, live, 0).to(tl.int64)
+        row = kv_head * BLOCK + token % BLOCK
+    return token, live, block, row
 
 
 @triton.jit
@@ -48,14 +50,7 @@ def attend_tile(
         scale: softmax_scale * log2(e).
     """
     peak, total, widest, out_low, out_high = state
-    token = begin + tl.arange(0, TOKENS)
-    live = token < end
-    if BLOCK % TOKENS == 0:
-        block = tl.load(table + begin // BLOCK).to(tl.int64)
-        row = kv_head * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
-    else:
-        block = tl.load(table + token // BLOCK, live, 0).to(tl.int64)
-        row = kv_head * BLOCK + token % BLOCK
+    token, live, block, row = rows_of(begin, end, table, kv_head, BLOCK, TOKENS)
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
     k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
     k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
@@ -84,85 +79,205 @@ def attend_tile(
     return new_peak, total, new_widest, out_low, out_high
 
 
-# What changes from batch to batch is no reason to compile anew.
-@triton.jit(do_not_specialize=["sequences", "table_width", "splits"])
-def attend_kernel(
-    q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
-    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    k_centroids, v_centroids, k_words, v_words, scale, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr, TYPE: tl.constexpr,
-    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
+@triton.jit
+def attend_wide_tile(
+    q_low, q_high, position, state,
+    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+    k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+    D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention. Grid: [column tiles, HEADS, splits].
+    """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
+
+    Queries and probabilities are the left operand, and probabilities never leave their registers. Centroids go to shared
+    memory once a tile. A maximum over tokens stays within four lanes, where the other way round it is one of four warps.
 
     Args:
-        q: [T, HEADS * GROUP, D], rotated, of TYPE.
-        parts: [T, HEADS * GROUP, splits, D] fp32, sums of exp2(logit - maximum) * v, rotated.
-        maxima, sums: [T, HEADS * GROUP, splits] fp32; a part without tokens has maximum -inf and sum 0, its sums of v unset.
-        ONE_EACH: every sequence has one new token: a column tile is a sequence.
+        q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
+        MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them.
     """
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    sequence, first = tl.program_id(0), 0
-    if not ONE_EACH:
-        sequence, first = find_tile(sequence, query_start_loc, sequences, GROUP, COLUMNS)
-    if sequence < 0:
-        return
+    peak, total, widest, out_low, out_high = state
+    token, live, block, row = rows_of(begin, end, table, kv_head, BLOCK, TOKENS)
+    k_scale, v_scale = k_scales + block * k_scales_stride + row, v_scales + block * v_scales_stride + row
+    if MASKED:
+        k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
+    else:
+        k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
+    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
+    k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
+    logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
+    logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
+    if MASKED:
+        logits = tl.where((token[None, :] <= position[:, None]) & live[None, :], logits, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    p = tl.exp2(logits - finite[:, None])
+    shrink = tl.exp2(peak - finite)
+    total = total * shrink + tl.sum(p, 1)
+    v_scale = v_scale.to(tl.float32)
+    new_widest = tl.maximum(widest, tl.max(v_scale, 0))
+    unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
+    p = (p * (v_scale * unit)[None, :]).to(TYPE)
+    shrink = (shrink * (widest * unit))[:, None]
+    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (D * V_BITS // 8), D, V_BITS)
+    v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
+    out_low = dot(p, v_low, out_low * shrink, TYPE)
+    out_high = dot(p, v_high, out_high * shrink, TYPE)
+    return new_peak, total, new_widest, out_low, out_high
+
+
+@triton.jit
+def attend_piece(
+    q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+    k_centroids, v_centroids, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
+    TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """Attend with column tile `own` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
+
+    Args:
+        place: of the partial result among those of pieces; with WHOLE it goes by the vectors instead.
+    """
     start = tl.load(query_start_loc + sequence)
-    column = first + tl.arange(0, COLUMNS)
+    column = own * COLUMNS + tl.arange(0, COLUMNS)
     token = start + column // GROUP
     live = token < tl.load(query_start_loc + sequence + 1)
     position = tl.load(positions + token, live, -1).to(tl.int32)
-    end = tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1)
-    # Each split takes its share of this sequence's stored tokens, whose number the host need not know.
-    share = tl.cdiv(tl.cdiv(end, TOKENS), splits) * TOKENS
-    begin = split * share
-    end = tl.minimum(end, begin + share)
+    end = tl.minimum(end, tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
-    dims = tl.arange(0, D // 2)[:, None]
-    at = q + vector[None, :] * D + dims
-    q_low, q_high = tl.load(at, live[None, :], 0.0), tl.load(at + D // 2, live[None, :], 0.0)
+    dims, lives = tl.arange(0, D // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
-    low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
     table = block_table + sequence.to(tl.int64) * table_width
-    k_words, v_words = load_words(k_words, K_BITS, K_PERMUTE), load_words(v_words, V_BITS, V_PERMUTE)
-    for tile in tl.range(begin, end, TOKENS):
-        peak, total, widest, low, high = attend_tile(
-            q_low, q_high, position, (peak, total, widest, low, high),
-            tile, end, table,
-            k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-            k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-            D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH,
-        )  # fmt: skip
-    part = vector * splits + split
+    part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    if WIDE:
+        vector, part_row, dims, lives = vector[:, None], part[:, None], dims[None, :], live[:, None]
+        low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
+    else:
+        vector, part_row, dims, lives = vector[None, :], part[None, :], dims[:, None], live[None, :]
+        low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
+    at = q + vector * D + dims
+    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
+    masked = begin
+    if WIDE:
+        # Tiles that the first new token of the columns sees whole need no mask.
+        seen = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
+        masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
+        for tile in tl.range(begin, masked, TOKENS):
+            peak, total, widest, low, high = attend_wide_tile(
+                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False,
+            )  # fmt: skip
+    for tile in tl.range(masked, end, TOKENS):
+        if WIDE:
+            peak, total, widest, low, high = attend_wide_tile(
+                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True,
+            )  # fmt: skip
+        else:
+            peak, total, widest, low, high = attend_tile(
+                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH,
+            )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
-        out = parts + part[None, :] * D + dims
-        tl.store(out, low * widest, live[None, :])
-        tl.store(out + D // 2, high * widest, live[None, :])
+        out = parts + part_row * D + dims
+        tl.store(out, low * widest, lives)
+        tl.store(out + D // 2, high * widest, lives)
 
 
-@triton.jit(do_not_specialize=["vectors", "splits"])
+# What changes from batch to batch is no reason to compile anew.
+@triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
+def attend_kernel(
+    q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
+    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+    k_centroids, v_centroids, k_words, v_words, scale, programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    ONE_EACH: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
+
+    Args:
+        q: [T, HEADS * GROUP, D], rotated, of TYPE.
+        parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
+            exp2(logit - maximum) * v, rotated.
+        maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        SIZE: a power of two, at least `sequences`.
+        WIDE: whether `attend_wide_tile` does it.
+        ONE_EACH: every sequence has one new token: a column tile is a sequence.
+    """
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH)
+    k_words, v_words = load_words(k_words, K_BITS, K_PERMUTE), load_words(v_words, V_BITS, V_PERMUTE)
+    if WHOLE:
+        # The last tiles of a prompt see most and begin first.
+        sequence, own = find_column_tile(columns, programs - 1 - program)
+        if sequence < sequences:
+            attend_piece(
+                q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+                k_centroids, v_centroids, k_words, v_words, scale, sequence, own, 0, 2147483647, 0, kv_head,
+                HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
+            )  # fmt: skip
+    else:
+        _, place, stop = share_of(stored, columns, program, programs)
+        while place < stop:
+            sequence, column_tile, own, length, first = find_piece(stored, columns, place)
+            count = tl.minimum(length - first, stop - place)
+            attend_piece(
+                q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
+                k_centroids, v_centroids, k_words, v_words, scale, sequence, own,
+                first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
+                HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
+            )  # fmt: skip
+            place += count
+
+
+@triton.jit(do_not_specialize=["vectors", "sequences", "programs"])
 def merge_kernel(
-    parts, maxima, sums, out, rotation, vectors, splits,
-    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
-    ROTATES_BACK: tl.constexpr,
+    parts, maxima, sums, out, rotation, vectors, query_start_loc, sequences, seq_lens, programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr,
+    ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ROTATES_BACK: tl.constexpr,
 ):  # fmt: skip
     """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
 
     Grid: [vectors / ROWS, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time, and
-    writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [vectors / ROWS, 1].
+    writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [vectors / ROWS, 1]. ROWS is 1 unless WHOLE.
     """
     row, begin = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * (WIDTH * PIECES)
     live = row < vectors
+    base, count = row.to(tl.int64), 1
+    if not WHOLE:
+        vector = tl.program_id(0)
+        token, head = vector // (HEADS * GROUP), vector % (HEADS * GROUP)
+        sequence, column = token, head % GROUP
+        if not ONE_EACH:
+            index = tl.arange(0, SIZE)
+            ends = tl.load(query_start_loc + index + 1, index < sequences, 2147483647)
+            sequence = tl.sum((ends <= token).to(tl.int32), 0)
+            column += (token - tl.load(query_start_loc + sequence)) * GROUP
+        stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH)
+        unit, _, _ = share_of(stored, columns, 0, programs)
+        first, count = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
+        base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
     dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
-    for first in range(0, splits, AT_ONCE):
+    for first in range(0, count, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
-        there = live[:, None] & (split < splits)
-        part = row[:, None].to(tl.int64) * splits + split
+        there = live[:, None] & (split < count)
+        part = base[:, None] + split * (HEADS * COLUMNS)
         peaks = tl.load(maxima + part, there, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
         finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)

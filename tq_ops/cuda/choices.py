@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS_A_PROCESSOR = 3
-MOST_SPLITS = 64
 _INTERPRETED_PROCESSORS = 4
+_WIDE_FROM = 64  # columns of a sequence
 _PARTS_AT_ONCE = 16
 _MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
 
@@ -24,22 +24,32 @@ class AttentionTile:
     Attributes:
         columns: queries times heads of a group. From 16 on the product runs on whole warp groups, operands in registers.
         tokens: stored tokens a step.
+        wide: whether columns are the rows of the products, and so many that each code is looked up once for 64.
         warps, stages: of a program.
     """
 
     columns: int
     tokens: int
+    wide: bool = False
     warps: int = 4
     stages: int = 2
 
 
-def attention_tile(one_each: bool, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
-    """Sizes for decode (one new token a sequence) or prefill. With none of them does a program spill: a test compiles all."""
-    columns = max(16, 1 << (group - 1).bit_length()) if one_each else 16
+def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+    """Sizes for a launch. With none of them does a program spill: a test compiles all.
+
+    Args:
+        most: new tokens of a sequence, on average; 1 is decode.
+        group: query heads of a KV head.
+    """
+    one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
         return AttentionTile(columns, 16 if head_dim > 128 else 32)
     if head_dim > 128:
         return AttentionTile(columns, 64)
+    if most * group >= _WIDE_FROM:
+        # So that three programs of 128 threads share a processor: while one looks up, others multiply.
+        return AttentionTile(64, 32, True)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
 
@@ -60,12 +70,12 @@ class MergeTile:
     pieces: int
 
 
-def merge_tile(splits: int, head_dim: int) -> MergeTile:
-    """A decode step has few vectors in many parts: a program takes one. A prompt has many in one part: a program takes 16."""
-    if splits > 1:
-        width = min(head_dim, _MATRIX_TILE // head_dim)
-        return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
-    return MergeTile(16, 1, 32, 1)
+def merge_tile(whole: bool, head_dim: int) -> MergeTile:
+    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16."""
+    if whole:
+        return MergeTile(16, 1, 32, 1)
+    width = min(head_dim, _MATRIX_TILE // head_dim)
+    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
 
 
 @cache
@@ -77,17 +87,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def count_splits(tiles: int, most_tokens: int, tile_tokens: int, device: torch.device) -> int:
-    """How many parts a context is cut into, so that about `PROGRAMS_A_PROCESSOR` programs run on each processor at once.
+def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
+    """Programs of a KV head that share all work, so that about `PROGRAMS_A_PROCESSOR` run on each processor at once.
 
-    The lengths stay on the device, so it goes by the width of the block table.
+    It is one number for any lengths, which stay on the device, so that a graph can hold the launch.
 
     Args:
-        tiles: column tiles times KV heads.
-        most_tokens: room in a row of the block table.
+        heads: KV heads.
+        most_tiles: that there can be, of stored tokens by column tiles; more programs would have nothing to do.
     """
-    fill = PROGRAMS_A_PROCESSOR * processors(device) // max(tiles, 1)
-    return max(1, min(fill, MOST_SPLITS, -(-most_tokens // tile_tokens)))
+    return max(1, min(PROGRAMS_A_PROCESSOR * processors(device) // heads, most_tiles))
 
 
 def attention_operand(q: Tensor) -> tl.dtype:

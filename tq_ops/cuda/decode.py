@@ -72,7 +72,7 @@ def blocks_a_processor(group: int, head_dim: int) -> int:
 def shared_bytes(group: int, head_dim: int) -> int:
     """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums."""
     columns = _columns(group)
-    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4 + 16
+    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4
 
 
 def _columns(group: int) -> int:
@@ -81,7 +81,13 @@ def _columns(group: int) -> int:
 
 def compiled(target: str, *shape: int) -> bytes:
     """What NVRTC makes of `csrc/decode.cu` for a shape, in the order of `DEFINED`."""
-    return nvrtc.compiled(SOURCES, "decode.cu", target, dict(zip(DEFINED, shape, strict=True)))
+    macros = dict(zip(DEFINED, shape, strict=True))
+    # What is written down here and there is compared as it is compiled.
+    macros |= {
+        "SHARED_BYTES": shared_bytes(*shape[1:3]), "ARGUMENT_BYTES": ctypes.sizeof(_Arguments), "BLOCK_THREADS": THREADS,
+        "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
+    }  # fmt: skip
+    return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
 
 
 @cache
@@ -130,8 +136,9 @@ def attend(
     table = batch.block_table.contiguous()
     blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, head_dim, device)
     columns = _columns(group)
-    parts = torch.empty(blocks * heads * 2, columns * (head_dim + 2), dtype=torch.float32, device=device)
-    sums, maxima, totals = parts.view(-1).split([parts.shape[0] * columns * n for n in (head_dim, 1, 1)])
+    slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
+    sums = torch.empty(slots * columns * head_dim, dtype=torch.float32, device=device)
+    maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
     out = torch.empty_like(q)
 
     def side(fields: dict[str, Tensor]) -> _Side:

@@ -79,10 +79,15 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     if (key := int(fault)) == NO_FAULT:
         return
     fault.fill_(NO_FAULT)
-    layer, side, token, head = key >> 49, (key >> 48) & 1, (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
-    name, kv_format = ("V", cache.v_format(layer)) if side else ("K", cache.k_format(layer))
-    where = f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+    layer, side, token, head = fault_place(key)
+    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
+    where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
     raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
+
+
+def fault_place(key: int) -> tuple[int, str, int, int]:
+    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
+    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
 
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
@@ -97,7 +102,17 @@ def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[i
     return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
 
 
-def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
+def append(
+    k: Tensor,
+    v: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+    fault: Tensor,
+    *,
+    write: bool = True,
+    stand_in: bool = False,
+) -> None:
     """Quantize K and V and store them, in one launch and without waiting for the device.
 
     Args:
@@ -105,6 +120,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         batch: where they go; a negative slot is skipped.
         fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: whether to store anything, or to look for faults only.
+        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not.
     """
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
@@ -117,7 +133,8 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=k_type, V_TYPE=v_type, WRITE=write, num_warps=choices.store_warps(head_dim, (k_type, v_type)),
+        K_TYPE=k_type, V_TYPE=v_type, WRITE=write, STAND_IN=stand_in,
+        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
 
 
@@ -172,34 +189,41 @@ def attend(
     """
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
-    one_each, operand = tokens == sequences, choices.attention_operand(q)
+    one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
     if one_each and decode.takes(q, cache, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
-    tile = choices.attention_tile(one_each, group, head_dim, operand)
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
-    tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    table = batch.block_table.contiguous()
-    splits = choices.count_splits(tiles * heads, table.shape[1] * cache.block_size, tile.tokens, q.device)
-    parts = torch.empty(tokens, heads * group, splits, head_dim, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
+    most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
+    programs = choices.count_programs(heads, most_tiles, q.device)
+    # Column tiles enough for all programs are not cut.
+    whole = not one_each and tokens * group >= programs * tile.columns
+    programs = column_tiles if whole else programs
+    shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
+    parts = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    attention.attend_kernel[(tiles, heads, splits)](
+    same = {
+        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
+        "SIZE": triton.next_power_of_2(sequences), "ONE_EACH": one_each, "WHOLE": whole,
+    }  # fmt: skip
+    attention.attend_kernel[(programs, heads)](
         rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *_strides(k_fields, v_fields),
-        of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E,
-        splits, HEADS=heads, GROUP=group, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size,
-        COLUMNS=tile.columns, TOKENS=tile.tokens, ONE_EACH=one_each, TYPE=operand,
+        of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E, programs,
+        K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **same,
     )  # fmt: skip
     out = torch.empty_like(q)
     vectors = tokens * heads * group
-    merge = choices.merge_tile(splits, head_dim)
+    merge = choices.merge_tile(whole, head_dim)
     across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
     attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
-        parts, maxima, sums, out, of_v.rotation, vectors, splits, D=head_dim, ROWS=merge.rows, AT_ONCE=merge.at_once,
-        WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
+        parts, maxima, sums, out, of_v.rotation, vectors, batch.query_start_loc, sequences, batch.seq_lens, programs,
+        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back, **same,
     )  # fmt: skip
     return out
 
@@ -213,7 +237,7 @@ def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, sof
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
-    It allocates the rotated queries and one partial result per split, of which there are at most `MOST_SPLITS` at any context.
+    It allocates the rotated queries and the partial results, a number of them that does not grow with the context.
     """
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)

@@ -86,6 +86,13 @@ def tiles_of(
 
 
 @triton.jit
+def find_column_tile(columns, column_tile):
+    """The sequence of a column tile among all, and which one of its own this is; `SIZE` past the last."""
+    before = tl.cumsum(columns, 0) <= column_tile
+    return tl.sum(before.to(tl.int32), 0), column_tile - tl.sum(tl.where(before, columns, 0), 0)
+
+
+@triton.jit
 def share_of(stored, columns, program, programs):
     """The unit, and the first place of a program and the one behind its last."""
     total = tl.sum(stored * columns, 0)

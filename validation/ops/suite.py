@@ -47,6 +47,10 @@ ATTENTION = (
     CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 128, (200,), (1,)),
     CacheCase("tq4", 128, 5, 2, 16, (0, 126, 300), (3, 1, 1), pages=True),
     CacheCase("tbq4_0", 256, 2, 2, 128, (130,), (2,), pages=True),
+    CacheCase("tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
+    CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
+    CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
+    CacheCase("k=tq8,v=tq3", 64, 2, 2, 16, (200, 0), (30, 50)),
 )
 # For interpreters, too: of each pair what is quick.
 SMALL_ATTENTION = (
@@ -61,6 +65,9 @@ SMALL_ATTENTION = (
     *(Attention(CacheCase("tbq4_0", 128, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
     Attention(CacheCase("k=tbq4_0,v=tq4", 128, 8, 1, 8, (20,), (1,)), FP32, small=True),
     Attention(CacheCase("tq4", 64, 5, 2, 128, (0, 130), (1, 1), pages=True), BF16, small=True),
+    Attention(CacheCase("tq4", 128, 8, 1, 16, (30, 0), (9, 12)), BF16, small=True),
+    Attention(CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)), BF16, small=True),
+    *(Attention(CacheCase("k=tq4,v=tq2", 128, 2, 1, 8, (20, 3), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
     Attention(CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True), FP32, small=True),
 )
 STORES = (

@@ -61,18 +61,29 @@ def test_attention_equals_the_references_at_length(case):
     check_attention(case)
 
 
-@pytest.mark.parametrize("splits", [1, 7])
-def test_tiles_and_splits_of_a_context_are_merged(monkeypatch, splits):
-    """Splits of which some have no token, and V whose scales grow from the first tile to the second."""
-    case = Case("tq4", 64, 2, 1, 8, (150,), (1,))
+def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> float:
+    """The error of attention whose line of work so many programs share, over V whose scales grow from tile to tile."""
     made, batch = filled(case)
-    late = batch.block_table[0, 16:].long()
+    late = batch.block_table[:, 16:][batch.block_table[:, 16:] >= 0].long()
     made.v_fields(LAYER)["scale"][late] *= 3
-    copy, q = on_device(made, case), torch.randn(1, 2, 64)
-    theirs = reference.paged_attention(q.bfloat16(), made, LAYER, batch, 0.125)
-    monkeypatch.setattr(choices, "count_splits", lambda *_: splits)
-    ours = ops.paged_attention(q.bfloat16().to(DEVICE), copy, LAYER, batch.to(DEVICE), 0.125)
-    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+    copy, q = on_device(made, case), torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(dtype)
+    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
+    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
+    return relative(ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), case.head_dim**-0.5), theirs)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 12])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
+        Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
+        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
+    ],
+    ids=str,
+)
+def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
+    assert attended(case, BF16, programs, monkeypatch) <= bounds.LAYER_BF16.attention
 
 
 def test_tiny_v_keeps_its_precision():

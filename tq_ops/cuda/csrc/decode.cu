@@ -23,6 +23,9 @@
 #include "merge.cuh"
 #include "work.cuh"
 
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES && THREADS == BLOCK_THREADS && TILE == TILE_TOKENS,
+              "decode.py says otherwise");
+
 // Grid: [thread blocks that share the work of a KV head, HEADS].
 extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(const __grid_constant__ Arguments given) {
     if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();

@@ -6,8 +6,10 @@
 struct Scratch {
     float sums[FOLDED_WARPS][SUMS][32];
     float maxima[WARPS][COLUMNS], totals[WARPS][COLUMNS];
-    bool last;
 };
+
+static_assert(TABLE_BYTES + sizeof(Scratch) == SHARED_BYTES, "shared_bytes of decode.py");
+static_assert(COLUMNS * (HEAD_DIM + MOST_BLOCKS) * 4 <= sizeof(Scratch::sums), "an output, and the weights of its parts");
 
 __device__ __forceinline__ Scratch& scratch() { return *(Scratch*)(shared + TABLE_BYTES); }
 
@@ -135,10 +137,10 @@ __device__ __forceinline__ bool is_last(const Arguments& given, int sequence, in
         bool last = atomicAdd(arrived, 1) == parts - 1;
         if (last) *arrived = 0;
         __threadfence();
-        scratch().last = last;
+        *(int*)scratch().maxima = last;  // which nobody needs any more
     }
     __syncthreads();
-    return scratch().last;
+    return *(const int*)scratch().maxima;
 }
 
 // The output of a sequence whose parts lie in thread blocks first ... last.
