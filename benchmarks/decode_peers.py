@@ -51,13 +51,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = 
         return [(k.to(dtype, copy=True), v.to(dtype, copy=True)) for _ in range(count)]
 
     half, half_bytes = copied(torch.bfloat16), 4.0 * kv_heads * dim
-    backends: dict[str, Any] = {"": None}
-    if q.device.type == "cuda":
-        backends = {
-            " flash": SDPBackend.FLASH_ATTENTION,
-            " cudnn": SDPBackend.CUDNN_ATTENTION,
-            " efficient": SDPBackend.EFFICIENT_ATTENTION,
-        }
+    backends = sdpa_backends(q.device)
     for form, queries in (("rows", rows), ("gqa", whole)):
         for word, backend in backends.items():
             run = _sdpa(queries, half, gqa=form == "gqa", backend=backend)
@@ -69,6 +63,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = 
     if q.device.type == "cpu":
         yield AttentionPeer("sdpa fp32 rows", _sdpa(rows.float(), copied(torch.float32)), 2 * half_bytes)
         yield AttentionPeer("torch bf16 products", _products(rows, half), half_bytes)
+
+
+def sdpa_backends(device: torch.device) -> dict[str, Any]:
+    """The ways in which SDPA computes on a device, by what a peer's name ends with; on a CPU it chooses itself."""
+    if device.type != "cuda":
+        return {"": None}
+    return {
+        " flash": SDPBackend.FLASH_ATTENTION,
+        " cudnn": SDPBackend.CUDNN_ATTENTION,
+        " efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
 
 
 def _sdpa(

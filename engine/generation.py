@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.sampling import Sampler, Sampling
+from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 PREFILL_CHUNK = 512
@@ -129,14 +129,16 @@ def generate(
     _check_prompts(prompts, max_context, max_new_tokens)
     timing, began = Timing(prefill_tokens=sum(map(len, prompts))), time.perf_counter()
     completions = [Completion(len(prompt)) for prompt in prompts]
-    samplers = [Sampler(sampling or Sampling(), index, prompt) for index, prompt in enumerate(prompts)]
+    sampler = BatchSampler(sampling or Sampling(), prompts)
     sequences = [paging.add() for _ in prompts]
     running = list(range(len(prompts)))
     try:
         logits = prefill_in_chunks(executor, prompts, sequences, paging, cache, chunk, on_prefill)
         while True:
-            for row, index in enumerate(running):
-                token, done = samplers[index].next(logits[row]), completions[index]
+            drawn, before = sampler.next(logits, running), running
+            # Here the host waits for the device, for one id a sequence.
+            for index, token in zip(running, drawn.tolist(), strict=True):
+                done = completions[index]
                 if token in eos_token_ids:
                     done.finish = "eos"
                     continue
@@ -157,7 +159,9 @@ def generate(
             if not running:
                 return completions, timing
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
-            token_ids = torch.tensor([completions[i].token_ids[-1] for i in running], device=cache.device)
+            if len(running) < len(before):
+                drawn = torch.tensor([completions[i].token_ids[-1] for i in running])
+            token_ids = uploaded(drawn, cache.device)
             logits = executor.decode(token_ids, batch, cache)
     finally:
         for sequence in sequences:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import uploaded
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
 _PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
@@ -54,8 +55,117 @@ class Sampling:
             raise InputError(f"repetition penalty must lie in [{low:g}, {high:g}], not {self.repetition_penalty}")
 
 
+class BatchSampler:
+    """Draws the next tokens of several sequences at once, where their logits are: of a GPU, without waiting for it.
+
+    A token is drawn with one random number u in [0, 1): the first whose weights and those before it add up to more than u of
+    all. The order is that of the ids, or with a filter from the most likely token down, of equal ones the lower id first.
+    Random numbers come of the CPU's generators, weights and sums are FP64 on every device: the same logits draw the same token
+    wherever they are, but for a u within about 1e-13 of a token's end.
+
+    Args:
+        sampling: the settings.
+        prompts: token ids of each sequence, which a repetition penalty counts as said.
+        first: number of the first sequence among those generated together: sequence i draws from `seed + first + i`.
+    """
+
+    def __init__(self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0) -> None:
+        self._sampling = sampling
+        self._prompts = prompts
+        self._said: Tensor | None = None
+        seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def next(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Draw one token for each of some sequences; the lowest id wins a tie when greedy.
+
+        Args:
+            logits: [n, vocab] fp32, finite.
+            rows: which sequences they are of, n different ones.
+        Returns:
+            [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
+        """
+        logits = _at_hand(logits)
+        at = slice(None) if len(rows) == len(self._prompts) else uploaded(torch.tensor(rows), logits.device)
+        logits = self._penalized(logits, at)
+        if self._sampling.temperature == 0:
+            tokens = _lowest_of_largest(logits)
+        else:
+            drawn = [float(torch.rand((), dtype=torch.float64, generator=self._generators[row])) for row in rows]
+            tokens = self._drawn(logits, uploaded(torch.tensor(drawn, dtype=torch.float64), logits.device))
+        if self._said is not None:
+            self._said[at] = self._said[at].scatter(1, tokens.unsqueeze(1), True)
+        return tokens
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probability [B, vocab] fp64 with which `next` draws each token of every sequence at a temperature above 0.
+
+        Args:
+            logits: [B, vocab] fp32, of all sequences.
+        """
+        logits = _at_hand(logits)
+        kept = [self._kept(part) for part in _parts(self._penalized(logits, slice(None)))]
+        found = [torch.zeros(ids.shape[0], logits.shape[1], dtype=torch.float64, device=ids.device) for ids, _ in kept]
+        return torch.cat([p.scatter(1, ids, w / w.sum(-1, keepdim=True)) for p, (ids, w) in zip(found, kept, strict=True)])
+
+    def _penalized(self, logits: Tensor, at: Tensor | slice) -> Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        if self._said is None:
+            said = torch.zeros(len(self._prompts), logits.shape[1], dtype=torch.bool)
+            for row, prompt in enumerate(self._prompts):
+                said[row, sorted(set(prompt))] = True
+            self._said = said.to(logits.device)
+        return torch.where(self._said[at], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+    def _drawn(self, logits: Tensor, u: Tensor) -> Tensor:
+        found = []
+        for part, number in zip(_parts(logits), _parts(u), strict=True):
+            ids, weights = self._kept(part)
+            sums = weights.cumsum(-1)
+            # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
+            place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
+            found.append(ids.gather(1, place).squeeze(1))
+        return torch.cat(found)
+
+    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [n, m] in the order in which tokens are drawn, and weights [n, m] fp64, 0 of those that may not be.
+
+        The filters keep the head of the sorted vocabulary, mostly few tokens, so on the CPU only about as many are sorted,
+        until one is not kept. A GPU would have to wait to know: it sorts all.
+        """
+        sampling, vocab = self._sampling, logits.shape[1]
+        largest = logits.amax(-1, keepdim=True).double()
+
+        def weights_of(values: Tensor) -> Tensor:
+            # The largest becomes 0, which stays finite however low the temperature.
+            return ((values.double() - largest) / sampling.temperature).exp()
+
+        if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+            return torch.arange(vocab, device=logits.device).expand(logits.shape), weights_of(logits)
+        total = None if sampling.top_k else weights_of(logits).sum(-1, keepdim=True)
+        size = vocab if logits.is_cuda else sampling.top_k or _FIRST_SORTED
+        while True:
+            values, ids = _head(logits, size)
+            if sampling.top_k:
+                values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
+            weights = self._filtered(weights_of(values), total)
+            if size >= vocab or sampling.top_k or not weights[:, -1].any():
+                return ids, weights
+            size *= _GROWTH
+
+    def _filtered(self, weights: Tensor, total: Tensor | None) -> Tensor:
+        """Weights [n, m] in descending order, those that top-p and min-p drop set to 0; `total` [n, 1] is of all tokens."""
+        # A token stays while the mass before it has not reached p; the first always stays.
+        before = weights.cumsum(-1) - weights
+        mass = weights.sum(-1, keepdim=True) if total is None else total
+        kept = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
+        return torch.where(kept, weights, 0.0)
+
+
 class Sampler:
-    """Draws the tokens of one sequence.
+    """Draws the tokens of one sequence, as `BatchSampler` does whatever else runs beside it.
 
     Args:
         sampling: the settings.
@@ -64,71 +174,42 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, index: int = 0, prompt: Iterable[int] = ()) -> None:
-        self._sampling = sampling
-        self._said = set(prompt)
-        self._generator = torch.Generator().manual_seed(sampling.seed + index)
+        self._batch = BatchSampler(sampling, [list(prompt)], index)
 
     def next(self, logits: Tensor) -> int:
         """Draw from logits [vocab] fp32; the lowest id wins a tie when greedy."""
-        logits = self._penalized(logits)
-        if self._sampling.temperature == 0:
-            # Not argmax, which on a GPU returns any of several equal ones.
-            token = int((logits == logits.amax()).nonzero()[0])
-        else:
-            ids, weights = self._kept(logits)
-            token = int(ids[torch.multinomial(weights, 1, generator=self._generator)])
-        self._said.add(token)
-        return token
+        return int(self._batch.next(logits.unsqueeze(0), [0]))
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability [vocab] fp64 with which `next` draws each token at a temperature above 0."""
-        ids, weights = self._kept(self._penalized(logits))
-        return torch.zeros(len(logits), dtype=torch.float64).scatter(0, ids, weights / weights.sum())
+        return self._batch.probabilities(logits.unsqueeze(0))[0]
 
-    def _penalized(self, logits: Tensor) -> Tensor:
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1 or not self._said:
-            return logits
-        said = torch.tensor(sorted(self._said), device=logits.device)
-        scores = logits[said]
-        return logits.index_put((said,), torch.where(scores < 0, scores * penalty, scores / penalty))
 
-    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the tokens that may be drawn, and their weights [n] fp64, which need not add up to 1; on the CPU.
+def _at_hand(logits: Tensor) -> Tensor:
+    """Logits where they can be sampled: on a GPU, which has FP64, or on the CPU."""
+    return logits if logits.is_cuda else logits.cpu()
 
-        The filters keep the head of the sorted vocabulary, mostly few tokens, so only about as many are sorted.
-        """
-        sampling = self._sampling
-        # The largest becomes 0, which stays finite however low the temperature.
-        logits = (logits.double() - logits.amax()) / sampling.temperature
-        # Exponentials and their sum on the CPU, whose rounding is one for all devices: a seed means one text.
-        if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
-            return torch.arange(len(logits)), logits.cpu().exp()
-        total = logits.cpu().exp().sum()
-        size = sampling.top_k or _FIRST_SORTED
-        while True:
-            order, kept = _head(logits, size)
-            whole = len(order) == len(logits)
-            mass = kept[: sampling.top_k].sum() if sampling.top_k else total
-            kept = kept[: sampling.top_k] if sampling.top_k else kept
-            # A token stays while the mass before it has not reached p; the first always stays.
-            before = kept.cumsum(-1) - kept
-            some = kept[before < sampling.top_p * mass]
-            some = some[some >= sampling.min_p * some[0]]
-            if whole or sampling.top_k or len(some) < len(kept):
-                return order[: len(some)], some
-            size *= _GROWTH
+
+def _parts(batch: Tensor) -> tuple[Tensor, ...]:
+    """A batch whole on a GPU, row by row on the CPU, where each row sorts as much as it needs."""
+    return (batch,) if batch.is_cuda else torch.split(batch, 1)
+
+
+def _lowest_of_largest(logits: Tensor) -> Tensor:
+    """[n] int64, the first of the largest logits of each row [n, vocab]. Not argmax, of which a GPU promises no order."""
+    vocab = logits.shape[1]
+    ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, vocab - 1).amin(-1).long()
 
 
 def _head(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Ids of the `size` largest logits [vocab], and of those equal to the last of them, and exp of them, descending.
+    """The `size` largest logits and those equal to the last of them, in descending order, and their ids, both [n, m].
 
-    Of equal ones the lower id comes first. Both on the CPU.
+    Of equal ones the lower id comes first. All of the vocabulary if `size` is as large; else `logits` is one row, on the CPU.
     """
-    if size < len(logits):
-        ids = (logits >= logits.topk(size).values[-1]).nonzero()[:, 0]
-        values = logits[ids].cpu()
-    else:
-        ids, values = torch.arange(len(logits)), logits.cpu()
-    order = values.argsort(descending=True, stable=True)
-    return ids.cpu()[order], values[order].exp()
+    if size >= logits.shape[1]:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    ids = (logits >= logits.topk(size).values[:, -1:]).nonzero()[:, 1].unsqueeze(0)
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)

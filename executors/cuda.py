@@ -1,4 +1,4 @@
-"""The CUDA executor: the model's own layers over the Triton op table, decode steps captured as graphs."""
+"""The CUDA executor: dense layers over fused ops, others over the Triton op table; decode steps captured as graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
+from haarkv.models import fused
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.cuda.available import triton_missing
@@ -26,8 +27,19 @@ from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable, with_ops
 
 
+class _Forwards(NamedTuple):
+    """A model's forwards, their ops chosen."""
+
+    prefill: Callable[[Tensor, Batch, PagedKVCache], Tensor]
+    decode: Callable[[Tensor, Batch, PagedKVCache], Tensor]
+    layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
+
+
 class CudaExecutor:
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
+
+    A dense model on one rank runs as `models.fused` does, in few launches; on several ranks its layers run op by op over
+    `step_ops`, with the same rounding points.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight.
@@ -39,6 +51,7 @@ class CudaExecutor:
             rotation back at the end of attention and rounds those weights once more. Only its caches can be run then.
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
+        ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
         step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
@@ -53,21 +66,29 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import ops
+        from haarkv.tq_ops.cuda import nvrtc, ops
+        from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
         self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
-        self.description = f"cuda ({name})"
+        slower = None if interpreted else nvrtc.missing()
+        self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
         self.simulated = interpreted
-        self._model = model.to(self.device)
         self._folded = folded
-        if folded:
-            self._model = fold_rotations(self._model, folded)
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
         self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_rotated} if folded else {})
         self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
+        if model.ranks.size == 1 and fused.unsupported(model.config) is None:
+            whole = fused.fuse(model, self.device)
+            self._model = fold_rotations(whole.model, folded) if folded else whole.model
+            self._run = _bound(replace(whole, model=self._model), CudaFused(self._fault, rotate_back=not folded))
+        else:
+            self._model = model.to(self.device)
+            if folded:
+                self._model = fold_rotations(self._model, folded)
+            self._run = _bound(self._model, self.step_ops)
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -87,7 +108,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        logits = self._model.prefill(token_ids, batch, cache, self.step_ops)
+        logits = self._run.prefill(token_ids, batch, cache)
         return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
 
     @torch.inference_mode()
@@ -101,13 +122,13 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self._model.layers(hidden, span, batch, cache, self.step_ops)
+        hidden = self._run.layers(hidden, span, batch, cache)
         self._raise_fault(cache, batch)
         return hidden
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = self._model.decode(token_ids, batch, cache, self.step_ops)
+            logits = self._run.decode(token_ids, batch, cache)
             return logits, self._all_sound(logits)
 
         return step
@@ -123,6 +144,11 @@ class CudaExecutor:
         if self._model.ranks.size > 1:
             raise not_finite_among_ranks()
         raise blame(self._model.weights, self._careful_ops, rerun)
+
+
+def _bound(model: Any, ops: Any) -> _Forwards:
+    """The forwards of a `DecoderModel` over an op table, or of a `FusedModel` over fused ops."""
+    return _Forwards(*(partial(getattr(model, name), ops=ops) for name in _Forwards._fields))
 
 
 def open_gpu(device: str | None) -> torch.device:

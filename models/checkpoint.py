@@ -26,28 +26,36 @@ _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None, split: Split | None = None
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    progress: Progress | None = None,
+    split: Split | None = None,
+    device: torch.device | str = "cpu",
 ) -> Weights:
     """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint.
 
     Args:
         split: keep one rank's part of what the whole model would hold.
+        device: where they are drawn and stay; another kind of device draws other numbers.
     """
-    tensors = random_tensors(config, dtype, seed)
+    tensors = random_tensors(config, dtype, seed, device)
     if split:
         axes, of = checkpoint_axes(config), split
         tensors = ((name, tensor[of.of(axes[name])].clone()) for name, tensor in tensors)
     return _gathered(config, tensors, progress)
 
 
-def random_tensors(config: DecoderConfig, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(
+    config: DecoderConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shape in checkpoint_shapes(config).items():
         if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=dtype)
+            yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
-            yield name, torch.empty(shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+            yield name, torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""The attention backend: pages that hold `tq4` codes and scales, written by `store_kv`, read by `paged_attention`.
+"""The attention backend: pages that hold `tq4` codes and scales, written and read by the kernels of vLLM's device.
 
 A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: 132 for K and V of one token and KV head of
 128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a `PagedKVCache`.
@@ -7,15 +7,14 @@ A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -26,14 +25,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import KV
+from haarkv.serving.vllm_plugin.kernels import kernels_on
 from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
-from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
-from haarkv.tq_ops.table import OpTable
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -48,20 +44,60 @@ class RotatedMetadata(AttentionMetadata):
 
 
 class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
-    """Makes a `Batch` of what vLLM tells all backends."""
+    """Makes a `Batch` of what vLLM tells all backends, without waiting for the device.
+
+    vLLM may capture a decode step as a graph, and replay it for batches that it describes anew in the same buffers. What is
+    computed here therefore lies in buffers that stay as well; all else is vLLM's own tensors.
+    """
+
+    # One new token a sequence, padded with sequences of length 0. Launches of a prompt depend on how its tokens are spread.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         require_supported(vllm_config)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        scheduler = vllm_config.scheduler_config
+        self._buffers = Buffers(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> RotatedMetadata:
-        return RotatedMetadata(batch_of(common_attn_metadata))
+        kernels_on(self.device).next_batch()
+        return RotatedMetadata(batch_of(common_attn_metadata, self._buffers))
 
 
-def batch_of(common: CommonAttentionMetadata) -> Batch:
+class Buffers:
+    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised.
+
+    Args:
+        tokens, sequences: of a batch at most.
+    """
+
+    def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[str, Tensor] = {}
+        self._sizes = {"positions": tokens, "slot_mapping": tokens, "query_start_loc": sequences + 1}
+        self._sizes |= {"seq_lens": sequences, "rows": sequences}
+
+    def keep(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of a field in its buffer, from the buffer's beginning."""
+        count = len(values)
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < count or kept.dtype != dtype:
+            kept = torch.zeros(max(count, self._sizes[name]), dtype=dtype, device=self.device)
+            self._kept[name] = kept
+        return kept[:count].copy_(values)
+
+    def as_is(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """vLLM's own tensor, which stays where it is, if it is of this dtype; else as `keep`."""
+        return values if values.dtype == dtype else self.keep(name, values, dtype)
+
+
+def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
     """vLLM's description of a forward as a `Batch`: new tokens stand at the end of their sequences.
+
+    Nothing here waits for the device. A batch may be padded with sequences of no token, and with tokens behind the last one,
+    whose positions mean nothing.
 
     Raises:
         NotImplementedError: a batch whose tokens also see later ones.
@@ -70,17 +106,19 @@ def batch_of(common: CommonAttentionMetadata) -> Batch:
         raise NotImplementedError("attention to later tokens is not supported by a tq4 KV cache")
     count, tokens = common.num_reqs, common.num_actual_tokens
     starts, lengths = common.query_start_loc[: count + 1], common.seq_lens[:count]
-    new = starts.diff()
+    token = torch.arange(tokens, device=starts.device)
+    # A token is of the first sequence that ends behind it; those that pad are given to the last.
+    sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_(max=count - 1)
     # The i-th new token of a sequence stands at (length before) + i.
-    first = (lengths - new - starts[:-1]).long()
-    positions = torch.arange(tokens, device=starts.device) + first.repeat_interleave(new, output_size=tokens)
+    first = (lengths - starts.diff() - starts[:-1]).long()
+    table = common.block_table_tensor[:count]
     return Batch(
-        positions=positions,
-        slot_mapping=common.slot_mapping[:tokens].long(),
-        block_table=common.block_table_tensor[:count].int(),
-        seq_lens=lengths.int(),
-        query_start_loc=starts.int(),
-        rows=torch.arange(count, device=starts.device),
+        positions=buffers.keep("positions", token + first[sequence], torch.int64),
+        slot_mapping=buffers.as_is("slot_mapping", common.slot_mapping[:tokens], torch.int64),
+        block_table=table if table.dtype == torch.int32 else table.int(),
+        seq_lens=buffers.as_is("seq_lens", lengths, torch.int32),
+        query_start_loc=buffers.as_is("query_start_loc", starts, torch.int32),
+        rows=buffers.keep("rows", torch.arange(count, device=starts.device), torch.int64),
     )
 
 
@@ -121,25 +159,8 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
         tokens, index = slot_mapping.shape[0], self._index_of(layer)
-        k, v, slots = _taken(key[:tokens]), _taken(value[:tokens]), slot_mapping.long()
-        if (slots < 0).any():
-            real = slots >= 0
-            k, v, slots = k[real], v[real], slots[real]
-        self._store(k, v, kv_cache, index, slots)
-
-    def _store(self, k: Tensor, v: Tensor, kv_cache: Tensor, index: int, slots: Tensor) -> None:
-        paged, ops = self._view(kv_cache, index), ops_on(kv_cache.device.type)
-        # Storing needs the slots alone.
-        nothing = slots.new_zeros(0)
-        batch = Batch(positions=nothing, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
-                      query_start_loc=nothing, rows=nothing)  # fmt: skip
-        try:
-            ops.store_kv(k, v, paged, index, batch)
-        except NonFiniteError as error:
-            # One request's numbers must not end the others: it alone reads what is stored for it.
-            logger.error("%s; zeros stand in for what is not finite", error)
-            k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
-            ops.store_kv(k, v, paged, index, batch)
+        k, v = _taken(key[:tokens]), _taken(value[:tokens])
+        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
 
     def forward(
         self,
@@ -161,7 +182,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         batch, index = attn_metadata.batch, self._index_of(layer)
         tokens = batch.positions.shape[0]
         paged = self._view(kv_cache, index)
-        out = ops_on(kv_cache.device.type).paged_attention(_taken(query[:tokens]), paged, index, batch, self.scale)
+        out = kernels_on(kv_cache.device).attend(_taken(query[:tokens]), paged, index, batch, self.scale)
         output[:tokens].copy_(out)
         return output
 
@@ -226,22 +247,6 @@ class RotatedAttentionBackend(AttentionBackend):
         k_format, v_format = KVSpec(KV).plan(1).layers[0]
         content = k_format.bytes_per_vector(spec.head_size) + v_format.bytes_per_vector(spec.head_size_v)
         return replace(spec, dtype=torch.uint8, state_content_bytes=int(content))
-
-
-@cache
-def ops_on(device_type: str) -> OpTable:
-    """The op table of a device.
-
-    Raises:
-        KernelsMissingError: on a CPU, the C++ kernels are not built.
-    """
-    if device_type == "cpu":
-        from haarkv.tq_ops.cpu.ops import CpuOps
-
-        return CpuOps()
-    from haarkv.tq_ops.cuda import ops
-
-    return ops
 
 
 def _taken(x: Tensor) -> Tensor:

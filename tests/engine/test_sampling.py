@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from haarkv.engine import sampling as sampling_module
-from haarkv.engine.sampling import Sampler, Sampling
+from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
 from haarkv.tq_ops.errors import InputError
 
 VOCABULARY = 211
@@ -92,6 +92,14 @@ def test_a_sequence_draws_the_same_whatever_runs_beside_it():
     ] * 5
 
 
+def test_each_sequence_has_a_seed_of_its_own():
+    flat, sampler = torch.zeros(2, 1000), BatchSampler(Sampling(1.0, seed=7), [[], []])
+    together = [sampler.next(flat, [0, 1]).tolist() for _ in range(6)]
+    alone = [Sampler(Sampling(1.0, seed=seed)) for seed in (7, 8)]
+    assert together == [[one.next(flat[0]) for one in alone] for _ in range(6)]
+    assert len({token for tokens in together for token in tokens}) > 8
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -127,3 +135,77 @@ def test_next_to_no_temperature_draws_the_most_likely(temperature):
     sampler = Sampler(Sampling(temperature, top_p=0.9, min_p=0.1))
     assert sampler.probabilities(logits).sum() == 1
     assert sampler.next(logits) == int(logits.argmax())
+
+
+# -- Several sequences at once ---------------------------------------------------------------------------------------------
+SETTINGS = [
+    Sampling(), Sampling(repetition_penalty=1.4), Sampling(1.0, seed=5), Sampling(0.8, top_k=9, seed=5),
+    Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2), Sampling(0.7, top_k=20, top_p=0.8),
+]  # fmt: skip
+PROMPTS = [[3, 5, 5], [7], [210, 0, 3]]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The way that a GPU's logits go: all sequences at once, the whole vocabulary sorted."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+
+
+def drawn_together(sampling, steps=12):
+    """Tokens by step; the second sequence ends after the third step."""
+    sampler, tokens = BatchSampler(sampling, PROMPTS), []
+    for step in range(steps):
+        rows = [0, 1, 2] if step < 3 else [0, 2]
+        logits = torch.stack([logits_of(step * 10 + row) / 2 for row in rows])
+        tokens.append(sampler.next(logits, rows).tolist())
+    return tokens
+
+
+def drawn_alone(sampling, steps=12):
+    samplers, tokens = [Sampler(sampling, index, prompt) for index, prompt in enumerate(PROMPTS)], []
+    for step in range(steps):
+        rows = [0, 1, 2] if step < 3 else [0, 2]
+        tokens.append([samplers[row].next(logits_of(step * 10 + row) / 2) for row in rows])
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_sequences_drawn_together_draw_what_each_draws_alone(sampling):
+    assert drawn_together(sampling) == drawn_alone(sampling)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_a_gpu_draws_what_the_cpu_draws(request, sampling):
+    on_cpu = drawn_together(sampling)
+    request.getfixturevalue("as_on_a_gpu")
+    assert drawn_together(sampling) == on_cpu
+    if sampling.temperature:
+        expected = [Sampler(sampling, prompt=prompt).probabilities(logits_of(0)) for prompt in PROMPTS]
+        found = BatchSampler(sampling, PROMPTS).probabilities(torch.stack([logits_of(0)] * 3))
+        assert torch.equal(found, torch.stack(expected))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_drawing_does_not_wait_for_the_device(sampling):
+    """Torch's meta device has no numbers: whatever waits for one raises."""
+    sampler, logits = BatchSampler(sampling, PROMPTS), torch.empty(3, VOCABULARY, device="meta")
+    assert sampler.next(logits, [0, 1, 2]).device.type == "meta"
+    assert sampler.next(logits[1:], [0, 2]).shape == (2,)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.5)])
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_random_numbers_draw_tokens_that_may_be_drawn(monkeypatch, sampling, u):
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(u, dtype=torch.float64))
+    logits = torch.full((40,), -torch.inf)
+    logits[5:20] = torch.linspace(0, 1, 15)
+    token = Sampler(sampling).next(logits)
+    assert Sampler(sampling).probabilities(logits)[token] > 0
+    assert token == ((5 if sampling == Sampling(1.0) else 19) if u == 0 else token)
+
+
+def test_of_equally_likely_tokens_greedy_takes_the_lowest():
+    logits = torch.zeros(2, 9)
+    logits[0, [4, 7]] = logits[1, [0, 8]] = 2.5
+    assert BatchSampler(Sampling(), [[], []]).next(logits, [0, 1]).tolist() == [4, 0]

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from places import ROOT
 from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
 
 from haarkv.executors import catalog
@@ -134,39 +129,6 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
 
 def test_batches_share_few_sizes():
     assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
-
-
-def rows_of(script: str, *arguments: str) -> list[dict]:
-    """The JSON lines of a script of tests/support that compiles, in a process that does not interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, str(ROOT / "tests/support" / script), *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.slow
-def test_what_is_launched_compiles_as_it_is_launched():
-    """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
-    *refused, counted = rows_of("cuda_launches.py", "90")
-    assert refused == []
-    kernels = {"rms_norm", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
-    assert set(counted["specialisations"]) == {f"{name}_kernel" for name in kernels}
-
-
-def test_kernels_compile_for_hopper_without_spilling():
-    """Tensor cores, 16 bytes a copy from memory, and no registers in memory; it takes no GPU."""
-    names = ["decode 128", "merge 128", "prefill 128", "store 128"]
-    found = {row["kernel"]: row for row in rows_of("cuda_compile.py", "90", *names)}
-    assert sorted(found) == names
-    for name, row in found.items():
-        assert row["LDL"] == row["STL"] == 0, row
-        # A program of the merge rotates one vector, with which tensor cores can do nothing.
-        assert (row["HGMMA"] + row["HMMA"] > 0) == (name != "merge 128"), row
-    assert found["decode 128"]["copies_of_16_bytes"] > 0
-    # At least two programs of 128 threads on a processor of 65,536 registers; with 168, three.
-    assert found["decode 128"]["registers"] <= 184
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

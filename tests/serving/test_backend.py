@@ -12,8 +12,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, described, spec_of
 
-from haarkv.serving.vllm_plugin import backend
-from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadata, batch_of
+from haarkv.serving.vllm_plugin import kernels
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, batch_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -55,12 +55,17 @@ def qkv(batch: Batch, shape: Shape, dtype: torch.dtype, padding: int = 0, seed: 
     return tuple((2 * torch.randn(s, generator=generator)).to(dtype) for s in shapes)
 
 
+def batch_from(common: CommonAttentionMetadata) -> Batch:
+    """What the backend makes of a description, in buffers of its own."""
+    return batch_of(common, Buffers(4, 2, torch.device("cpu")))
+
+
 # -- The batch -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_batch_is_what_our_own_bookkeeping_would_say(name, padding):
     for wanted in batches(FORWARDS[name]):
-        found = batch_of(described(wanted, padding))
+        found = batch_from(described(wanted, padding))
         for field in ("positions", "slot_mapping", "seq_lens", "query_start_loc"):
             assert torch.equal(getattr(found, field), getattr(wanted, field)), field
             assert getattr(found, field).dtype == getattr(wanted, field).dtype, field
@@ -78,7 +83,7 @@ def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
         seq_lens=torch.cat([common.seq_lens, torch.tensor([555])]),
         block_table_tensor=torch.cat([common.block_table_tensor, torch.full_like(common.block_table_tensor[:1], 11)]),
     )
-    found = batch_of(longer)
+    found = batch_from(longer)
     assert torch.equal(found.positions, wanted.positions)
     assert found.seq_lens.tolist() == wanted.seq_lens.tolist()
     assert len(found.block_table) == len(wanted.block_table)
@@ -87,7 +92,7 @@ def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
 def test_a_batch_that_sees_later_tokens_is_refused(causal):
     with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a tq4 KV cache$"):
-        batch_of(replace(described(batches(FORWARDS["prefill"])[0]), causal=causal))
+        batch_from(replace(described(batches(FORWARDS["prefill"])[0]), causal=causal))
 
 
 # -- The size of a page --------------------------------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtyp
     worker = Worker(shape, LAYERS, layout)
     caches = {index: own_cache(worker, index) for index in LAYERS}
     for step, batch in enumerate(batches(FORWARDS[name], shape)):
-        tokens, metadata = len(batch.positions), RotatedMetadata(batch_of(described(batch, padding)))
+        tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(described(batch, padding)))
         for index in LAYERS:
             q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
             worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]))
@@ -167,7 +172,7 @@ def test_attention_over_pages_is_near_the_references(layout, dtype):
     for step, batch in enumerate(batches(FORWARDS["mixed"])):
         q, k, v = qkv(batch, shape, dtype, seed=step)
         worker.store(index, k, v, batch.slot_mapping)
-        out = worker.attend(index, q, k, v, RotatedMetadata(batch_of(described(batch))))
+        out = worker.attend(index, q, k, v, RotatedMetadata(batch_from(described(batch))))
         reference.store_kv(k, v, cache, index, batch)
         assert relative(out, reference.paged_attention(q, cache, index, batch, shape.softmax_scale)) <= limit
 
@@ -211,7 +216,7 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     """A K or V that is not finite is told of, and zeros stand in for it; all other pages and answers keep their bits."""
     shape, [batch] = SHAPES["d128"], batches([(9, 20, 4)])
     told: list[str] = []
-    monkeypatch.setattr(backend.logger, "error", lambda message, *args: told.append(message % args))
+    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: told.append(message % args))
     q, k, v = qkv(batch, shape, torch.bfloat16)
     bad = {"k": k.clone(), "v": v.clone()}
     bad[side][13, 1, 5] = value  # of the second request
@@ -221,7 +226,7 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     for given in (zeroed, bad):
         worker = Worker(shape, (3,), KVCacheLayout.BLHNC)
         worker.store(3, given["k"], given["v"], batch.slot_mapping)
-        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_of(described(batch)))))
+        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_from(described(batch)))))
         raws.append(worker.raw)
     assert torch.equal(raws[0], raws[1])
     assert torch.equal(outs[0], outs[1])

@@ -1,41 +1,67 @@
-"""Compiles the Triton kernels as they are launched, for a GPU that need not be here, and prints what came of it as JSON.
+"""Compiles the Triton kernels as they are launched, for GPUs that need not be here, and prints what came of it as JSON.
 
-    python tests/support/cuda_compile.py CAPABILITY [KERNEL …]
+    python tests/support/cuda_compile.py CAPABILITY[,CAPABILITY …] [KERNEL …] [--keep FOLDER]
+    python tests/support/cuda_compile.py CAPABILITY --everything
 
+The first compiles one launch of each kernel (`decode 128`); the second every launch that differs, as the first card would.
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 import triton
-from cuda_launches import SHAPES, Asked, recorded, serve, shaped_model
+from cuda_launches import SHAPES, Asked, everything, recorded, serve, shaped_model
 from triton.backends import nvidia
 
+from haarkv.benchmarks.gpu import sass
+
 _BIN = Path(nvidia.__file__).parent / "bin"
-_COUNTED = ("HGMMA", "HMMA", "LDL", "STL", "PRMT", "UTCHMMA")
+_COUNTED = ("LDL", "STL", "PRMT", "LOP3", "SHF")
+_TENSOR_CORES = ("HGMMA", "HMMA", "UTCHMMA")
 
 
-def built(asked: Asked) -> dict:
-    """Registers, spills and instructions of a launch."""
+def compiled(asked: Asked, keep: Path | None = None) -> dict:
+    """Registers, spills, shared memory and instructions of a launch; its hottest loop per coordinate of K and V."""
+    began = time.monotonic()
     binary = triton.compile(asked.source, target=asked.target, options=asked.options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage, sass = (
-            subprocess.run([_BIN / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
-        )
+    seconds = time.monotonic() - began
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        usage = subprocess.run([_BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        text = sass.disassemble(path)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    counts = {op: len(re.findall(rf"\b{op}\b", sass)) for op in _COUNTED}
-    copies = len(re.findall(r"LDGSTS\S*\.128", sass))
-    shared = binary.metadata.shared
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, "copies_of_16_bytes": copies, **counts}
+    code, _ = sass.parse(text)
+    counts = sass.count(code)
+    row = {
+        "registers": int(found[1]), "stack": int(found[2]), "shared": binary.metadata.shared, "seconds": round(seconds, 2),
+        "warps": binary.metadata.num_warps, "tensor": sum(counts[op] for op in _TENSOR_CORES),
+        "copies_of_16_bytes": sum(one.op == "LDGSTS" and one.modifiers.endswith(".128") for one in code),
+        **{op: counts[op] for op in _COUNTED},
+    }  # fmt: skip
+    constants = asked.named_constants()
+    if asked.source.fn.__name__ == "attend_kernel":
+        row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * constants["D"] * 2, row["warps"])
+    return row
+
+
+def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
+    """What one pass of the loop costs for each of the coordinates of K and V that it reads."""
+    counts = sass.count(loop)
+    looked_up = sum(counts[op] for op in ("PRMT", "LOP3", "SHF"))
+    units = sass.load_of(loop, warps).units
+    return {
+        "look_ups_a_coordinate": round(looked_up * 32 * warps / coordinates, 3),
+        "memory_cycles_a_coordinate": round(units["memory"] / coordinates, 4),
+        "copies_in_loop": counts["LDGSTS"],
+    }
 
 
 def named(capability: int, head_dim: int) -> dict[str, Asked]:
@@ -54,14 +80,36 @@ def named(capability: int, head_dim: int) -> dict[str, Asked]:
     return found
 
 
-def main(capability: int, names: list[str]) -> None:
-    for head_dim in SHAPES:
-        if names and not any(name.endswith(f" {head_dim}") for name in names):
+def report(name: str, capability: int, asked: Asked, keep: Path | None = None) -> None:
+    """Compile and print; what is refused is a row as well."""
+    row = {"kernel": name, "capability": capability, "triton": triton.__version__}
+    try:
+        row |= compiled(asked, keep)
+    except Exception as error:
+        row["refused"] = " ".join(str(error).split())[-400:]
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capabilities", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("kernels", nargs="*")
+    parser.add_argument("--everything", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a folder for the cubins")
+    given = parser.parse_args()
+    for capability in given.capabilities:
+        if given.everything:
+            for name, asked in everything(capability).items():
+                report(name, capability, asked)
             continue
-        for name, asked in named(capability, head_dim).items():
-            if not names or name in names:
-                print(json.dumps({"kernel": name, "triton": triton.__version__, **built(asked)}), flush=True)
+        for head_dim in SHAPES:
+            if given.kernels and not any(name.endswith(f" {head_dim}") for name in given.kernels):
+                continue
+            for name, asked in named(capability, head_dim).items():
+                if not given.kernels or name in given.kernels:
+                    keep = given.keep and given.keep / f"{name.replace(' ', '_')}_sm{capability}.cubin"
+                    report(name, capability, asked, keep)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main()

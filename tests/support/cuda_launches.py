@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import choices, nvrtc, ops
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -78,7 +78,7 @@ class _Driver:
         return 0
 
 
-class _Nothing:
+class Nothing:
     """A compiled kernel whose launch does nothing."""
 
     function = packed_metadata = None
@@ -91,24 +91,29 @@ class _Nothing:
 
 
 @contextmanager
-def recorded(capability: int) -> Iterator[dict[str, Asked]]:
-    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it."""
+def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Nothing()) -> Iterator[dict[str, Asked]]:
+    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it.
+
+    Args:
+        kernel: what stands for the compiled kernel that a launch asks for.
+    """
     asked: dict[str, Asked] = {}
 
-    def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> _Nothing:
+    def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> Nothing:
         one = Asked(source, target, options)
         asked[str(one)] = one
-        return _Nothing()
+        return kernel(one)
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    ops.linear, choices._processors = reference.linear, lambda _: _PROCESSORS
+    ops.linear, choices.processors = reference.linear, lambda _: _PROCESSORS
+    nvrtc.missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
         yield asked
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices._processors = kept
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing = kept
         for one in asked.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
@@ -124,10 +129,15 @@ def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], ste
     )
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
-    executor.prefill(torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts), cache)
+    tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
+    executor.prefill(tokens, batch, cache)
+    # As a model does whose layers are not fused.
+    executor._model.prefill(tokens, batch, cache, executor.step_ops)
     for step in range(steps):
         some = ids[: max(1, len(ids) - step)]
-        executor.decode(torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some)), cache)
+        tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
+        executor.decode(tokens, batch, cache)
+        executor._model.decode(tokens, batch, cache, executor.step_ops)
     executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -79,7 +80,8 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Processors of a GPU."""
     # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
@@ -95,7 +97,7 @@ def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
         heads: KV heads.
         most_tiles: that there can be, of stored tokens by column tiles; more programs would have nothing to do.
     """
-    return max(1, min(PROGRAMS_A_PROCESSOR * _processors(device) // heads, most_tiles))
+    return max(1, min(PROGRAMS_A_PROCESSOR * processors(device) // heads, most_tiles))
 
 
 def attention_operand(q: Tensor) -> tl.dtype:
@@ -106,6 +108,29 @@ def attention_operand(q: Tensor) -> tl.dtype:
 def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     """BF16 where both operands hold BF16 numbers, else FP32. The interpreter gets FP32: its BF16 products are wrong."""
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
+
+
+def element(dtype: torch.dtype) -> tl.dtype:
+    """A model's dtype, BF16 or FP32, as kernels name it."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
+    """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU.
+
+    Few in FP32, too, whose products take registers.
+    """
+    return 32 if one_each or operand == tl.float32 else head_dim // 2
+
+
+def prologue_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
+    """Warps of a program that quantizes 16 vectors: at head_dim 256, or with FP32 operands, four would spill."""
+    return 8 if head_dim > 128 or tl.float32 in operands else 4
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that works on a whole row of `size` numbers, a power of two: 16 numbers a thread, if it can be."""
+    return max(1, min(16, size // 512))
 
 
 def permutes(q: Tensor, words: Tensor | None) -> bool:

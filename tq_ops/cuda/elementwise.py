@@ -39,3 +39,19 @@ def silu_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
     tl.store(out + row * width + column, rounded(g / (1.0 + tl.exp(-g)) * u, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def add_norm_kernel(hidden, update, weight, out, normed, width, eps, SIZE: tl.constexpr):
+    """out = hidden + update, normed = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width."""
+    column = tl.arange(0, SIZE)
+    inside = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    total = tl.load(hidden + at, inside, 0.0).to(tl.float32) + tl.load(update + at, inside, 0.0)
+    # The norm is of the rounded sum.
+    total = rounded(total, out.dtype.element_ty)
+    tl.store(out + at, total, inside)
+    value = total.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
+    tl.store(normed + at, rounded(value, normed.dtype.element_ty), inside)

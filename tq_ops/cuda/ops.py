@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, elementwise, quantize
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -28,7 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `tq_ops.reference.rms_norm`, one launch."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    elementwise.rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, SIZE=triton.next_power_of_2(width))
+    size = triton.next_power_of_2(width)
+    elementwise.rms_norm_kernel[(x.numel() // width,)](
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+    )
     return out
 
 
@@ -75,10 +79,15 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     if (key := int(fault)) == NO_FAULT:
         return
     fault.fill_(NO_FAULT)
-    layer, side, token, head = key >> 49, (key >> 48) & 1, (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
-    name, kv_format = ("V", cache.v_format(layer)) if side else ("K", cache.k_format(layer))
-    where = f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+    layer, side, token, head = fault_place(key)
+    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
+    where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
     raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
+
+
+def fault_place(key: int) -> tuple[int, str, int, int]:
+    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
+    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
 
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
@@ -93,7 +102,17 @@ def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[i
     return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
 
 
-def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True) -> None:
+def append(
+    k: Tensor,
+    v: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+    fault: Tensor,
+    *,
+    write: bool = True,
+    stand_in: bool = False,
+) -> None:
     """Quantize K and V and store them, in one launch and without waiting for the device.
 
     Args:
@@ -101,6 +120,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         batch: where they go; a negative slot is skipped.
         fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: whether to store anything, or to look for faults only.
+        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not.
     """
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
@@ -114,7 +134,7 @@ def append(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, 
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
-        WRITE=write,
+        WRITE=write, STAND_IN=stand_in,
     )  # fmt: skip
 
 
@@ -157,7 +177,7 @@ def attend(
     *,
     rotate_back: bool = True,
 ) -> Tensor:
-    """Attention of rotated queries, in two launches and without waiting for the device.
+    """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Args:
         q: [T, Hq, D], for its dtype and device.
@@ -170,6 +190,8 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
+    if one_each and decode.takes(q, cache, of_k, of_v):
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
     tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
@@ -219,3 +241,38 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     """
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)
+
+
+def rotate_and_append(
+    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
+) -> Tensor:
+    """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
+
+    It stores K and V, and notes in `fault` what it leaves out, as `append` does.
+
+    Returns:
+        [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
+    """
+    tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
+    of_k, of_v = _layouts(cache, layer, qkv.device)
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
+    rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
+    q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
+    k_type, v_type = (choices.rotation_operand(qkv, of.rounds_unit) for of in (of_k, of_v))
+    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
+    of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
+    prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
+        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+        batch.slot_mapping,
+        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
+        BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
+        BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
+        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
+        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
+        K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
+        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
+    )  # fmt: skip
+    return rotated

@@ -56,14 +56,20 @@ def append(
     codes, scales, codes_stride, scales_stride, slots, rotation, centroids, boundaries, fault, layer,
     D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr = False,
 ):  # fmt: skip
     """Quantize vectors [ROWS, D], given as halves, and store them at BITS a level; K and V alike.
 
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
-    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped.
+    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped. With
+    STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
     """
     # inf - inf and NaN - NaN are NaN, which is not 0.
     bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
+    left_out = bad
+    if STAND_IN:
+        low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
+        left_out = tl.zeros(bad.shape, tl.int1)
     low, high, norm = exact_norm(low, high)
     small = norm <= SMALLEST
     norm = tl.where(small, 0.0, norm)
@@ -79,13 +85,13 @@ def append(
     if SATURATES:
         scale = tl.minimum(scale, 65504.0)
     else:
-        bad = bad | (scale >= 65520.0)
+        bad, left_out = bad | (scale >= 65520.0), left_out | (scale >= 65520.0)
     slot = tl.load(slots + token, live, -1)
     live = live & (slot >= 0)
     key = ((layer.to(tl.int64) * 2 + side) << 48) + (token.to(tl.int64) << 16) + head
     tl.atomic_min(fault + tl.zeros((ROWS,), tl.int32), key, mask=live & bad)
     if WRITE:
-        live = live & (bad == 0)
+        live = live & (left_out == 0)
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
         store_codes(codes, block * codes_stride + row * (D * BITS // 8), live, low, high, D, BITS)
         tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
@@ -100,6 +106,7 @@ def quantize_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
     K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr = False,
 ):  # fmt: skip
     """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64. Grid: [vectors / ROWS, 2], K's programs and V's."""
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -112,7 +119,7 @@ def quantize_kernel(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 0,
             k_codes, k_scales, k_codes_stride, k_scales_stride, slots,
             k_rotation, k_centroids, k_boundaries, fault, layer,
-            D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE,
+            D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE, STAND_IN,
         )  # fmt: skip
     else:
         low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
@@ -120,5 +127,5 @@ def quantize_kernel(
             low.to(tl.float32), high.to(tl.float32), token, head, live, 1,
             v_codes, v_scales, v_codes_stride, v_scales_stride, slots,
             v_rotation, v_centroids, v_boundaries, fault, layer,
-            D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE,
+            D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE, STAND_IN,
         )  # fmt: skip

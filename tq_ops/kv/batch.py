@@ -43,8 +43,15 @@ class Batch:
     rows: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        """The same batch on another device; a GPU is not waited for."""
+        return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in vars(self).items()})
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device: from the host to a GPU through pinned memory, which the host need not wait for."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class CacheFullError(InputError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,13 @@ def first(verdicts: Sequence[Verdict]) -> Verdict | None:
     """The first fault; without one, the first difference; None if there is none."""
     different = [v for v in verdicts if v.reason]
     return next((v for v in different if v.reason == "fault"), different[0] if different else None)
+
+
+def together(verdict: Verdict) -> Verdict:
+    """What was found of a whole layer whose ops are right one by one: a fault is the executor's way to run them together."""
+    if verdict.reason != "fault":
+        return verdict
+    return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
 def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verdict:

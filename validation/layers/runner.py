@@ -26,6 +26,7 @@ from haarkv.validation.layers.judge import (
     judge_logits,
     judge_op,
     judge_stored,
+    together,
 )  # fmt: skip
 from haarkv.validation.layers.record import STAGES, Call, replay
 from haarkv.validation.layers.report import Finding, LayerRow, LogitRow, Mode, Report, StageSummary
@@ -149,6 +150,8 @@ class _Validation:
         if outcome.problem:
             of_layer.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
         of_layer.append(judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits))
+        if self.ops is not None and all(verdict.reason != "fault" for verdict in verdicts):
+            of_layer = [together(verdict) for verdict in of_layer]
         passed = self._settle([*verdicts, *of_layer], index, forward)
         self._row(forward, index, "teacher-forced", compared, expected, outcome.result, made.hidden_in, passed)
 

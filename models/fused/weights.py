@@ -1,0 +1,79 @@
+"""Packed weights: projections of one input as one matrix, made once, of which the model's own tensors are views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.fused.model import FusedModel, Packed
+from haarkv.models.qwen3_14b.weights import LayerWeights
+from haarkv.models.rope import RopeTable
+from haarkv.models.weights import TensorGroup, needs_other_tensors
+from haarkv.tq_ops.fused import Heads
+
+OPTIONAL = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+"""Tensors that a layer may have or lack: Qwen3 norms each head of Q and K, Qwen2 adds a bias to Q, K and V."""
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
+
+
+def unsupported(config: DecoderConfig) -> str | None:
+    """In one sentence why such a model has no fused layer, or None."""
+    if other := needs_other_tensors(config, LayerWeights, OPTIONAL):
+        return f"its layer is a dense one, and a {config.model_type} layer {other}"
+    return None
+
+
+def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
+    """A model on a device, its projections packed as they are copied there.
+
+    Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
+    it multiplies with. A model that is on that device already is copied where it is packed; let go of it.
+
+    Args:
+        model: of one rank and a family for which `unsupported` returns None.
+    """
+    weights, layers, packed = model.weights, [], []
+    for layer in weights.layers:
+        moved, wholes = _packed(layer, device)
+        layers.append(moved)
+        tensors = {field: tensor for field, _, tensor in moved.named()}
+        heads = Heads(
+            model.config.num_heads, model.dtype, wholes.get("q_bias"), tensors.get("q_norm"), tensors.get("k_norm"),
+            model.config.rms_norm_eps,
+        )  # fmt: skip
+        packed.append(Packed(wholes["q_proj"], wholes["gate_proj"], heads))
+    embedding = weights.embedding.to(device)
+    head = embedding if weights.lm_head is weights.embedding else weights.lm_head.to(device)
+    moved_weights = replace(
+        weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
+    )
+    same = weights.embedding.device == device
+    rope = model.rope if same else RopeTable(model.config, device)
+    return FusedModel(replace(model, weights=moved_weights, rope=rope), tuple(packed))
+
+
+def _packed(layer: TensorGroup, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """A layer on a device, and what is packed of it by the field of its first part."""
+    tensors = {field: tensor for field, _, tensor in layer.named()}
+    views: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
+    for fields in _TOGETHER:
+        if fields[0] in tensors:
+            wholes[fields[0]], parts = _below_one_another([tensors[field] for field in fields], device)
+            views.update(zip(fields, parts, strict=True))
+    return layer.changed(lambda field, tensor: views[field] if field in views else tensor.to(device)), wholes
+
+
+def _below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One tensor of some with as many columns, and its views that are they."""
+    first = parts[0]
+    whole = torch.empty(sum(map(len, parts)), *first.shape[1:], dtype=first.dtype, device=device)
+    views = torch.split(whole, [len(part) for part in parts])
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    return whole, views

@@ -1,0 +1,214 @@
+"""Loads, stores and asynchronous copies, in every space."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, SHARED_AT, Fault, Window, gather, scatter
+from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
+
+SPACES = ("global", "shared", "local", "const", "param")
+_HINTS = {
+    "relaxed", "weak", "volatile", "acquire", "release", "gpu", "sys", "cta", "cluster", "nc", "ca", "cg", "cs", "cv", "lu",
+    "wb", "wt",
+    "L1__evict_last", "L1__evict_first", "L1__evict_normal", "L1__evict_unchanged", "L1__no_allocate", "L2__cache_hint",
+    "L2__64B", "L2__128B", "L2__256B", "L2__evict_last", "L2__evict_first", "L2__evict_normal", "mmio",
+}  # fmt: skip
+
+
+def address_reader(operand: Operand) -> Read:
+    """[count] uint64 addresses of `[register + offset]` or `[array + offset]`."""
+    assert isinstance(operand, Address)
+    offset = np.array([operand.offset % (1 << 64)], np.uint64)
+    if isinstance(operand.base, Symbol):
+        name = operand.base.name
+        return lambda s: np.full(s.count, np.uint64(s.symbols[name][1]) + offset[0])
+    if not isinstance(operand.base, Register):
+        raise Unknown(f"the address {operand}")
+    index = operand.base.index
+    if operand.offset == 0:
+        return lambda s: s.regs[index].astype(np.uint64)
+    return lambda s: s.regs[index].astype(np.uint64) + offset
+
+
+def space_of(ins: Instruction, address: Operand) -> str | None:
+    """The space that an instruction names; None for a generic address."""
+    for modifier in ins.modifiers:
+        if modifier.split("__")[0] in SPACES:
+            if modifier not in SPACES and modifier not in ("shared__cta", "param__entry", "shared__cluster"):
+                raise Unknown(modifier)
+            return modifier.split("__")[0]
+    return None
+
+
+def require_hints(ins: Instruction, known: set[str]) -> None:
+    if unknown := set(ins.modifiers) - known - _HINTS - set(SPACES) - {"shared__cta", "param__entry"}:
+        raise Unknown(f"{ins.name}: {', '.join(sorted(unknown))}")
+
+
+def shared_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n] offsets in `s.shared` of shared addresses [n] of threads [n]."""
+    address = address & np.uint64(0xFFFFFFFF)
+    if (crooked := address % np.uint64(width) != 0).any():
+        place = int(np.argmax(crooked))
+        raise Fault(f"{width} bytes at shared address {int(address[place]):#x}, not aligned", int(lanes[place]))
+    end = s.shared_end
+    outside = (address < SHARED_AT) | (address > end - width)
+    if outside.any():
+        place = int(np.argmax(outside))
+        at = int(address[place]) - SHARED_AT
+        raise Fault(f"{width} bytes at byte {at} of shared memory, which has {end - SHARED_AT}", int(lanes[place]))
+    return address.astype(np.int64) + lanes // s.block * s.shared_stride
+
+
+def read_shared(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n, width] uint8."""
+    offset = shared_offset(s, lanes, address, width)
+    s.races.shared_read(s, lanes, offset, width)
+    return gather(s.shared, offset, width)
+
+
+def write_shared(s: Lanes, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
+    offset = shared_offset(s, lanes, address, values.shape[1])
+    s.races.shared_write(s, lanes, offset, values, values.shape[1])
+    scatter(s.shared, offset, values)
+
+
+def windows_of(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> list[tuple[Window, np.ndarray, np.ndarray]]:
+    """The windows of global accesses: window, which of the accesses, offsets."""
+    try:
+        found = s.memory.find(address, width)
+    except Fault as fault:
+        raise Fault(fault.what, int(lanes[fault.lane])) from None
+    everything = np.arange(len(lanes))
+    return [(window, everything if chosen is None else chosen, offset) for window, chosen, offset in found]
+
+
+def read_global(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n, width] uint8."""
+    parts = windows_of(s, lanes, address, width)
+    for window, chosen, offset in parts:
+        s.races.global_read(s, lanes[chosen], window, offset, width)
+    if len(parts) == 1:
+        return gather(parts[0][0].data, parts[0][2], width)
+    values = np.empty((len(lanes), width), np.uint8)
+    for window, chosen, offset in parts:
+        values[chosen] = gather(window.data, offset, width)
+    return values
+
+
+def write_global(s: Lanes, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
+    for window, chosen, offset in windows_of(s, lanes, address, values.shape[1]):
+        s.races.global_write(s, lanes[chosen], window, offset, values[chosen])
+        scatter(window.data, offset, values[chosen])
+
+
+def _local_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    outside = (address > s.local_stride - width) | (address % np.uint64(width) != 0)
+    if outside.any():
+        raise Fault(f"{width} bytes outside local memory", int(lanes[np.argmax(outside)]))
+    return address.astype(np.int64) + lanes * s.local_stride
+
+
+def read(s: Lanes, space: str | None, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n, width] uint8 of a space; None: of the space of each generic address."""
+    if space is None:
+        kinds = address >> np.uint64(60)
+        values = np.empty((len(lanes), width), np.uint8)
+        for number, name, base in ((0, "global", 0), (1, "shared", GENERIC_SHARED), (2, "local", GENERIC_LOCAL)):
+            if (chosen := kinds == number).any():
+                values[chosen] = read(s, name, lanes[chosen], address[chosen] - np.uint64(base), width)
+        if (kinds > 2).any():
+            raise Fault("an address in no space", int(lanes[np.argmax(kinds > 2)]))
+        return values
+    if space == "shared":
+        return read_shared(s, lanes, address, width)
+    if space == "local":
+        return gather(s.local, _local_offset(s, lanes, address, width), width)
+    if space == "param":
+        if (address > len(s.params) - width).any():
+            raise Fault("a load behind the parameters", int(lanes[0]))
+        return gather(s.params, address.astype(np.int64), width)
+    return read_global(s, lanes, address, width)
+
+
+def write(s: Lanes, space: str | None, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
+    """As `read`."""
+    if space is None:
+        kinds = address >> np.uint64(60)
+        for number, name, base in ((0, "global", 0), (1, "shared", GENERIC_SHARED), (2, "local", GENERIC_LOCAL)):
+            if (chosen := kinds == number).any():
+                write(s, name, lanes[chosen], address[chosen] - np.uint64(base), values[chosen])
+        if (kinds > 2).any():
+            raise Fault("an address in no space", int(lanes[np.argmax(kinds > 2)]))
+    elif space == "shared":
+        write_shared(s, lanes, address, values)
+    elif space == "local":
+        scatter(s.local, _local_offset(s, lanes, address, values.shape[1]), values)
+    elif space == "global":
+        write_global(s, lanes, address, values)
+    else:
+        raise Fault(f"a store to {space} memory", int(lanes[0]))
+
+
+def active(s: Lanes, values: np.ndarray) -> np.ndarray:
+    """Of [count] or [1] what the active threads have."""
+    if len(values) == 1:
+        return np.repeat(values, len(s.lanes))
+    return values if len(s.lanes) == s.count else values[s.lanes]
+
+
+def _shape(ins: Instruction) -> tuple[str, int]:
+    """The type and how many of it."""
+    kind = ins.modifiers[-1]
+    count = next((int(name[1:]) for name in ins.modifiers if name in ("v2", "v4", "v8")), 1)
+    require_hints(ins, {kind, "v2", "v4", "v8"})
+    if kind not in DTYPES or bits_of(kind) < 8:
+        raise Unknown(ins.name)
+    return kind, count
+
+
+def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    if len(items) != count:
+        raise Unknown(f"{len(items)} operands where there should be {count}")
+    return items
+
+
+def load(ins: Instruction) -> Run:
+    """`ld`: a register wider than the type is filled as the type's sign says."""
+    kind, count = _shape(ins)
+    width, space, address = bits_of(kind) // 8, space_of(ins, ins.operands[1]), address_reader(ins.operands[1])
+    items = _items(ins.operands[0], count)
+    targets = [(destination(item), item.bits if isinstance(item, Register) else 0) for item in items]
+
+    def run(s: Lanes) -> None:
+        if not len(s.lanes):
+            return
+        octets = read(s, space, s.lanes, active(s, address(s)), width * count)
+        values = octets.view(DTYPES[kind]).reshape(len(s.lanes), count)
+        for place, (target, bits) in enumerate(targets):
+            if target is not None:
+                value = np.ascontiguousarray(values[:, place])
+                if bits > width * 8:
+                    value = value.astype(np.int64 if kind[0] == "s" else np.uint64).astype(UNSIGNED[bits])
+                s.write_some(target, value)
+
+    return run
+
+
+def store(ins: Instruction) -> Run:
+    """`st`."""
+    kind, count = _shape(ins)
+    space, address = space_of(ins, ins.operands[0]), address_reader(ins.operands[0])
+    unsigned = f"b{bits_of(kind)}"
+    reads = [reader(item, kind if isinstance(item, Number) else unsigned) for item in _items(ins.operands[1], count)]
+
+    def run(s: Lanes) -> None:
+        if len(s.lanes):
+            values = np.stack([active(s, read(s)) for read in reads], -1)
+            octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(s.lanes), -1)
+            write(s, space, s.lanes, active(s, address(s)), octets)
+
+    return run

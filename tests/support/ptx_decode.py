@@ -1,0 +1,51 @@
+"""Executes csrc/decode.cu on the CPU: compiled by NVRTC to PTX, which `ptx` runs thread by thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from ptx import Memory, execute
+from ptx.tensors import fresh_memory_is_poison, place
+from torch import Tensor
+
+from haarkv.tq_ops.cuda import decode, nvrtc
+
+
+@cache
+def ptx_of(*shape: int, target: str = "compute_90") -> str:
+    """The kernel's PTX for the values of `decode.defines`, in order."""
+    return decode.compiled(target, *shape).decode().rstrip("\0")
+
+
+class Executed:
+    """A kernel that runs in memory which it was shown."""
+
+    def __init__(self, text: str, shared_bytes: int, memory: Memory, order: str) -> None:
+        self._text, self._shared_bytes, self._memory, self._order = text, shared_bytes, memory, order
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure) -> None:
+        execute(
+            self._text, "decode", grid, (threads,), [bytes(arguments)], self._memory, self._shared_bytes, order=self._order
+        )
+
+
+@contextmanager
+def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[list[str]]:
+    """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs. Names what is launched."""
+    memory, kept, launched = Memory(), [], []
+
+    def address(tensor: Tensor) -> int:
+        kept.append(tensor)
+        return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
+
+    def kernel(*shape: int, device: torch.device) -> Executed:
+        launched.append("decode")
+        return Executed(edit(ptx_of(*shape)), decode.shared_bytes(*shape[1:3]), memory, order)
+
+    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+        yield launched

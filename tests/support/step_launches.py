@@ -1,0 +1,103 @@
+"""Counts what a step would launch on a GPU, on a machine without one.
+
+Tensors are on torch's `meta` device, which has shapes and no numbers: whatever would wait for the device to know one (`item`,
+`nonzero`, a branch on a tensor, a copy to the host) raises. Triton's launches are noted and not made, and so are torch's
+operators, all but views and allocations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from haarkv.executors import cuda
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.executors.cuda_graph import DecodeStep
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops.cuda import choices, decode, layout
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+META = torch.device("meta")
+_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "prim::device", "device"}
+
+
+class _Operators(TorchDispatchMode):
+    """Notes every operator of torch that does work; those that are made of others, by these."""
+
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and name not in _ALLOCATE:
+            self._launched.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of what is launched meanwhile, in order."""
+    launched: list[str] = []
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append(kernel.fn.__name__)
+
+    with patch.context() as only_here:
+        for kind in (InterpretedFunction, JITFunction):
+            only_here.setattr(kind, "run", note)
+        only_here.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        only_here.setattr(choices, "processors", lambda _: 132)
+        only_here.setattr(decode, "processors", lambda _: 132)
+        only_here.setattr(decode, "_kernel", lambda *_, device: SimpleNamespace(launch=lambda *_: launched.append("decode")))
+        # It looks whether centroids are antisymmetric, once, as a model is loaded.
+        only_here.setattr(layout, "words_of", lambda centroids: torch.empty(5, dtype=torch.int32, device=centroids.device))
+        with _Operators(launched):
+            yield launched
+
+
+def executor_on_meta(model: DecoderModel, patch: pytest.MonkeyPatch, **options: Any) -> CudaExecutor:
+    """A CUDA executor whose GPU is torch's meta device."""
+    patch.setattr(cuda, "open_gpu", lambda _: META)
+    patch.setattr(torch.cuda, "get_device_name", lambda _: "no GPU")
+    return CudaExecutor(model, **options)
+
+
+@torch.inference_mode()
+def launches(executor: CudaExecutor, kv: str, prompts: list[int], patch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """What a prefill of prompts of so many tokens launches, and what a decode step after it."""
+    config = executor.config
+    blocks = sum(n // 16 + 1 for n in prompts)
+    cache = PagedKVCache(
+        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks,
+        block_size=16, device=META,
+    )  # fmt: skip
+    paging = PagedSequences(blocks, 16)
+    ids = [paging.add() for _ in prompts]
+    batch = paging.batch(ids, prompts).to(META)
+    step = DecodeStep(len(prompts), cache, config.max_position_embeddings, executor._step_on(cache), None)
+    found = []
+    with counted(patch) as launched:
+        executor._all_sound(executor._run.prefill(torch.zeros(sum(prompts), dtype=torch.int64, device=META), batch, cache))
+        found.append(launched.copy())
+    tokens, batch = torch.zeros(len(prompts), dtype=torch.int64, device=META), paging.batch(ids, [1] * len(prompts)).to(META)
+    with counted(patch) as launched:
+        step(tokens, batch)  # what is made once, is made now, as before a graph is captured
+        launched.clear()
+        step(tokens, batch)
+        found.append(launched.copy())
+    return found[0], found[1]

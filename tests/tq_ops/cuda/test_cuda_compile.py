@@ -1,0 +1,137 @@
+"""The Triton kernels as launches ask for them, compiled to machine code for GPUs that need not be here, and held to bounds.
+
+Triton's own launch code says what is compiled: an integer that is 1 becomes a constant, one that 16 divides says so. The short
+tests take one launch of each kernel; `make test-cuda-compile` takes every launch that differs, for three kinds of GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cuda_rows import rows_of
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+
+KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""That a program may have at most, by capability."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a kernel may take, beside what it took when the bound was set (Triton 3.9 / 3.6).
+
+    Attributes:
+        registers: of a thread. With 168 three programs of 128 threads fit on a processor, with 255 two.
+        shared: bytes of a program.
+        tensor: tensor-core instructions at least.
+        copies: asynchronous copies of 16 bytes in its loop, at least: the next tile is fetched while this one is computed.
+        look_ups: PRMT, LOP3 and SHF for each coordinate of K and V that the loop reads.
+        memory: cycles that the loop keeps shared memory and the first cache of a processor busy for each coordinate.
+    """
+
+    registers: int
+    shared: int
+    tensor: int
+    copies: int = 0
+    look_ups: float | None = None
+    memory: float | None = None
+
+
+BOUNDS = {
+    # measured                 180 / 168      53,248     32      8        1.90 / 1.91     0.0505 / 0.0493
+    (90, "decode 128"): Bounds(184, 54 * 1024, 32, 8, 2.1, 0.055),
+    # measured                 165 / 254      57,344     32      8        1.91 / 1.92     0.0491 / 0.0483
+    (90, "decode 256"): Bounds(255, 58 * 1024, 32, 8, 2.1, 0.055),
+    # measured                 124 / 134      30,720     40      4        1.91 / 1.91     0.0757 / 0.0740
+    (90, "decode 64"): Bounds(168, 31 * 1024, 36, 4, 2.1, 0.080),
+    # measured                 164 / 168      57,344     64      8        1.89 / 1.90     0.0574 / 0.0565
+    (80, "decode 128"): Bounds(168, 58 * 1024, 64, 8, 2.1, 0.062),
+    # measured                  166 / 174     32,768     16
+    (90, "prefill 128"): Bounds(184, 34 * 1024, 16, 2),
+    # measured                96              20,480     64
+    (90, "store 128"): Bounds(128, 21 * 1024, 64),
+    # measured                 32             12,288     8
+    (90, "rotate 128"): Bounds(64, 13 * 1024, 8),
+    # measured                48              1,024; a program rotates one vector, with which tensor cores can do nothing
+    (90, "merge 128"): Bounds(64, 2 * 1024, 0),
+}
+
+
+def broken(row: dict, bounds: Bounds) -> list[str]:
+    """What of a compiled kernel is outside its bounds."""
+    wrong = [] if row["LDL"] == row["STL"] == 0 else [f"{row['LDL']} loads and {row['STL']} stores of spilled registers"]
+    most = (("registers", bounds.registers), ("shared", bounds.shared),
+            ("look_ups_a_coordinate", bounds.look_ups), ("memory_cycles_a_coordinate", bounds.memory))  # fmt: skip
+    wrong += [f"{name} {row[name]} > {bound}" for name, bound in most if bound is not None and row[name] > bound]
+    least = (("tensor", bounds.tensor), ("copies_in_loop", bounds.copies))
+    return wrong + [f"{name} {row[name]} < {bound}" for name, bound in least if bound and row[name] < bound]
+
+
+def check(rows: list[dict], capabilities: tuple[int, ...]) -> None:
+    """Each kernel of the table, for these capabilities, is there and within its bounds."""
+    found = {(row["capability"], row["kernel"]): row for row in rows}
+    wanted = {key: bounds for key, bounds in BOUNDS.items() if key[0] in capabilities}
+    assert set(found) >= set(wanted)
+    outside = {key: broken(found[key], bounds) for key, bounds in wanted.items()}
+    assert not {key: wrong for key, wrong in outside.items() if wrong}
+
+
+def test_kernels_are_within_their_bounds_on_hopper():
+    """Registers, shared memory, tensor cores, copies ahead, and what a coordinate costs in the loop; nothing spills."""
+    check(rows_of("cuda_compile.py", "90", *(name for capability, name in BOUNDS if capability == 90)), (90,))
+
+
+@pytest.mark.slow
+def test_decode_is_within_its_bounds_on_ampere():
+    check(rows_of("cuda_compile.py", "80", "decode 128"), (80,))
+
+
+def test_a_kernel_outside_its_bounds_is_seen():
+    row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "LDL": 0, "STL": 2,
+           "look_ups_a_coordinate": 2.4, "memory_cycles_a_coordinate": 0.04}  # fmt: skip
+    assert broken(row, Bounds(168, 10, 4, 1, 2.1, 0.05)) == [
+        "0 loads and 2 stores of spilled registers",
+        "registers 255 > 168",
+        "look_ups_a_coordinate 2.4 > 2.1",
+        "tensor 3 < 4",
+        "copies_in_loop 0 < 1",
+    ]
+
+
+@pytest.mark.slow
+def test_what_is_launched_compiles_as_it_is_launched():
+    """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
+    *refused, counted = rows_of("cuda_launches.py", "90")
+    assert refused == []
+    assert set(counted["specialisations"]) == {f"{name}_kernel" for name in KERNELS}
+
+
+# -- Everything, for every GPU: minutes --------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def other_triton(request) -> Path | None:
+    given = request.config.getoption("--triton")
+    if given and not (Path(given) / "triton" / "__init__.py").exists():
+        pytest.exit(f"--triton {given}: no Triton was unpacked there", 2)
+    return Path(given) if given else None
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_launch_compiles_without_spilling(capability, other_triton):
+    """What a card would refuse is refused here: by Triton, by ptxas, or for want of shared memory."""
+    rows = rows_of("cuda_compile.py", str(capability), "--everything", triton=other_triton)
+    assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
+    assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
+    spilled = {row["kernel"]: (row["LDL"], row["STL"]) for row in rows if row["LDL"] or row["STL"]}
+    assert spilled == {}
+    assert max(row["shared"] for row in rows) <= SHARED_BYTES[capability]
+
+
+@pytest.mark.cuda_compile
+def test_the_bounds_hold_with_that_triton(other_triton):
+    for capability in sorted({capability for capability, _ in BOUNDS}):
+        names = [name for of, name in BOUNDS if of == capability]
+        check(rows_of("cuda_compile.py", str(capability), *names, triton=other_triton), (capability,))

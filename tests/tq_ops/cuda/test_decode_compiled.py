@@ -1,0 +1,75 @@
+"""csrc/decode.cu as machine code of three kinds of GPU: registers, and what its loop costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton, which brings the disassembler, is not installed")
+
+from triton.backends import nvidia
+
+from haarkv.benchmarks.gpu import sass
+from haarkv.tq_ops.cuda import decode, nvrtc
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
+
+TOKENS = decode.TILE
+WARPS = decode.THREADS // 32
+MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory of a processor that thread blocks may have, by capability; each of them takes 1 KB more."""
+
+
+def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, folder: Path) -> tuple[str, int]:
+    """Machine code as text, and registers a thread."""
+    shape = (8, group, head_dim, k_bits, v_bits, block, 0, decode.blocks_a_processor(group, head_dim))
+    path = folder / "decode.cubin"
+    path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)", usage)
+    assert found
+    return sass.disassemble(path), int(found[1])
+
+
+#                                                              cycles a coordinate and processor
+# capability, head_dim, group, bits of K and V, block       issue    memory     measured
+BOUNDS = [
+    ((90, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #            0.0186   0.0211
+    ((80, 128, 5, 4, 4, 16), 0.0195, 0.0220),  #             0.0186   0.0213
+    ((100, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #           0.0186   0.0211
+    ((90, 128, 5, 3, 2, 128), 0.0220, 0.0220),  #            0.0209   0.0209
+    ((90, 128, 16, 4, 4, 128), 0.0245, 0.0230),  #           0.0233   0.0223
+    ((90, 64, 3, 4, 4, 128), 0.0270, 0.0240),  #             0.0260   0.0231
+    ((90, 256, 8, 4, 4, 128), 0.0165, 0.0215),  #            0.0151   0.0206
+]
+
+
+@pytest.mark.parametrize(("shape", "issue", "memory"), BOUNDS, ids=str)
+def test_the_loop_is_within_its_bounds(shape, issue, memory, tmp_path):
+    """In it nothing is spilled, and a lookup of two centroids takes a permutation and a load and nothing else."""
+    capability, head_dim, group = shape[:3]
+    text, registers = built(*shape, tmp_path)
+    loop = sass.hottest_loop(text)
+    counts = sass.count(loop)
+    assert counts["LDL"] == counts["STL"] == 0
+    lookups = 2 * head_dim // 2  # 32 tokens of K and of V, a lane each
+    assert counts["LDS"] == lookups
+    assert counts["PRMT"] <= lookups + 4  # those put V's scale beside K's
+    load = sass.load_of(loop, WARPS)
+    a_coordinate = {unit: cycles / (2 * TOKENS * head_dim) for unit, cycles in load.units.items()}
+    print(shape, registers, {unit: round(cycles, 4) for unit, cycles in a_coordinate.items()})
+    assert a_coordinate["issue"] <= issue
+    assert a_coordinate["memory"] <= memory
+    at_once = decode.blocks_a_processor(group, head_dim)
+    assert registers * decode.THREADS * at_once <= 65536
+    assert (decode.shared_bytes(group, head_dim) + 1024) * at_once <= MEMORY[capability]
+
+
+def test_what_nvrtc_refuses_is_said():
+    with pytest.raises(nvrtc.CompileError, match="HEADS"):
+        nvrtc.compiled(decode.SOURCES, "decode.cu", "sm_90", {})

@@ -1,0 +1,187 @@
+"""Decode attention in CUDA C++, its PTX executed thread by thread, beside the reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from op_tables import LAYER, Case, filled, relative
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+from ptx import LaunchFault, far
+from ptx_decode import executed
+
+from haarkv.tq_ops.cuda import decode, nvrtc, ops
+from haarkv.tq_ops.cuda.layout import layout_of
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_back: bool = True, **how):
+    """What the kernel makes of a layer's attention, and what the reference does."""
+    torch.manual_seed(1)
+    q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
+    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
+    k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
+    rotated = (q.float().flatten(0, 1) @ k.rotation.float()).half().view(q.shape)
+    with executed(**how):
+        ours = decode.attend(q, rotated, made, LAYER, batch, k, v, case.head_dim**-0.5 * ops.LOG2_E, rotate_back)
+    return ours, theirs
+
+
+def attend(case: Case, **how):
+    return attend_in(*filled(case), case, **how)
+
+
+def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths: int, pages: bool = False) -> Case:
+    return Case(kv, head_dim, group, kv_heads, block, tuple(n - 1 for n in lengths), (1,) * len(lengths), pages=pages)
+
+
+CASES = [
+    case("tq4", 128, 5, 2, 128, 700, 3, 255, 32, 257),
+    case("tq4", 128, 1, 3, 16, 1, 40, 300),
+    case("tq4", 128, 16, 1, 48, 600, 33),
+    case("tq4", 64, 3, 1, 16, 1025, 5),
+    case("tq4", 256, 8, 1, 32, 513, 31),
+    case("tbq4_0", 128, 2, 1, 128, 2000),
+    case("k=tq4,v=tbq4_0", 128, 2, 1, 64, 300),
+    case("tq4", 128, 4, 1, 16, *range(1, 41)),
+    case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
+    case("tq2", 128, 2, 1, 16, 300, 17),
+    case("tq3", 128, 2, 2, 128, 300, 17),
+    case("k=tq3,v=tq2", 256, 2, 1, 128, 300),
+    case("k=tq2,v=tq3", 256, 2, 1, 128, 300),
+    case("k=tq4,v=tq3", 128, 5, 1, 128, 300),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_equals_the_reference(case):
+    ours, theirs = attend(case)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+
+@pytest.mark.parametrize("order", ["descending", "random"])
+def test_no_order_of_the_thread_blocks_changes_a_bit(order):
+    one = CASES[0]
+    assert torch.equal(attend(one)[0], attend(one, order=order)[0])
+
+
+def test_without_the_rotation_back_the_output_stays_rotated():
+    one = CASES[0]
+    made, _ = filled(one)
+    rotation = layout_of(made.v_format(LAYER), LAYER, one.head_dim, torch.device("cpu")).rotation.float()
+    ours, theirs = attend(one, rotate_back=False)
+    assert relative(ours.float() @ rotation.T, theirs) <= bounds.LAYER_BF16.attention
+
+
+def test_nothing_is_left_from_launch_to_launch():
+    """Counters of arrived parts are zeros again; a second launch over the same cache merges as the first did."""
+    one = CASES[0]
+    made, batch = filled(one)
+    first, second = (attend_in(made, batch, one)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero():
+    """What pads a captured batch: length 0, position 0, a block table of -1."""
+    one = case("tq4", 128, 4, 1, 16, 300, 17)
+    made, batch = filled(one)
+    alone, _ = attend_in(made, batch, one)
+    batch = replace(batch, seq_lens=torch.tensor([300, 0], dtype=torch.int32), block_table=batch.block_table.clone())
+    batch.block_table[1] = -1
+    ours, _ = attend_in(made, batch, one)
+    assert torch.equal(ours[0], alone[0])
+    assert (ours[1] == 0).all()
+
+
+def test_blocks_beyond_two_gigabytes():
+    """A table of 70,000 blocks; a product of block and stride in 32 bits would read elsewhere."""
+    one = case("tq4", 128, 4, 8, 128, 300)
+    made, batch = filled(one)
+    size = page_bytes(one.plan.layers[LAYER], num_kv_heads=8, head_dim=128, block_size=128)
+    pages = torch.from_numpy(far(70_000 * size)).view(70_000, size)
+    wide = PagedKVCache(one.plan, num_kv_heads=8, head_dim=128, num_blocks=70_000, block_size=128, pages={LAYER: pages})
+    blocks = torch.tensor([69_999, 16_400, 33_000])
+    for fields, others in ((wide.k_fields(LAYER), made.k_fields(LAYER)), (wide.v_fields(LAYER), made.v_fields(LAYER))):
+        for name, tensor in fields.items():
+            tensor[blocks] = others[name][batch.block_table[0].long()]
+    ours, _ = attend_in(wide, replace(batch, block_table=blocks.int().unsqueeze(0)), one, reference_too=False)
+    assert torch.equal(ours, attend_in(made, batch, one)[0])
+
+
+def edited(pattern: str, becomes: str = "", count: int = 0):
+    """An edit of the PTX that changes something."""
+
+    def edit(text: str) -> str:
+        changed, found = re.subn(pattern, becomes, text, count=count, flags=re.MULTILINE)
+        assert found
+        return changed
+
+    return edit
+
+
+FAULTS = {
+    "no fence before a part is announced": edited(r"^.*membar\.gl.*$"),
+    "no barrier": edited(r"^.*bar\.sync.*$", count=1),
+    "another byte of the codes": edited(r", 21780;", ", 21796;"),
+    "counters that stay": edited(r"^.*st\.global\.u32.*$"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault):
+    one = CASES[0]
+    made, batch = filled(one)
+
+    def check_twice() -> None:
+        for _ in range(2):
+            ours, theirs = attend_in(made, batch, one, edit=FAULTS[fault])
+            assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+    with pytest.raises((LaunchFault, AssertionError)):
+        check_twice()
+
+
+def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
+    """`paged_attention` itself: rotation of the queries in Triton's interpreter, then this kernel."""
+    one = case("k=tq4,v=tbq4_0", 128, 4, 2, 16, 300, 17)
+    made, batch = filled(one)
+    q = torch.randn(2, 8, 128).bfloat16()
+    theirs = reference.paged_attention(q, made, LAYER, batch, 0.1)
+    monkeypatch.setattr(decode, "takes", lambda *_: True)
+    with executed() as launched:
+        ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
+        rotated = ops.attend_rotated(q, made, LAYER, batch, 0.1)
+    assert launched == ["decode", "decode"]
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+    rotation = layout_of(made.v_format(LAYER), LAYER, 128, q.device).rotation.float()
+    assert relative(rotated.float() @ rotation.T, theirs) <= bounds.LAYER_BF16.attention
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "kv", "block", "taken"),
+    [
+        (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
+        (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
+        (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
+        (torch.bfloat16, 128, 1, "tq8", 128, False),
+    ],
+)  # fmt: skip
+def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    made = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block)
+    q = torch.zeros(1, group, head_dim, dtype=dtype)
+    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
+    assert decode.takes(q, made, k, v) == taken
+    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
+    assert not decode.takes(q, made, k, v)

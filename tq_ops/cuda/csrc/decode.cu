@@ -1,0 +1,70 @@
+// Decode attention over packed levels: one new token a sequence, in the domain of the codes, merged and rotated back.
+//
+// Compiled at run time for one shape. Defined by the caller: HEADS KV heads, GROUP query heads of each (up to 16), HEAD_DIM
+// (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
+// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32.
+//
+// How it works. `mma.m16n8k16` multiplies 16 rows by 8 columns; the columns are the query heads of a group.
+//   Q.K   A = K, 16 tokens x 16 coordinates.  A lane's two numbers of a register are the coordinates j and j + D/2 of one
+//         token: exactly the two levels of byte j. So a lane loads a quarter of a token's bytes, and no byte moves again.
+//   P.V   A = V transposed, 16 coordinates x 16 tokens. A lane's two numbers are two tokens' same coordinate: the low levels
+//         of two bytes, or their high levels, which a shift and a bit select put into one byte.
+// Either way one byte names a pair of centroids. A table in shared memory holds the 256 pairs, once for each lane: lane n
+// reads bank n alone, and `prmt` puts the byte into the address. Lookups thus neither conflict nor compute.
+//
+// Levels of 2 bits: a byte holds four, and a shift by two brings the other two to where those of 4 bits lie; the table ignores
+// the bits between. Levels of 3 bits have their third in a plane of its own, from where a shift and a bit select bring it.
+//
+// Each warp takes 32 tokens of every TILE and keeps maximum, sum and output in registers. Tiles of all sequences form one list
+// that the thread blocks of a KV head share evenly, whatever the lengths. A thread block that holds a whole sequence writes
+// its output; of several that share one, each leaves a part, and the last to arrive merges them. Which one that is does not
+// change a bit: parts are added in the order of the context.
+
+#include "merge.cuh"
+#include "work.cuh"
+
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES && THREADS == BLOCK_THREADS && TILE == TILE_TOKENS,
+              "decode.py says otherwise");
+
+// Grid: [thread blocks that share the work of a KV head, HEADS].
+extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(const __grid_constant__ Arguments given) {
+    if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();
+    int head = blockIdx.y, block = blockIdx.x;
+    Centroids centroids = load_centroids(given);
+    if (block == 0) fetch_rotation(given);
+    int tiles = find_sequence(given, 0x7fffffff).first_tile;
+    // A sequence without tokens pads the batch.
+    for (int b = block; b < given.sequences; b += gridDim.x)
+        if (stored_tokens(given, b) <= 0)
+            for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS)
+                given.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
+    int blocks = min((int)gridDim.x, tiles);
+    if (block >= blocks) return;
+    fill_table(centroids);
+    __syncthreads();
+    float* y = &scratch().sums[0][0][0];
+    for (int tile = first_of(block, tiles, blocks), stop = first_of(block + 1, tiles, blocks); tile < stop;) {
+        Found found = find_sequence(given, tile);
+        int until = min(stop, found.first_tile + found.tiles);
+        State state;
+        int begin = (tile - found.first_tile) * TILE, end = min((until - found.first_tile) * TILE, found.tokens);
+        attend(state, given, found.sequence, head, begin, end);
+        fold_warps(state);
+        int first = taker_of(found.first_tile, tiles, blocks),
+            last = taker_of(found.first_tile + found.tiles - 1, tiles, blocks);
+        bool merges = true;
+        if (first == last) {
+            normalize(y, state);
+        } else {
+            leave_part(state, given, slot_of(block, first, head));
+            merges = is_last(given, found.sequence, head, last - first + 1);
+            if (merges) merge_parts(y, given, head, first, last);
+        }
+        if (merges) {
+            __syncthreads();
+            write_out(y, given, found.sequence, head);
+        }
+        __syncthreads();
+        tile = until;
+    }
+}

@@ -1,0 +1,161 @@
+"""Decode attention in CUDA C++ (`csrc/decode.cu`): what it takes, its launch, and the memory that it needs.
+
+It does what `attention.attend_kernel` and `merge_kernel` do for one new token a sequence, in one launch. The Triton kernels
+stay for prompts, FP32, and wherever CUDA C++ cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.cuda import nvrtc
+from haarkv.tq_ops.cuda.choices import processors
+from haarkv.tq_ops.cuda.layout import Layout
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+
+SOURCES = Path(__file__).with_name("csrc")
+THREADS = 256
+TILE = 256
+"""Tokens that a thread block takes at a time."""
+MOST_BLOCKS = 128
+"""Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
+_MOST_GROUP = 16
+_SEQUENCES = 1024  # that a cache's counters have room for at first
+
+
+class _Side(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("codes", ctypes.c_int64), ("scales", ctypes.c_int64),
+        ("codes_stride", ctypes.c_int), ("scales_stride", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of csrc/decode.cu."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in (
+            "q", "out", "rotation", "parts", "part_maxima", "part_sums", "arrived", "positions", "seq_lens", "block_table",
+            "k_centroids", "v_centroids",
+        )),
+        ("k", _Side), ("v", _Side), ("sequences", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS")
+"""What the source asks its caller to define."""
+_BITS = (2, 3, 4)
+
+
+def takes(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> bool:
+    """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
+    group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
+    bits = {k.bits, v.bits}
+    made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
+    fits = q.dtype == torch.bfloat16 and group <= _MOST_GROUP and cache.block_size % 16 == 0
+    if not (made and fits and q.is_cuda) or nvrtc.missing():
+        return False
+    return shared_bytes(group, head_dim) <= nvrtc.most_shared_bytes(q.device)
+
+
+def blocks_a_processor(group: int, head_dim: int) -> int:
+    """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where these would spill."""
+    return 2 if _columns(group) * head_dim <= 8 * 128 else 1
+
+
+def shared_bytes(group: int, head_dim: int) -> int:
+    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums."""
+    columns = _columns(group)
+    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4
+
+
+def _columns(group: int) -> int:
+    return -(-group // 8) * 8
+
+
+def compiled(target: str, *shape: int) -> bytes:
+    """What NVRTC makes of `csrc/decode.cu` for a shape, in the order of `DEFINED`."""
+    macros = dict(zip(DEFINED, shape, strict=True))
+    # What is written down here and there is compared as it is compiled.
+    macros |= {
+        "SHARED_BYTES": shared_bytes(*shape[1:3]), "ARGUMENT_BYTES": ctypes.sizeof(_Arguments), "BLOCK_THREADS": THREADS,
+        "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
+    }  # fmt: skip
+    return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
+
+
+@cache
+def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
+    """Of a shape, in the order of `DEFINED`."""
+    return nvrtc.Kernel(compiled(nvrtc.target_of(device), *shape), "decode", shared_bytes(*shape[1:3]), device)
+
+
+# A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
+_counters: WeakKeyDictionary[PagedKVCache, list[Tensor]] = WeakKeyDictionary()
+
+
+def _counters_of(cache: PagedKVCache, sequences: int, device: torch.device) -> Tensor:
+    made = _counters.setdefault(cache, [])
+    # Earlier ones stay alive: a captured graph may hold them.
+    if not made or made[-1].numel() < sequences * cache.num_kv_heads:
+        room = max(_SEQUENCES, 1 << (sequences - 1).bit_length())
+        made.append(torch.zeros(room * cache.num_kv_heads, dtype=torch.int32, device=device))
+    return made[-1]
+
+
+def count_blocks(sequences: int, heads: int, most_tokens: int, group: int, head_dim: int, device: torch.device) -> int:
+    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most."""
+    at_once = blocks_a_processor(group, head_dim) * processors(device) // heads
+    return max(1, min(at_once, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
+
+
+def attend(
+    q: Tensor, rotated: Tensor, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
+    rotate_back: bool,
+) -> Tensor:  # fmt: skip
+    """Attention of one new token a sequence, in one launch and without waiting for the device.
+
+    Rounding points: those of the Triton kernels: queries, centroids and probabilities (in units of a power of two below the
+    largest V scale so far) in FP16, sums in FP32; the probabilities are summed before they are rounded.
+
+    Args:
+        q: [B, Hq, D] bf16, for its shape and device.
+        rotated: [B, Hq, D] fp16, in the order of the bytes.
+        scale: softmax_scale * log2(e).
+    Returns:
+        [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in the order of the bytes.
+    """
+    (sequences, q_heads, head_dim), heads = q.shape, cache.num_kv_heads
+    group, device = q_heads // heads, q.device
+    table = batch.block_table.contiguous()
+    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, head_dim, device)
+    columns = _columns(group)
+    slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
+    sums = torch.empty(slots * columns * head_dim, dtype=torch.float32, device=device)
+    maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
+    out = torch.empty_like(q)
+
+    def side(fields: dict[str, Tensor]) -> _Side:
+        codes, scales = fields["codes"], fields["scale"]
+        return _Side(nvrtc.address(codes), nvrtc.address(scales), codes.stride(0), scales.stride(0))
+
+    pointers = (
+        rotated, out, v.rotation if rotate_back else None, sums, maxima, totals, _counters_of(cache, sequences, device),
+        batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
+    )  # fmt: skip
+    arguments = _Arguments(
+        *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
+        side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
+    )  # fmt: skip
+    fp32, at_once = int(v.rotation.dtype == torch.float32), blocks_a_processor(group, head_dim)
+    kernel = _kernel(heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once, device=device)
+    kernel.launch((blocks, heads), THREADS, arguments)
+    return out

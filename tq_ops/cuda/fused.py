@@ -1,0 +1,62 @@
+"""`tq_ops.fused.FusedOps` on a GPU, or, with tensors on the CPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from haarkv.tq_ops.cuda import choices, elementwise, ops
+from haarkv.tq_ops.fused import Heads
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class CudaFused:
+    """The fused ops of one executor. None of them waits for the device.
+
+    Attributes:
+        fault: from `ops.new_fault`; a K or V that is not finite, or too large for its format, is left out and noted there.
+        rotate_back: False leaves attention's output in V's rotated domain, in the order of the bytes, for output projections
+            that contain the rotation.
+    """
+
+    fault: Tensor
+    rotate_back: bool = True
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, weight, eps)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear(x, weight)
+
+    def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.silu_mul(gate, up, dtype)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rope: tuple[Tensor, Tensor],
+        cache: PagedKVCache,
+        layer: int,
+        batch: Batch,
+        softmax_scale: float,
+    ) -> Tensor:
+        """As `FusedOps.attention`: the launch of `ops.rotate_and_append`, and those of `ops.attend`."""
+        rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        like = torch.empty(rotated.shape, dtype=heads.dtype, device=rotated.device)
+        attended = ops.attend(like, rotated, cache, layer, batch, softmax_scale, rotate_back=self.rotate_back)
+        return attended.flatten(1)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """As `FusedOps.add_norm`, one launch."""
+        rows, width = hidden.shape
+        out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
+        elementwise.add_norm_kernel[(rows,)](
+            hidden, update, weight, out, normed, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+        )
+        return out, normed

@@ -1,0 +1,116 @@
+"""Several ops of a table in one: what a layer calls whose backend launches kernels, each launch at a price.
+
+A second, smaller protocol beside `tq_ops.table.OpTable`. Models are written in the ops of a table, one formula each, for
+readers, for the reference and for the validator. A fused layer computes the same with the same rounding points in fewer steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How one layer's packed projections become queries, keys and values: split, add the bias, norm Q and K, then RoPE.
+
+    Attributes:
+        num_heads: query heads Hq.
+        dtype: the model's, to which queries and attention's output are rounded.
+        bias: [(Hq + 2 Hkv) * D], of Q, K and V one after the other; None without.
+        q_norm, k_norm: [D], weights of the norms of each head; None without.
+        eps: of the norms.
+    """
+
+    num_heads: int
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+class FusedOps(Protocol):
+    """What a fused layer calls. `rms_norm`, `linear` and `silu_mul` are those of an op table."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    def attention(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rope: tuple[Tensor, Tensor],
+        cache: PagedKVCache,
+        layer: int,
+        batch: Batch,
+        softmax_scale: float,
+    ) -> Tensor:
+        """Store K and V, and attend: from the packed projections to what the output projection is given.
+
+        Args:
+            qkv: [T, (Hq + 2 Hkv) * D] fp32: Q of all heads, then K, then V.
+            rope: cos and sin [T, D/2] fp32 of the batch's positions.
+            softmax_scale: of the logits, 1/sqrt(D).
+        Returns:
+            [T, Hq * D] of `heads.dtype`.
+        Rounding points: those of the ops; queries once after RoPE, the output once.
+        """
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The hidden state after a residual, and its RMS norm.
+
+        Args:
+            hidden: [T, hidden] bf16 or fp32.
+            update: [T, hidden] fp32.
+            weight: [hidden], of the norm.
+        Returns:
+            `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
+        Rounding points: the sum once; the norm is taken of the rounded sum, in FP32, and rounded once.
+        """
+
+
+class Composed:
+    """What the fused ops mean, in the ops of a table: the spec that a backend's own are held against.
+
+    Args:
+        ops: the table.
+    """
+
+    def __init__(self, ops: OpTable) -> None:
+        self._ops = ops
+        self.rms_norm, self.linear, self.silu_mul = ops.rms_norm, ops.linear, ops.silu_mul
+
+    def attention(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rope: tuple[Tensor, Tensor],
+        cache: PagedKVCache,
+        layer: int,
+        batch: Batch,
+        softmax_scale: float,
+    ) -> Tensor:
+        if heads.bias is not None:
+            qkv = qkv + heads.bias
+        split = [heads.num_heads, cache.num_kv_heads, cache.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, cache.head_dim), split, dim=1)
+        if heads.q_norm is not None:
+            q = self._ops.rms_norm(q, heads.q_norm, heads.eps)
+        if heads.k_norm is not None:
+            k = self._ops.rms_norm(k, heads.k_norm, heads.eps)
+        q, k = self._ops.rope(q, *rope), self._ops.rope(k, *rope)
+        self._ops.store_kv(k, v, cache, layer, batch)
+        return self._ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        hidden = (hidden.float() + update).to(hidden.dtype)
+        return hidden, self._ops.rms_norm(hidden, weight, eps)
