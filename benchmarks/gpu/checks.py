@@ -36,7 +36,8 @@ def commands(dry: bool) -> Mapping[str, Sequence[str]]:
     return {
         **contract,
         "tests of the kernels": [*pytest, *workers, "tests/tq_ops/cuda"],
-        "tests of the executor": [*pytest, *workers, "tests/executors/test_cuda_executor.py"],
+        "tests of the executor": [*pytest, *workers, "tests/executors/test_cuda_executor.py",
+                                  "tests/executors/test_cuda_step.py"],
         "validate tiny": ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", held_out, "--prompt-tokens", "300",
                           "--steps", "8"],
     }  # fmt: skip

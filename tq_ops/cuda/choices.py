@@ -36,7 +36,7 @@ class AttentionTile:
 
 
 def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
-    """Sizes for a launch. With none of them does a program spill: a test compiles all.
+    """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
@@ -51,7 +51,8 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> A
         # So that three programs of 128 threads share a processor: while one looks up, others multiply.
         return AttentionTile(64, 32, True)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
-    return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
+    # With three stages, the codes of two tiles are on their way while a third is worked on.
+    return AttentionTile(columns, 128, stages=3) if one_each else AttentionTile(32, 64)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
     return 32 if one_each or operand == tl.float32 else head_dim // 2
 
 
-def prologue_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
+def store_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
     """Warps of a program that quantizes 16 vectors: at head_dim 256, or with FP32 operands, four would spill."""
     return 8 if head_dim > 128 or tl.float32 in operands else 4
 

@@ -53,6 +53,10 @@ BOUNDS = {
     (90, "prefill 128"): Bounds(184, 34 * 1024, 16, 2),
     # measured                96              20,480     64
     (90, "store 128"): Bounds(128, 21 * 1024, 64),
+    # measured                   96             20,480     72
+    (90, "prologue 128"): Bounds(128, 21 * 1024, 72),
+    # measured                   17             0          0
+    (90, "add_norm 128"): Bounds(32, 1024, 0),
     # measured                 32             12,288     8
     (90, "rotate 128"): Bounds(64, 13 * 1024, 8),
     # measured                48              1,024; a program rotates one vector, with which tensor cores can do nothing
