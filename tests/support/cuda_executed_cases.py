@@ -197,7 +197,6 @@ GROUPS: dict[str, list[Check]] = {
     ],
     "prefill": [
         contract(Attention(Case("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1)), BF16)),
-        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
         far_attention(3),
     ],
     "store": [
@@ -211,6 +210,7 @@ GROUPS: dict[str, list[Check]] = {
         contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
     ],
     "rest": [
+        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
         contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
         *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
     ],
