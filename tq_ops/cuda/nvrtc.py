@@ -120,7 +120,7 @@ def most_shared_bytes(device: torch.device) -> int:
         return 227 * 1024
     from cuda.bindings import driver
 
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     number = torch.cuda.current_device() if device.index is None else device.index
     return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(number)))))
