@@ -118,7 +118,8 @@ def most_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a thread block may ask for; what an H100 has where there is no GPU."""
     if device.type != "cuda":
         return 227 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types leave this one out
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _checked(returned: tuple[Any, ...]) -> Any:
