@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from haarkv.tq_ops.cuda.available import processors
+
 PROGRAMS_A_PROCESSOR = 3
-_INTERPRETED_PROCESSORS = 4
 _WIDE_FROM = 64  # columns of a sequence
 _PARTS_AT_ONCE = 16
 _MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
@@ -77,15 +77,6 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Processors of a GPU."""
-    # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
