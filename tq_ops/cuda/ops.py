@@ -176,6 +176,7 @@ def attend(
     softmax_scale: float,
     *,
     rotate_back: bool = True,
+    cuda_cpp: bool = True,
 ) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
@@ -184,13 +185,14 @@ def attend(
         rotated: [T, Hq, D] from `rotate`.
         rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
             contains the rotation.
+        cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
-    if one_each and decode.takes(q, cache, of_k, of_v):
+    if cuda_cpp and one_each and decode.takes(q, cache, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
     tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     # Ragged column tiles: a sequence wastes less than one.
@@ -232,6 +234,12 @@ def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, sof
     """`paged_attention` without the rotation back, for a projection that contains it; the result is in the kernels' order."""
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
+
+
+def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """`paged_attention` by the Triton kernels alone, for comparison with `decode`."""
+    of_k, _ = _layouts(cache, layer, q.device)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, cuda_cpp=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
