@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test test-npu test-aicore test-gpu test-cuda-compile test-vllm test-vllm-short lint tables bench clean
+.PHONY: help run test test-npu test-aicore test-gpu test-cuda-compile test-ptx test-vllm test-vllm-short lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for three kinds of GPU; no GPU needed"
+	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
@@ -50,6 +51,8 @@ test-gpu: $(VENV)/dev.stamp
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py
+test-ptx: $(VENV)/dev.stamp
+	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
 
 test-vllm-short: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/serving

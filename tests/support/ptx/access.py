@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, SHARED_AT, Fault, Window, gather, scatter
-from ptx.parse import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
 SPACES = ("global", "shared", "local", "const", "param")
 _HINTS = {
-    "relaxed", "weak", "volatile", "acquire", "release", "gpu", "sys", "cta", "cluster", "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt",
+    "relaxed", "weak", "volatile", "acquire", "release", "gpu", "sys", "cta", "cluster", "nc", "ca", "cg", "cs", "cv", "lu",
+    "wb", "wt",
     "L1__evict_last", "L1__evict_first", "L1__evict_normal", "L1__evict_unchanged", "L1__no_allocate", "L2__cache_hint",
     "L2__64B", "L2__128B", "L2__256B", "L2__evict_last", "L2__evict_first", "L2__evict_normal", "mmio",
 }  # fmt: skip

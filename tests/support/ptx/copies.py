@@ -11,8 +11,8 @@ import numpy as np
 from ptx.access import active, address_reader, read_global, read_shared, require_hints, shared_offset, space_of
 from ptx.access import windows_of as windows
 from ptx.memory import Fault, gather, scatter
-from ptx.parse import Instruction, Nowhere, Number, Unknown
 from ptx.state import DTYPES, Lanes, Run, bits_of, destination, reader
+from ptx.syntax import Instruction, Nowhere, Number, Unknown
 
 
 @dataclass

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ptx.memory import Fault
-from ptx.parse import Instruction, Unknown
 from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from ptx.syntax import Instruction, Unknown
 
 FLOATS = ("f16", "f32", "f64", "bf16", "f16x2", "bf16x2")
 
@@ -249,7 +249,7 @@ def convert(ins: Instruction) -> Run:
             wide = np.clip(x, max(limits.min, np.iinfo(x.dtype).min), min(limits.max, np.iinfo(x.dtype).max))
             result = (wide if "sat" in rest else x).astype(DTYPES[to])
             if bits > bits_of(to):  # a narrow result fills its register as its sign says
-                result = result.astype((np.int64 if to[0] == "s" else np.uint64)).astype(UNSIGNED[bits])
+                result = result.astype(np.int64 if to[0] == "s" else np.uint64).astype(UNSIGNED[bits])
         s.write(place, np.ascontiguousarray(result))
 
     return run
@@ -267,5 +267,3 @@ def _convert_two(ins: Instruction, to: str, rest: set[str]) -> Run:
         s.write(place, joined(low, high))
 
     return run
-
-

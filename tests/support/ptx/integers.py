@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ptx import floats
-from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, Fault
-from ptx.parse import Instruction, Pair, Register, Symbol, Unknown, Vector
 from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from ptx.syntax import Instruction, Pair, Unknown
 
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -94,19 +93,22 @@ def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, ki
     return ((moved & keep) | (b.astype(U64) & ~keep)).astype(U32)
 
 
+_NIBBLES = np.array([0, 4, 8, 12], U32)
+
+
 def _permute(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     """`prmt`: four bytes of eight, by a nibble each; its top bit gives the byte's sign eight times."""
     if len(select) == 1 and not select[0] & 0x8888:
         octets = np.stack(np.broadcast_arrays(a, b), -1).view(U8)
         places = [int(select[0]) >> shift & 7 for shift in (0, 4, 8, 12)]
         return np.ascontiguousarray(octets[:, places]).view(U32)[:, 0]
-    pool, result = a.astype(U64) | (b.astype(U64) << U64(32)), U32(0)
-    for place in range(4):
-        nibble = (select >> U32(4 * place)) & U32(15)
-        octet = (pool >> ((nibble & U32(7)).astype(U64) << U64(3))).astype(U32) & U32(0xFF)
-        octet = np.where(nibble & U32(8), (octet >> U32(7)) * U32(0xFF), octet)
-        result = result | (octet << U32(8 * place))
-    return result
+    a, b, select = np.broadcast_arrays(a, b, select)
+    pool = np.stack([a, b], -1).view(U8).reshape(-1)
+    nibbles = (select[:, None] >> _NIBBLES) & U32(15)
+    octets = pool[(nibbles & U32(7)) + np.arange(0, len(pool), 8, U32)[:, None]]
+    if (select & U32(0x8888)).any():
+        octets = np.where(nibbles & U32(8), (octets >> U8(7)) * U8(0xFF), octets)
+    return octets.view(U32)[:, 0]
 
 
 def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -270,59 +272,3 @@ def select(ins: Instruction) -> Run:
     first, second = (reader(operand, kind) for operand in ins.operands[1:3])
     condition = reader(ins.operands[3], "pred")
     return lambda s: s.write(target, np.where(condition(s), first(s), second(s)))
-
-
-# -- Moves --------------------------------------------------------------------------------------------------------------
-def _parts(vector: Vector) -> list[int]:
-    bits = [item.bits for item in vector.items if isinstance(item, Register)]
-    if not bits or len(set(bits)) != 1:
-        raise Unknown(f"{vector} in a move")
-    return bits
-
-
-def move(ins: Instruction) -> Run:
-    """`mov` of a value, of the address of an array, and of one register into several or back."""
-    kind = ins.modifiers[-1]
-    to, of = ins.operands
-    if isinstance(of, Vector):
-        each = _parts(of)[0]
-        place, reads = destination(to, each * len(of.items)), [reader(item, f"b{each}") for item in of.items]
-
-        def pack(s: Lanes) -> None:
-            values = np.stack([np.broadcast_to(read(s), s.count) for read in reads], -1)
-            s.write(place, values.view(UNSIGNED[each * len(reads)])[:, 0])
-
-        return pack
-    if isinstance(to, Vector):
-        each, places = _parts(to)[0], [destination(item) for item in to.items]
-        read = reader(of, f"b{each * len(places)}")
-
-        def unpack(s: Lanes) -> None:
-            values = np.broadcast_to(read(s), s.count).copy().view(UNSIGNED[each]).reshape(s.count, -1)
-            for place, value in zip(places, values.T, strict=True):
-                if place is not None:
-                    s.write(place, np.ascontiguousarray(value))
-
-        return unpack
-    place, read = destination(to, bits_of(kind)), reader(of, kind)
-    if isinstance(of, Symbol):
-        name = of.name
-
-        def address(s: Lanes) -> None:
-            s.write(place, read(s))
-
-        return address
-    return lambda s: s.write(place, read(s))
-
-
-def to_address(ins: Instruction) -> Run:
-    """`cvta`: the generic address of one in a space, or back; global and constant memory have but one."""
-    back, space = ins.modifiers[0] == "to", ins.modifiers[-2].split("__")[0]
-    shift = {"global": 0, "const": 0, "shared": GENERIC_SHARED, "local": GENERIC_LOCAL}.get(space)
-    kind = ins.modifiers[-1]
-    if shift is None or kind != "u64":
-        raise Unknown(ins.name)
-    place, read = destination(ins.operands[0], 64), reader(ins.operands[1], kind)
-    return lambda s: s.write(place, read(s) - U64(shift) if back else read(s) + U64(shift))
-
-

@@ -8,8 +8,8 @@ import numpy as np
 
 from ptx.access import active, address_reader, read_shared, write_shared
 from ptx.floats import from_bf16
-from ptx.parse import Instruction, Operand, Unknown, Vector
 from ptx.state import Lanes, Run, destination, reader
+from ptx.syntax import Instruction, Operand, Unknown, Vector
 
 
 def numbers(bits: np.ndarray, kind: str) -> np.ndarray:

@@ -113,10 +113,16 @@ class Memory:
 
     def _window(self, number: int, address: np.ndarray, place: int) -> Window:
         if number < 0:
-            raise Fault(f"address {int(address[place]):#x} is outside every region", place)
+            if not self.windows:
+                raise Fault("an address where there is no memory at all", place)
+            first = self.windows[0]
+            raise Fault(
+                f"address {int(address[place]):#x} is byte {int(address[place]) - first.address} of {first.name}", place
+            )
         return self.windows[number]
 
     def _checked(self, number: int, address: np.ndarray, width: int, chosen: np.ndarray | None) -> np.ndarray:
+        """Offsets in a window's array; `address` [n] are those of the accesses `chosen`, or all."""
         window = self.windows[number]
         offset = (address - np.uint64(window.base)).view(np.int64)
         inside = (offset >= window.begin) & (offset <= window.end - width)
@@ -129,6 +135,10 @@ class Memory:
             where = f"byte {at} of {window.name}, which has {size}"
             if 0 <= at <= size - width:
                 where = f"byte {at} of {window.name}, between the bytes that are its own"
+            elif (
+                number + 1 < len(self.windows) and (before := self.windows[number + 1].address - int(address[bad])) < at - size
+            ):
+                where = f"byte {-before} of {self.windows[number + 1].name}"
             raise Fault(f"{width} bytes at {where}", bad if chosen is None else int(chosen[bad]))
         return offset
 

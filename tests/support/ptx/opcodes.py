@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ptx import access, copies, floats, integers, matrix, warpgroup, warps
+from ptx import access, copies, floats, integers, matrix, moves, warpgroup, warps
 from ptx.memory import Fault
-from ptx.parse import Instruction, Number, Unknown
 from ptx.state import Lanes, Run, constant, destination
+from ptx.syntax import Instruction, Number, Unknown
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 """What the run itself executes."""
 _FLOATS = ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh", "fma", "copysign")
 _EITHER = ("add", "sub", "mul", "mad", "div", "min", "max", "neg", "abs")
 _INTEGERS = (
-    "rem", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev", "bfind",
-    "dp4a",
+    "rem", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev",
+    "bfind", "dp4a",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _policy(ins: Instruction) -> Run:
 _BUILDERS: dict[str, Callable[[Instruction], Run]] = {
     **dict.fromkeys(_FLOATS, floats.build),
     **dict.fromkeys(_INTEGERS, integers.build),
-    "setp": integers.set_predicate, "selp": integers.select, "mov": integers.move, "cvta": integers.to_address,
+    "setp": integers.set_predicate, "selp": integers.select, "mov": moves.move, "cvta": moves.to_address,
     "cvt": floats.convert, "ld": access.load, "ldu": access.load, "st": access.store,
     "cp": copies.copy_async, "atom": copies.atomic, "red": copies.atomic,
     "mma": matrix.multiply, "ldmatrix": matrix.load_matrix, "stmatrix": matrix.store_matrix, "movmatrix": matrix.move_matrix,
@@ -82,6 +82,8 @@ def build(ins: Instruction) -> Run | None:
     try:
         if ins.opcode in _EITHER:
             return (floats if ins.modifiers[-1] in floats.FLOATS else integers).build(ins)
+        if ins.opcode.startswith("tcgen05"):
+            raise Unknown("products in the tensor memory of sm_100 are not executed here")
         if ins.opcode not in _BUILDERS:
             raise Unknown("the opcode is not known")
         return _BUILDERS[ins.opcode](ins)

@@ -4,120 +4,24 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
 
-
-class Unknown(Exception):
-    """The text holds what the executor does not know; nothing is ever skipped."""
-
-
-@dataclass(frozen=True)
-class Register:
-    """A register, by its place among the entry's."""
-
-    index: int
-    bits: int  # 1 for a predicate
-
-
-@dataclass(frozen=True)
-class Number:
-    """An immediate: an int, or the bits of a float as they are written."""
-
-    value: int
-    float_bits: int = 0  # 32 or 64 where it is written as a float
-
-
-@dataclass(frozen=True)
-class Special:
-    name: str
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """The address of an array or a parameter."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Address:
-    base: Operand
-    offset: int
-
-
-@dataclass(frozen=True)
-class Vector:
-    items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two destinations, `p|q`."""
-
-    first: Operand
-    second: Operand
-
-
-@dataclass(frozen=True)
-class Nowhere:
-    """The operand `_`."""
-
-
-@dataclass(frozen=True)
-class Label:
-    name: str
-
-
-Operand = Register | Number | Special | Symbol | Address | Vector | Pair | Nowhere | Label
-
-
-@dataclass(frozen=True)
-class Instruction:
-    opcode: str
-    modifiers: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    guard: tuple[int, bool] | None  # a predicate's register, and whether it must be false
-    line: int
-    source: str  # what the last .loc says
-
-    @property
-    def name(self) -> str:
-        return ".".join((self.opcode, *self.modifiers))
-
-
-@dataclass(frozen=True)
-class Array:
-    """Memory that the text declares.
-
-    Attributes:
-        size: bytes; 0 for an array whose size the launch gives.
-        values: its first bytes.
-    """
-
-    name: str
-    space: str
-    align: int
-    size: int
-    values: bytes = b""
-
-
-@dataclass
-class Entry:
-    name: str
-    params: list[Array] = field(default_factory=list)
-    arrays: list[Array] = field(default_factory=list)
-    bits: list[int] = field(default_factory=list)
-    register_names: list[str] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    code: list[Instruction] = field(default_factory=list)
-
-
-@dataclass
-class Module:
-    target: str = ""
-    arrays: list[Array] = field(default_factory=list)
-    entries: dict[str, Entry] = field(default_factory=dict)
-
+from ptx.syntax import (
+    Address,
+    Array,
+    Entry,
+    Instruction,
+    Label,
+    Module,
+    Nowhere,
+    Number,
+    Operand,
+    Pair,
+    Register,
+    Special,
+    Symbol,
+    Unknown,
+    Vector,
+)
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _DECLARED = re.compile(
@@ -158,7 +62,7 @@ def _without_comments(text: str) -> str:
 
 
 def statements(text: str) -> list[tuple[str, int]]:
-    """What ends at `;`, `:`, or is a brace that opens or closes a block, with its line; sections of debug data are left out."""
+    """What ends at `;`, `:`, or is a brace of a block, with its line; sections of debug data are left out."""
     found, line, start, depth, current = [], 1, 1, 0, ""
     skipping = 0  # braces of a section that is left out
     for raw in _without_comments(text).splitlines():
@@ -218,7 +122,7 @@ class _Reader:
         self.source = ""
 
     def declare(self, text: str) -> None:
-        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S).groups()  # type: ignore[union-attr]
+        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S).groups()
         bits = 1 if kind == "pred" else int(re.sub(r"\D", "", kind.split("x")[0])) * (2 if kind.endswith("x2") else 1)
         for name in (part.strip() for part in names.split(",")):
             many = re.match(r"(.*)<(\d+)>$", name)

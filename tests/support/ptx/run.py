@@ -1,307 +1,21 @@
-"""Runs a launch: program after program or several together, all their threads as vectors, by the smallest line first.
-
-Threads that part at a branch run on in groups; the group that is furthest behind in the text runs next, and groups that meet
-become one. A barrier holds a program's threads until all that have not returned are there.
-"""
+"""Runs a launch: some of its programs together, then the next."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from ptx.copies import Copies
-from ptx.memory import SHARED_AT, Fault, Memory
-from ptx.opcodes import build
-from ptx.parse import Array, Entry, Instruction, Label, Number, Unknown, parse
-from ptx.races import History, Races
-from ptx.state import Lanes, Read, Run, fresh, reader, specials
-from ptx.warpgroup import Products
+from ptx.memory import Memory
+from ptx.program import compiled, layout_of
+from ptx.races import History
+from ptx.syntax import Unknown
+from ptx.together import LaunchFault, Together
 
-_PLAIN, _BRANCH, _EXIT, _BARRIER, _WARP_BARRIER = range(5)
+__all__ = ["LaunchFault", "execute"]
 _TOGETHER = 4096
 """Threads that run together unless said otherwise."""
-
-
-class LaunchFault(Exception):
-    """A launch did what it must not; the message says which kernel, line of PTX, program and thread."""
-
-
-@dataclass
-class _Step:
-    ins: Instruction
-    kind: int
-    run: Run | None = None
-    target: int = 0
-    barrier: int = 0
-    expected: Read | None = None
-
-
-@dataclass
-class Program:
-    """An entry, ready to run: see `compiled`."""
-
-    entry: Entry
-    arrays: list[Array]
-    steps: list[_Step]
-
-    def __post_init__(self) -> None:
-        self.barriers = np.array([step.barrier for step in self.steps])
-
-
-@lru_cache(maxsize=64)
-def compiled(text: str, name: str) -> Program:
-    """The entry of a PTX text.
-
-    Raises:
-        Unknown: something in it is not known here.
-    """
-    module = parse(text)
-    if name not in module.entries:
-        raise Unknown(f"no entry {name!r} but {', '.join(module.entries)}")
-    entry = module.entries[name]
-    return Program(entry, module.arrays, [_step(ins, entry) for ins in entry.code])
-
-
-def _step(ins: Instruction, entry: Entry) -> _Step:
-    where = f"{entry.name}, line {ins.line}: {ins.name}"
-    if ins.opcode == "bra":
-        target = ins.operands[0]
-        if not isinstance(target, Label) or target.name not in entry.labels:
-            raise Unknown(where)
-        return _Step(ins, _BRANCH, target=entry.labels[target.name])
-    if ins.opcode in ("ret", "exit"):
-        return _Step(ins, _EXIT)
-    if ins.opcode in ("bar", "barrier"):
-        names = [name for name in ins.modifiers if name not in ("cta", "aligned")]
-        if names == ["warp", "sync"]:
-            return _Step(ins, _WARP_BARRIER)
-        if names != ["sync"] or not isinstance(ins.operands[0], Number):
-            raise Unknown(where)
-        count = reader(ins.operands[1], "u32") if len(ins.operands) > 1 else None
-        return _Step(ins, _BARRIER, barrier=ins.operands[0].value, expected=count)
-    return _Step(ins, _PLAIN, build(ins))
-
-
-def _in_memory(values: Sequence[object], params: list[Array]) -> tuple[np.ndarray, dict[str, int]]:
-    """The parameters' bytes, and where each begins."""
-    if len(values) != len(params):
-        raise ValueError(f"{len(values)} arguments for {len(params)} parameters")
-    octets, places = b"", {}
-    for value, param in zip(values, params, strict=True):
-        octets += bytes(-len(octets) % param.align)
-        places[param.name] = len(octets)
-        if isinstance(value, bytes):
-            piece = value
-        elif isinstance(value, float):
-            piece = np.array(value, np.float32 if param.size == 4 else np.float64).tobytes()
-        elif isinstance(value, np.generic):
-            piece = value.tobytes()
-        else:
-            piece = (int(value) % (1 << 8 * param.size)).to_bytes(param.size, "little")  # type: ignore[call-overload]
-        if len(piece) != param.size:
-            raise ValueError(f"{len(piece)} bytes for {param.name}, which has {param.size}")
-        octets += piece
-    return np.frombuffer(octets + bytes(16), np.uint8).copy(), places
-
-
-def _laid_out(arrays: list[Array], begin: int, dynamic: int) -> tuple[dict[str, int], int]:
-    """Where arrays of one space begin, those without a size last, and where they end."""
-    places, end = {}, begin
-    for array in sorted(arrays, key=lambda array: array.size == 0):
-        end += -end % array.align
-        places[array.name] = end
-        end += array.size
-    return places, end + dynamic
-
-
-@dataclass
-class _Layout:
-    """What every program of a launch shares: where arrays and parameters lie."""
-
-    symbols: dict[str, tuple[str, int]]
-    params: np.ndarray
-    shared_end: int
-    local_end: int
-
-
-def _layout(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> _Layout:
-    params, offsets = _in_memory(args, program.entry.params)
-    arrays = [*program.arrays, *program.entry.arrays]
-    symbols = {name: ("param", offset) for name, offset in offsets.items()}
-    shared, shared_end = _laid_out([array for array in arrays if array.space == "shared"], SHARED_AT, dynamic)
-    local, local_end = _laid_out([array for array in arrays if array.space == "local"], 0, 0)
-    symbols |= {name: ("shared", at) for name, at in shared.items()} | {name: ("local", at) for name, at in local.items()}
-    for array in arrays:
-        if array.space in ("global", "const"):
-            values = np.frombuffer(array.values + bytes(array.size - len(array.values)), np.uint8).copy()
-            symbols[array.name] = (array.space, memory.place(array.name, values))
-    return _Layout(symbols, params, shared_end, local_end)
-
-
-class _Together:
-    """Some programs of a launch, run together."""
-
-    def __init__(
-        self, program: Program, layout: _Layout, grid: tuple[int, int, int], block: tuple[int, int, int], memory: Memory,
-        numbers: np.ndarray, history: History, watched: int, most_steps: int,
-    ) -> None:  # fmt: skip
-        threads, self.steps, self.name = block[0] * block[1] * block[2], program.steps, program.entry.name
-        count, stride = threads * len(numbers), layout.shared_end + -layout.shared_end % 1024
-        checked = np.zeros(len(numbers), np.bool_)
-        checked[np.linspace(0, len(numbers) - 1, min(watched, len(numbers))).astype(np.int64)] = True
-        self.numbers, self.most_steps, self.history, self.barriers = numbers, most_steps, history, program.barriers
-        races = Races(history, checked, numbers * threads, threads, stride * len(numbers))
-        self.s = Lanes(
-            count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
-            layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
-            np.full(max(layout.local_end, 1) * count if layout.local_end else 0, 0xFF, np.uint8), layout.local_end,
-            np.ones(count, np.bool_), races=races, copies=Copies(count), products=Products(count), clock=history.clock,
-        )  # fmt: skip
-        self.waiting: dict[int, np.ndarray] = {}
-        self.parked = np.full(count, -1)  # the line of the barrier at which a thread waits
-        self.any_parked = False
-
-    # -- Groups ---------------------------------------------------------------------------------------------------------
-    def push(self, pc: int, mask: np.ndarray) -> None:
-        if mask.any():
-            self.waiting[pc] = self.waiting[pc] | mask if pc in self.waiting else mask
-
-    def run(self) -> None:
-        s, start = self.s, self.s.clock
-        self.push(0, s.live.copy())
-        while self.waiting:
-            pc = min(self.waiting)
-            mask = self.waiting.pop(pc)
-            limit = min(self.waiting, default=len(self.steps))
-            alone = not self.waiting and not self.any_parked
-            s.activate(None if alone else mask)
-            pc = self.straight(pc, mask, limit, alone)
-            if s.clock - start > self.most_steps:
-                raise LaunchFault(f"{self.name} does not end: {self.most_steps} instructions")
-            if pc >= 0:
-                self.push(pc, mask & s.live)
-        if self.any_parked:
-            lane = int(np.argmax(self.parked >= 0))
-            self.fail(self.steps[self.parked[lane]].ins, Fault("waits at a barrier that others never reach", lane))
-        self.history.clock = s.clock + 1
-
-    def straight(self, pc: int, mask: np.ndarray, limit: int, alone: bool) -> int:
-        """Run a group until it reaches another one, parts, or ends; the line where it goes on, or -1."""
-        s, steps, regs = self.s, self.steps, self.s.regs
-        end = s.clock + 100_000
-        while pc < limit and s.clock < end:
-            if pc >= len(steps):
-                self.fail(steps[-1].ins, Fault("runs past the end", int(np.argmax(mask))))
-            step = steps[pc]
-            s.clock += 1
-            guard = step.ins.guard
-            try:
-                if step.kind == _PLAIN:
-                    if guard is None:
-                        step.run(s)  # type: ignore[misc]
-                    else:
-                        taken = (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
-                        if taken.any():
-                            s.activate(taken)
-                            step.run(s)  # type: ignore[misc]
-                            s.activate(None if alone else mask)
-                    pc += 1
-                    continue
-                taken = mask if guard is None else (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
-                if step.kind == _BRANCH:
-                    if not taken.any():
-                        pc += 1
-                    elif taken is mask or (taken == mask).all():
-                        pc = step.target
-                    else:
-                        self.push(step.target, taken)
-                        self.push(pc + 1, mask & ~taken)
-                        return -1
-                elif step.kind == _BARRIER and alone and guard is None and step.expected is None:
-                    s.races.met[mask] = s.races.warp_met[mask] = s.clock
-                    pc += 1
-                elif step.kind == _WARP_BARRIER:
-                    s.races.warp_met[taken] = s.clock
-                    pc += 1
-                elif step.kind == _EXIT:
-                    s.live &= ~taken
-                    self.release()
-                    if not (rest := mask & ~taken).any():
-                        return -1
-                    self.push(pc + 1, rest)
-                    return -1
-                else:
-                    self.arrive(pc, taken)
-                    self.push(pc + 1, mask & ~taken)
-                    return -1
-            except Fault as fault:
-                self.fail(step.ins, fault)
-        if pc >= len(steps) and limit >= len(steps):
-            self.fail(steps[-1].ins, Fault("runs past the end", int(np.argmax(mask))))
-        return pc
-
-    # -- Barriers -------------------------------------------------------------------------------------------------------
-    def arrive(self, pc: int, mask: np.ndarray) -> None:
-        self.parked[mask] = pc
-        self.any_parked = True
-        self.release()
-
-    def release(self) -> None:
-        """Let go on those barriers at which everybody has arrived."""
-        if not self.any_parked:
-            return
-        s = self.s
-        for number in {self.steps[pc].barrier for pc in np.unique(self.parked[self.parked >= 0]).tolist()}:
-            here = (self.parked >= 0) & (self.number_at() == number)
-            by_program = here.reshape(s.programs, s.block)
-            complete = by_program.sum(1) >= self.expected(here)
-            complete &= by_program.any(1)
-            free = here & np.repeat(complete, s.block)
-            if free.any():
-                self.require_same(free)
-                s.races.met[free] = s.races.warp_met[free] = s.clock
-                lines = self.parked[free]
-                self.parked[free] = -1
-                for pc in np.unique(lines).tolist():
-                    mask = np.zeros(s.count, np.bool_)
-                    mask[np.flatnonzero(free)[lines == pc]] = True
-                    self.push(pc + 1, mask & s.live)
-        self.any_parked = bool((self.parked >= 0).any())
-
-    def number_at(self) -> np.ndarray:
-        """[count], the number of the barrier at which each thread waits."""
-        return self.barriers[np.maximum(self.parked, 0)]
-
-    def expected(self, here: np.ndarray) -> np.ndarray:
-        """[programs], how many threads a barrier waits for."""
-        s = self.s
-        everyone = s.live.reshape(s.programs, s.block).sum(1)
-        first = np.argmax(here.reshape(s.programs, s.block), 1) + np.arange(s.programs) * s.block
-        for program, lane in enumerate(first.tolist()):
-            read = self.steps[self.parked[lane]].expected if here[lane] else None
-            if read is not None:
-                everyone[program] = np.broadcast_to(read(s), s.count)[lane]
-        return everyone
-
-    def require_same(self, free: np.ndarray) -> None:
-        """A warp arrives at one barrier as a whole."""
-        lines = np.where(free & self.s.live, self.parked, -1).reshape(-1, 32)
-        most = lines.max(1, keepdims=True)
-        apart = ((lines != most) & self.s.live.reshape(-1, 32) & (most >= 0)).reshape(-1)
-        if apart.any():
-            lane = int(np.argmax(apart))
-            line = self.parked[lane] if self.parked[lane] >= 0 else int(most[lane // 32, 0])
-            self.fail(self.steps[line].ins, Fault("the threads of a warp arrive at different barriers", lane))
-
-    def fail(self, ins: Instruction, fault: Fault) -> None:
-        where = f"{self.name}, line {ins.line} ({ins.name}, .loc {ins.source})"
-        if fault.lane is not None:
-            where += f", program {self.numbers[fault.lane // self.s.block]}, thread {fault.lane % self.s.block}"
-        raise LaunchFault(f"{where}: {fault.what}") from None
 
 
 def execute(
@@ -324,7 +38,7 @@ def execute(
         grid, block: up to three numbers, x first; a program has a multiple of 32 threads.
         args: one a parameter: an int (also an address of `Memory.place`), a float, a NumPy scalar, or bytes.
         shared_bytes: dynamic shared memory, beyond what the text declares.
-        order: of the programs: `ascending`, `descending`, or `random`.
+        order: of the programs: `ascending`, the last axis of the grid fastest, `descending`, or `random`.
         together: programs that run in lockstep; as many as make some thousand threads unless given.
         watched: of these, how many have their shared memory watched for races.
         most_steps: instructions after which a launch is said not to end.
@@ -337,8 +51,9 @@ def execute(
     if threads % 32:
         raise Unknown(f"a program of {threads} threads, which is no multiple of 32")
     program, history = compiled(ptx_text, entry), History()
-    layout = _layout(program, args, memory, shared_bytes)
-    numbers = list(range(whole_grid[0] * whole_grid[1] * whole_grid[2]))
+    layout = layout_of(program, args, memory, shared_bytes)
+    # The last axis fastest: programs that differ in it alone, such as the splits of one context, take equally long.
+    numbers = np.arange(int(np.prod(whole_grid))).reshape(whole_grid[::-1]).transpose(2, 1, 0).ravel().tolist()
     if order == "descending":
         numbers.reverse()
     elif order == "random":
@@ -349,4 +64,4 @@ def execute(
     with np.errstate(all="ignore"):
         for begin in range(0, len(numbers), size):
             some = np.array(numbers[begin : begin + size])
-            _Together(program, layout, whole_grid, whole_block, memory, some, history, watched, most_steps).run()
+            Together(program, layout, whole_grid, whole_block, memory, some, history, watched, most_steps).run()

@@ -13,8 +13,8 @@ import numpy as np
 
 from ptx.matrix import collected, left, numbers, put, registers, spread, sums
 from ptx.memory import SHARED_AT, Fault
-from ptx.parse import Instruction, Number, Unknown, Vector
 from ptx.state import Lanes, Read, Run, reader
+from ptx.syntax import Instruction, Number, Unknown, Vector
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 _SWIZZLED = {0: 16, 1: 128, 2: 64, 3: 32}
@@ -178,4 +178,3 @@ def _from_shared(
         bits = octets.view(np.uint16 if size == 2 else np.uint32)
         found[place] = numbers(bits, kind).reshape(rows, columns)
     return found
-

@@ -6,8 +6,8 @@ import numpy as np
 
 from ptx.access import active
 from ptx.memory import Fault
-from ptx.parse import Instruction, Operand, Pair, Unknown
 from ptx.state import DTYPES, Lanes, Run, destination, reader
+from ptx.syntax import Instruction, Operand, Pair, Unknown
 
 _LANE = np.arange(32)
 

@@ -1,0 +1,239 @@
+"""Executes real batches through the PTX of the Triton kernels, and prints what came of each as JSON.
+
+    python tests/support/cuda_executed_cases.py CAPABILITY GROUP …
+
+A process of its own: where Triton has been imported to interpret, it does not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton
+from cuda_executed import executed
+from cuda_faults import FAULTS
+from op_tables import LAYER, Case, cache_tensors, filled, relative
+from ptx import far
+from small_models import SMALL, decode, new_cache, new_paging, prefill, small_model
+
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cuda import ops
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+from haarkv.validation.ops import suite
+from haarkv.validation.ops.cases import Attention, OpCase, Plain, Store
+from haarkv.validation.ops.tables import CUDA
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+# Blocks of 33 KiB: the last of them lie beyond 2**31 bytes, as do their codes in one field.
+FAR_BLOCKS, FAR_BLOCK = 70_000, 128
+
+Check = tuple[str, Callable[[int], str | None]]
+"""A name, and what is wrong on a GPU of a capability, or None."""
+
+
+def contract(case: OpCase) -> Check:
+    """A case of the contract that every op table keeps."""
+
+    def check(capability: int) -> str | None:
+        with executed(capability):
+            finding = case.check(ops, CPU)
+        return None if finding.passed else str(finding)
+
+    return str(case), check
+
+
+def far_cache(blocks: list[int]) -> tuple[PagedKVCache, PagedSequences]:
+    """A cache of `FAR_BLOCKS` in pages that take memory only where they are touched, its blocks handed out as listed."""
+    plan, shape = KVSpec("tq4").plan(LAYER + 1), {"num_kv_heads": 2, "head_dim": 128, "block_size": FAR_BLOCK}
+    size = page_bytes(plan.layers[LAYER], **shape)
+    assert size * FAR_BLOCKS > 2**31
+    pages = torch.from_numpy(far(size * FAR_BLOCKS)).view(FAR_BLOCKS, size)
+    for block in blocks:
+        pages[block] = 255
+    return PagedKVCache(plan, num_blocks=FAR_BLOCKS, pages={LAYER: pages}, **shape), PagedSequences(
+        FAR_BLOCKS, FAR_BLOCK, order=blocks, num_rows=8
+    )
+
+
+def far_batch(tokens: int) -> tuple[PagedKVCache, Batch, torch.Tensor]:
+    """Two sequences in blocks at the far end and the near one, `tokens` new ones of each; queries."""
+    made, paging = far_cache([69_999, 3, 65_536, 69_998, 0, 69_000])
+    ids = [paging.add(), paging.add()]
+    generator = torch.Generator().manual_seed(0)
+    for new in ([130, 200], [tokens, tokens]):
+        batch = paging.batch(ids, new)
+        reference.store_kv(*torch.randn(2, sum(new), 2, 128, generator=generator), made, LAYER, batch)
+    return made, batch, torch.randn(2 * tokens, 10, 128, generator=generator).to(BF16)
+
+
+def far_attention(tokens: int) -> Check:
+    def check(capability: int) -> str | None:
+        made, batch, q = far_batch(tokens)
+        with executed(capability):
+            ours = ops.paged_attention(q, made, LAYER, batch, 128**-0.5)
+        error = relative(ours, reference.paged_attention(q, made, LAYER, batch, 128**-0.5))
+        return None if error <= bounds.LAYER_BF16.attention else f"error {error}"
+
+    return f"attention of {tokens} new tokens in blocks beyond 2**31 bytes", check
+
+
+def far_store(capability: int) -> str | None:
+    generator, fields = torch.Generator().manual_seed(1), []
+    k, v = torch.randn(2, 9, 2, 128, generator=generator)
+    for store in (reference.store_kv, ops.store_kv):
+        made, paging = far_cache([69_999, 12, 65_536])
+        batch = paging.batch([paging.add(), paging.add()], [5, 4])
+        if store is ops.store_kv:
+            with executed(capability):
+                store(k, v, made, LAYER, batch)
+        else:
+            store(k, v, made, LAYER, batch)
+        fields.append([tensor[[69_999, 12]].view(torch.uint8) for *_, tensor in cache_tensors(made)])
+    different = [int((a != b).sum()) for a, b in zip(*fields, strict=True)]
+    return None if not any(different) else f"{different} bytes differ"
+
+
+def dead_sequences(capability: int) -> str | None:
+    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
+    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1)))
+    pad = torch.nn.functional.pad
+    padded = replace(
+        batch, positions=pad(batch.positions, (0, 2)), slot_mapping=pad(batch.slot_mapping, (0, 2), value=-1),
+        block_table=pad(batch.block_table, (0, 3, 0, 2), value=-1), seq_lens=pad(batch.seq_lens, (0, 2)),
+        query_start_loc=torch.arange(5, dtype=torch.int32), rows=pad(batch.rows, (0, 2)),
+    )  # fmt: skip
+    q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
+    before = [tensor.clone() for *_, tensor in cache_tensors(made)]
+    with executed(capability):
+        ours = ops.paged_attention(q, made, LAYER, padded, 128**-0.5)
+        fault = ops.new_fault(CPU)
+        kv = torch.full((4, 2, 128), float("nan"))
+        ops.append(kv, kv, made, LAYER, replace(padded, slot_mapping=torch.full((4,), -1)), fault)
+        ops.raise_fault(fault, made, padded)
+    error = relative(ours[:2], reference.paged_attention(q[:2], made, LAYER, batch, 128**-0.5))
+    if error > bounds.LAYER_BF16.attention:
+        return f"error {error}"
+    if not (ours[2:] == 0).all():
+        return "a dead sequence's output is not 0"
+    same = all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, (*_, b) in zip(before, cache_tensors(made), strict=True)
+    )
+    return None if same else "a dead sequence was stored"
+
+
+def in_any_order(case: OpCase) -> Check:
+    """Programs together, one by one from the last, and one by one at random: the same bytes."""
+
+    def run(capability: int, order: str, together: int | None) -> bytes:
+        given = case.arguments(CPU)
+        with executed(capability, order=order, together=together):
+            result = getattr(ops, case.op)(*given)
+        tensors = [result] if result is not None else [tensor for *_, tensor in cache_tensors(given[2])]
+        return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+
+    def check(capability: int) -> str | None:
+        results = {run(capability, *how) for how in (("ascending", None), ("descending", 1), ("random", 3))}
+        return None if len(results) == 1 else f"{len(results)} different results"
+
+    return f"{case} in any order of programs", check
+
+
+def executor(dtype: torch.dtype) -> Check:
+    """Logits of a ragged prefill and two decode steps that are padded, of a model of two layers."""
+    config = replace(SMALL, hidden_size=64, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128)
+
+    def run(one: object, model: DecoderModel) -> torch.Tensor:
+        cache = new_cache(config, "tq4", num_blocks=6)
+        paging = new_paging(cache, order=range(5, -1, -1))
+        ids = [paging.add() for _ in range(3)]
+        found = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
+        return torch.cat([*found, decode(one, cache, paging, ids[::2], [3, 1])])
+
+    def check(capability: int) -> str | None:
+        model = small_model(config, dtype=dtype)
+        theirs = run(ReferenceExecutor(model), model)
+        with executed(capability):
+            ours = run(CudaExecutor(model, interpreted=True), model)
+        error = float(((ours - theirs).abs().amax(-1) / theirs.std(dim=-1)).max())
+        bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
+        return None if error <= bound else f"error {error}, bound {bound}"
+
+    return f"prefill and decode of a model in {dtype}", check
+
+
+def planted(name: str) -> Check:
+    """A fault of `cuda_faults`, which must be found."""
+
+    def check(capability: int) -> str | None:
+        found = FAULTS[name].found(SimpleNamespace(capability=capability, far_batch=far_batch))
+        return None if found else f"not found: {name}"
+
+    return f"planted: {name}", check
+
+
+RAGGED = Case("tq4", 128, 5, 1, 128, (32_511, 3, 127, 0, 700), (1, 1, 1, 1, 1))
+"""A sequence of 32k beside short ones, whose rows of the block table are -1 beyond their blocks."""
+GROUPS: dict[str, list[Check]] = {
+    "decode": [
+        contract(Attention(RAGGED, BF16)),
+        contract(Attention(Case("tq4", 64, 8, 1, 16, (0, 15, 16, 140), (1,) * 4, pages=True), BF16)),
+        ("dead sequences", dead_sequences),
+        far_attention(1),
+        in_any_order(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
+    ],
+    "prefill": [
+        contract(Attention(Case("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1)), BF16)),
+        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
+        far_attention(3),
+    ],
+    "store": [
+        contract(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
+        contract(Store(Case("tq4", 64, 1, 3, 16, (0, 0), (11, 4), pages=True), BF16)),
+        ("store in blocks beyond 2**31 bytes", far_store),
+        in_any_order(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
+    ],
+    "hopper": [
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
+    ],
+    "rest": [
+        contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
+        *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
+    ],
+    "planted": [planted(name) for name in FAULTS],
+    "executor": [executor(BF16), executor(FP32)],
+    "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
+}
+
+
+def rows(capability: int, group: str) -> Iterator[dict]:
+    for name, check in GROUPS[group]:
+        began = time.perf_counter()
+        try:
+            wrong = check(capability)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        seconds = round(time.perf_counter() - began, 1)
+        yield {"case": name, "group": group, "triton": triton.__version__, "wrong": wrong, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")
+    for name in sys.argv[2:]:
+        for row in rows(int(sys.argv[1]), name):
+            print(json.dumps(row), flush=True)

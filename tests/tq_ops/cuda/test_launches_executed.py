@@ -1,0 +1,39 @@
+"""The Triton kernels' own PTX, executed on the CPU: results against the reference, and every access to memory checked.
+
+Triton's interpreter knows no PTX, no fragments, no shared memory and no width of an address. Here a launch is compiled as a
+card would be given it, and `tests/support/ptx` runs its threads.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_rows import rows_of
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+
+
+def check(capability: int, *groups: str) -> None:
+    rows = rows_of("cuda_executed_cases.py", str(capability), *groups)
+    assert {row["group"] for row in rows} == set(groups)
+    assert [row for row in rows if row["wrong"]] == []
+
+
+@pytest.mark.parametrize("groups", [("decode", "planted"), ("prefill", "store")], ids=" ".join)
+def test_batches_on_ampere(groups):
+    """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
+
+    And faults planted in kernels, each of which must be found.
+    """
+    check(80, *groups)
+
+
+def test_attention_on_hopper():
+    """Products of warp groups, whose operands lie in swizzled shared memory."""
+    check(90, "hopper")
+
+
+@pytest.mark.ptx_long
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("group", ["decode", "prefill", "store", "rest", "planted", "executor", "contract"])
+def test_at_length(capability, group):
+    check(capability, group)
