@@ -12,6 +12,7 @@ from torch import Tensor
 
 PROGRAMS_A_PROCESSOR = 3
 _INTERPRETED_PROCESSORS = 4
+_HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _PARTS_AT_ONCE = 16
 _MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
@@ -35,12 +36,13 @@ class AttentionTile:
     stages: int = 2
 
 
-def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int) -> AttentionTile:
     """Sizes for a launch. With none of them does a program spill: a test compiles all.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
+        capability: from `capability`.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
@@ -49,9 +51,9 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> A
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
         # So that three programs of 128 threads share a processor: while one looks up, others multiply.
-        return AttentionTile(64, 32, True)
+        return AttentionTile(32 if head_dim < 128 and capability < _HOPPER else 64, 32, True)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
-    return AttentionTile(columns, 128) if one_each else AttentionTile(32, 64)
+    return AttentionTile(columns, 64 if capability >= _BLACKWELL else 128) if one_each else AttentionTile(32, 64)
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,14 @@ class MergeTile:
         rows: vectors of a program.
         at_once: parts of each that it loads together.
         width, pieces: columns of one product with the rotation, and products of a program.
+        warps: of a program.
     """
 
     rows: int
     at_once: int
     width: int
     pieces: int
+    warps: int = 4
 
 
 def merge_tile(whole: bool, head_dim: int) -> MergeTile:
@@ -75,7 +79,7 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
     if whole:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
-    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
+    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8 if head_dim > 128 else 4)
 
 
 @cache
@@ -85,6 +89,15 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0; in the interpreter that of an H100."""
+    if device.type != "cuda":
+        return _HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

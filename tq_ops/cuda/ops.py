@@ -126,6 +126,7 @@ def append(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     tokens = k.shape[0]
+    k_type, v_type = choices.rotation_operand(k, of_k.rounds_unit), choices.rotation_operand(v, of_v.rounds_unit)
     quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
@@ -133,8 +134,8 @@ def append(
         HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=choices.rotation_operand(k, of_k.rounds_unit), V_TYPE=choices.rotation_operand(v, of_v.rounds_unit),
-        WRITE=write, STAND_IN=stand_in,
+        K_TYPE=k_type, V_TYPE=v_type, WRITE=write, STAND_IN=stand_in,
+        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def attend(
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
     if cuda_cpp and one_each and decode.takes(q, cache, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, choices.capability(q.device))
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
@@ -225,7 +226,8 @@ def attend(
     across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
     attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
         parts, maxima, sums, out, of_v.rotation, vectors, batch.query_start_loc, sequences, batch.seq_lens, programs,
-        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back, **same,
+        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
+        num_warps=merge.warps, **same,
     )  # fmt: skip
     return out
 
