@@ -50,10 +50,13 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
     if head_dim > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
-        # So that three programs of 128 threads share a processor: while one looks up, others multiply.
-        return AttentionTile(32 if head_dim < 128 and capability < _HOPPER else 64, 32, True)
+        # So that three programs of 128 threads share a processor, and one looks up while others multiply; on Blackwell they spill.
+        rows = 32 if head_dim < 128 and capability < _HOPPER else 64
+        return AttentionTile(rows, 64 if capability >= _BLACKWELL else 32, True)
+    if not one_each:
+        return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
-    return AttentionTile(columns, 64 if capability >= _BLACKWELL else 128) if one_each else AttentionTile(32, 64)
+    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128)
 
 
 @dataclass(frozen=True)
