@@ -46,11 +46,12 @@ test-aicore: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m 'aicore$(if $(LONG),, and not npu_long)' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
 
 test-gpu: $(VENV)/dev.stamp
-	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py
+	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/engine/test_sampling.py
 
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py
+
 test-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
 

@@ -66,13 +66,14 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import ops
+        from haarkv.tq_ops.cuda import nvrtc, ops
         from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
         self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
-        self.description = f"cuda ({name})"
+        slower = None if interpreted else nvrtc.missing()
+        self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
         self.simulated = interpreted
         self._folded = folded
         self._fault = ops.new_fault(self.device)

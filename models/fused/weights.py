@@ -32,7 +32,8 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
     """A model on a device, its projections packed as they are copied there.
 
     Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
-    it multiplies with. A model that is on that device already is copied where it is packed; let go of it.
+    it multiplies with. A model that is on that device already is copied where it is packed: let go of it, and keep `model` of
+    the result, which is taken as it is the next time.
 
     Args:
         model: of one rank and a family for which `unsupported` returns None.
@@ -70,10 +71,20 @@ def _packed(layer: TensorGroup, device: torch.device) -> tuple[Any, dict[str, Te
 
 
 def _below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One tensor of some with as many columns, and its views that are they."""
-    first = parts[0]
-    whole = torch.empty(sum(map(len, parts)), *first.shape[1:], dtype=first.dtype, device=device)
+    """One tensor of some with as many columns, and its views that are they; parts that lie so already stay where they are."""
+    first, rows = parts[0], sum(map(len, parts))
+    if first.device == device and _adjacent(parts):
+        return first.as_strided((rows, *first.shape[1:]), first.stride()), tuple(parts)
+    whole = torch.empty(rows, *first.shape[1:], dtype=first.dtype, device=device)
     views = torch.split(whole, [len(part) for part in parts])
     for view, part in zip(views, parts, strict=True):
         view.copy_(part)
     return whole, views
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether each part begins in memory where the one before it ends."""
+    held = {part.untyped_storage().data_ptr() for part in parts}
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    begins = [part.data_ptr() for part in parts]
+    return len(held) == 1 and begins[1:] == ends[:-1] and all(part.is_contiguous() for part in parts)

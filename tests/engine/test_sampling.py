@@ -209,3 +209,21 @@ def test_of_equally_likely_tokens_greedy_takes_the_lowest():
     logits = torch.zeros(2, 9)
     logits[0, [4, 7]] = logits[1, [0, 8]] = 2.5
     assert BatchSampler(Sampling(), [[], []]).next(logits, [0, 1]).tolist() == [4, 0]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_a_gpu_draws_what_the_cpu_draws_and_nobody_waits(sampling):
+    generator = torch.Generator().manual_seed(0)
+    batch = [2 * torch.randn(3, 4000, generator=generator) for _ in range(8)]
+    on_cpu = BatchSampler(sampling, PROMPTS)
+    wanted = [on_cpu.next(logits, [0, 1, 2]).tolist() for logits in batch]
+    there, ours = [logits.cuda() for logits in batch], BatchSampler(sampling, PROMPTS)
+    drawn = [ours.next(there[0], [0, 1, 2])]  # it brings the prompts there
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn += [ours.next(logits, [0, 1, 2]) for logits in there[1:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [tokens.tolist() for tokens in drawn] == wanted

@@ -14,6 +14,8 @@ from haarkv.models import fused
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Composed, Heads
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation import bounds
@@ -109,6 +111,17 @@ def test_packed_weights_are_the_models_own_and_there_once(family):
         assert {packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr()} <= set(held)
 
 
+def test_a_packed_model_is_taken_as_it_is():
+    whole = fused.fuse(small_model(config_of("qwen2")), torch.device("cpu"))
+    again = fused.fuse(whole.model, torch.device("cpu"))
+    for (_, ours), (_, theirs) in zip(again.model.weights.named(), whole.model.weights.named(), strict=True):
+        assert ours.data_ptr() == theirs.data_ptr()
+    for ours, theirs in zip(again.packed, whole.packed, strict=True):
+        assert ours.qkv_proj.data_ptr() == theirs.qkv_proj.data_ptr()
+        assert torch.equal(ours.qkv_proj, theirs.qkv_proj)
+        assert torch.equal(ours.heads.bias, theirs.heads.bias)
+
+
 def test_models_without_a_fused_layer_say_so_in_words():
     assert fused.unsupported(config_of("qwen3")) is fused.unsupported(config_of("qwen2")) is None
     experts = replace(SMALL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
@@ -124,6 +137,7 @@ CASES = [
     (Case("tq4", 256, 2, 1, 24, (7,), (1,)), BIASED),
     (Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)), NORMED),
     (Case("k=tbq4_0,v=tq4", 128, 3, 1, 16, (5,), (2,)), PLAIN),
+    (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
 ]
 
 
@@ -277,3 +291,30 @@ def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
     report = validate(ReferenceExecutor(model), candidate, model, [[1, 2, 3]], 0, KVSpec("tq4").plan(2))
     assert (report.first_divergence.layer, report.first_divergence.stage) == (0, "store_kv.k")
     assert "each op by itself is right" in report.first_divergence.detail
+
+
+# -- With a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.cuda
+@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_torch_sees_no_wait_in_a_step(dtype):
+    """Torch's own watch over calls that wait, once what is made once is made."""
+    model = small_model(config_of("qwen2"), dtype=dtype)
+    shape = {"num_kv_heads": model.config.num_kv_heads, "head_dim": model.config.head_dim}
+    ours, cache = CudaExecutor(model), PagedKVCache(KVSpec("tq4").plan(2), num_blocks=6, device=DEVICE, **shape)
+    paging = PagedSequences(6, cache.block_size)
+    ids = [paging.add(), paging.add()]
+    prompts, last = paging.batch(ids, [3, 1]).to(DEVICE), paging.batch(ids, [1, 1]).to(DEVICE)
+    tokens = torch.tensor([1, 2, 3, 4], device=DEVICE)
+
+    @torch.inference_mode()
+    def run() -> None:
+        ours._all_sound(ours._run.prefill(tokens, prompts, cache))
+        ours._step_on(cache)(tokens[:2], last)
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -19,6 +19,8 @@ from cuda_launches import Asked, Nothing, recorded
 from ptx import Memory, execute
 from ptx.tensors import fresh_memory_is_poison, place
 
+from haarkv.tq_ops.cuda import choices
+
 
 @dataclass
 class Launches:
@@ -26,12 +28,14 @@ class Launches:
 
     Attributes:
         order, together: as `ptx.execute` takes them.
+        processors: of the GPU that launches are made for; few make few programs.
         edit: changes the PTX before it runs.
         names: of the kernels, one a launch.
     """
 
     order: str = "ascending"
     together: int | None = None
+    processors: int = 8
     edit: Callable[[str], str] = lambda text: text
     names: list[str] = field(default_factory=list)
 
@@ -64,18 +68,8 @@ class _Executed(Nothing):
                 args[-1] = float(value)
         self.launches.names.append(name)
         args += [0, 0]  # scratch memory, which no kernel here asks for
-        order, together = self.launches.order, self.launches.together
-        execute(
-            self.launches.edit(self.text),
-            name,
-            grid,
-            [self.threads],
-            args,
-            memory,
-            self.shared,
-            order=order,
-            together=together,
-        )
+        text, how = self.launches.edit(self.text), {"order": self.launches.order, "together": self.launches.together}
+        execute(text, name, grid, [self.threads], args, memory, self.shared, **how)
 
 
 @contextmanager
@@ -83,4 +77,5 @@ def executed(capability: int, **options: Any) -> Iterator[Launches]:
     """Whatever is launched meanwhile, on tensors of the CPU, is executed at once."""
     launches = Launches(**options)
     with recorded(capability, lambda asked: _Executed(asked, launches)), fresh_memory_is_poison():
+        choices.processors = lambda _: launches.processors
         yield launches

@@ -152,9 +152,9 @@ def in_any_order(case: OpCase) -> Check:
     return f"{case} in any order of programs", check
 
 
-def executor(dtype: torch.dtype) -> Check:
-    """Logits of a ragged prefill and two decode steps that are padded, of a model of two layers."""
-    config = replace(SMALL, hidden_size=64, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128)
+def executor(dtype: torch.dtype, layers: int) -> Check:
+    """Logits of a ragged prefill and two decode steps that are padded."""
+    config = replace(SMALL, hidden_size=64, num_layers=layers, num_heads=10, num_kv_heads=2, head_dim=128)
 
     def run(one: object, model: DecoderModel) -> torch.Tensor:
         cache = new_cache(config, "tq4", num_blocks=6)
@@ -172,7 +172,7 @@ def executor(dtype: torch.dtype) -> Check:
         bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
         return None if error <= bound else f"error {error}, bound {bound}"
 
-    return f"prefill and decode of a model in {dtype}", check
+    return f"prefill and decode of a model of {layers} layers in {dtype}", check
 
 
 def planted(name: str) -> Check:
@@ -215,7 +215,8 @@ GROUPS: dict[str, list[Check]] = {
         *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
     ],
     "planted": [planted(name) for name in FAULTS],
-    "executor": [executor(BF16), executor(FP32)],
+    "step": [executor(BF16, 1)],
+    "executor": [executor(BF16, 2), executor(FP32, 2)],
     "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
 }
 

@@ -28,6 +28,7 @@ class Planted:
         edit: changes the PTX of a kernel.
         kernel: which one.
         far: whether the cache reaches beyond 2**31 bytes.
+        capability: the only kind of GPU whose kernel can have it; 0 for any.
         says: what the launch that fails must say; None where the result must be wrong instead.
     """
 
@@ -35,9 +36,12 @@ class Planted:
     kernel: str
     says: str | None
     far: bool = False
+    capability: int = 0
 
     def found(self, given: Any) -> bool:
         """Whether executing attention with the fault fails as it should."""
+        if self.capability not in (0, given.capability):
+            return True
 
         def edit(text: str) -> str:
             if f".entry {self.kernel}(" not in text:
@@ -113,9 +117,13 @@ def _last_barrier(text: str) -> str:
 FAULTS: dict[str, Planted | Refused] = {
     "the layer as a constant": Refused(_layer_is_a_constant),
     "block times stride in 32 bits": Planted(_in_32_bits, "attend_kernel", "at byte -[0-9]+ of k_codes", far=True),
-    "stores without their mask": Planted(unmasked(r"st\.global"), "attend_kernel", "bytes at byte"),
+    "stores without their mask": Planted(unmasked(r"st\.global"), "rotate_kernel", "bytes at byte"),
     "loads of scales without their mask": Planted(unmasked(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
     "a barrier left out": Planted(_last_barrier, "attend_kernel", "with no barrier between"),
     "a copy that nothing waits for": Planted(without(r"cp\.async\.wait_group"), "attend_kernel", None),
+    "a fence that is left out": Planted(
+        without(r"fence\.proxy\.async"), "attend_kernel", "with no fence.proxy.async", capability=90
+    ),
+    "a product that nothing waits for": Planted(without(r"wgmma\.wait_group"), "attend_kernel", None, capability=90),
     "a wrong nibble in the look-up": Planted(lambda text: text.replace("0x6240", "0x6204"), "attend_kernel", None),
 }

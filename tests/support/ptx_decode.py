@@ -35,16 +35,17 @@ class Executed:
 
 
 @contextmanager
-def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[None]:
-    """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs."""
-    memory, kept = Memory(), []
+def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[list[str]]:
+    """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs. Names what is launched."""
+    memory, kept, launched = Memory(), [], []
 
     def address(tensor: Tensor) -> int:
         kept.append(tensor)
         return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
 
     def kernel(*shape: int, device: torch.device) -> Executed:
+        launched.append("decode")
         return Executed(edit(ptx_of(*shape)), decode.shared_bytes(*shape[1:3]), memory, order)
 
     with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
-        yield
+        yield launched

@@ -15,17 +15,23 @@ from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, pieces_of,
 
 
 @triton.jit
-def rows_of(begin, end, table, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Stored tokens begin … begin + TOKENS - 1: which exist, their blocks (one, or one each), and their rows in a block."""
-    token = begin + tl.arange(0, TOKENS)
-    live = token < end
+def entries_of(table, begin, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """The blocks of stored tokens begin … begin + TOKENS - 1: one where a block holds them all, else one of each token."""
     if BLOCK % TOKENS == 0:
-        block = tl.load(table + begin // BLOCK).to(tl.int64)
-        row = kv_head * BLOCK + begin % BLOCK + tl.arange(0, TOKENS)
+        block = tl.load(table + begin // BLOCK, begin < end, 0)
     else:
-        block = tl.load(table + token // BLOCK, live, 0).to(tl.int64)
-        row = kv_head * BLOCK + token % BLOCK
-    return token, live, block, row
+        token = begin + tl.arange(0, TOKENS)
+        block = tl.load(table + token // BLOCK, token < end, 0)
+    return block
+
+
+@triton.jit
+def rows_of(begin, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Stored tokens begin … begin + TOKENS - 1, which of them exist, and their rows in their blocks."""
+    token = begin + tl.arange(0, TOKENS)
+    # A tile within one block is so for the compiler to see, too: it then copies 16 bytes at a time.
+    first = begin % BLOCK + tl.arange(0, TOKENS) if BLOCK % TOKENS == 0 else token % BLOCK
+    return token, token < end, kv_head * BLOCK + first
 
 
 @triton.jit
@@ -49,16 +55,20 @@ def attend_tile(
         k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride: from a block to the next, in bytes and in scales.
         scale: softmax_scale * log2(e).
     """
-    peak, total, widest, out_low, out_high = state
-    token, live, block, row = rows_of(begin, end, table, kv_head, BLOCK, TOKENS)
+    peak, total, widest, out_low, out_high, ahead = state
+    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS)
+    # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
+    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
+    k_scale = tl.load(k_scales + block * k_scales_stride + row, live, 0.0)
+    v_scale = tl.load(v_scales + block * v_scales_stride + row, live, 0.0)
     k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
     k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
     # A lone new token sees every stored one. Adding the mask per row fuses with the multiplication into one instruction.
     hidden = tl.where(live, 0.0, -float("inf"))[:, None]
-    logits = logits * (tl.load(k_scales + block * k_scales_stride + row, live, 0.0).to(tl.float32) * scale)[:, None] + hidden
+    logits = logits * (k_scale.to(tl.float32) * scale)[:, None] + hidden
     if CAUSAL:
         logits = tl.where(token[:, None] <= position[None, :], logits, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 0))
@@ -67,7 +77,7 @@ def attend_tile(
     shrink = tl.exp2(peak - finite)
     total = total * shrink + tl.sum(p, 0)
     # In units of the largest V scale, p * scale fits FP16 for any scales.
-    v_scale = tl.load(v_scales + block * v_scales_stride + row, live, 0.0).to(tl.float32)
+    v_scale = v_scale.to(tl.float32)
     new_widest = tl.maximum(widest, tl.max(v_scale, 0))
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
@@ -76,7 +86,7 @@ def attend_tile(
     v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
-    return new_peak, total, new_widest, out_low, out_high
+    return new_peak, total, new_widest, out_low, out_high, ahead
 
 
 @triton.jit
@@ -96,8 +106,10 @@ def attend_wide_tile(
         q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
         MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them.
     """
-    peak, total, widest, out_low, out_high = state
-    token, live, block, row = rows_of(begin, end, table, kv_head, BLOCK, TOKENS)
+    peak, total, widest, out_low, out_high, ahead = state
+    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS)
+    # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
+    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
     k_scale, v_scale = k_scales + block * k_scales_stride + row, v_scales + block * v_scales_stride + row
     if MASKED:
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
@@ -123,7 +135,7 @@ def attend_wide_tile(
     v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
     out_low = dot(p, v_low, out_low * shrink, TYPE)
     out_high = dot(p, v_high, out_high * shrink, TYPE)
-    return new_peak, total, new_widest, out_low, out_high
+    return new_peak, total, new_widest, out_low, out_high, ahead
 
 
 @triton.jit
@@ -159,29 +171,29 @@ def attend_piece(
         low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
     at = q + vector * D + dims
     q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
-    masked = begin
+    masked, ahead = begin, entries_of(table, begin, end, BLOCK, TOKENS)
     if WIDE:
         # Tiles that the first new token of the columns sees whole need no mask.
         seen = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
         masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
         for tile in tl.range(begin, masked, TOKENS):
-            peak, total, widest, low, high = attend_wide_tile(
-                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+            peak, total, widest, low, high, ahead = attend_wide_tile(
+                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
                 D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False,
             )  # fmt: skip
     for tile in tl.range(masked, end, TOKENS):
         if WIDE:
-            peak, total, widest, low, high = attend_wide_tile(
-                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+            peak, total, widest, low, high, ahead = attend_wide_tile(
+                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
                 D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True,
             )  # fmt: skip
         else:
-            peak, total, widest, low, high = attend_tile(
-                q_low, q_high, position, (peak, total, widest, low, high), tile, end, table,
+            peak, total, widest, low, high, ahead = attend_tile(
+                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
                 D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH,

@@ -37,7 +37,7 @@ class AttentionTile:
 
 
 def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int) -> AttentionTile:
-    """Sizes for a launch. With none of them does a program spill: a test compiles all.
+    """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
@@ -50,13 +50,14 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
     if head_dim > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
-        # So that three programs of 128 threads share a processor, and one looks up while others multiply; on Blackwell they spill.
+        # So that three programs of 128 threads share a processor: while one looks up, others multiply. Blackwell spills then.
         rows = 32 if head_dim < 128 and capability < _HOPPER else 64
         return AttentionTile(rows, 64 if capability >= _BLACKWELL else 32, True)
     if not one_each:
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
-    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128)
+    # With three stages, the codes of two tiles are on their way while a third is worked on.
+    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128, stages=3)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
     return 32 if one_each or operand == tl.float32 else head_dim // 2
 
 
-def prologue_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
+def store_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
     """Warps of a program that quantizes 16 vectors: at head_dim 256, or with FP32 operands, four would spill."""
     return 8 if head_dim > 128 or tl.float32 in operands else 4
 

@@ -38,7 +38,7 @@ class _Side(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Arguments(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """`Arguments` of csrc/decode.cu."""
 
     _fields_: ClassVar = [
@@ -61,7 +61,9 @@ def takes(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> bool:
     bits = {k.bits, v.bits}
     made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
     fits = q.dtype == torch.bfloat16 and group <= _MOST_GROUP and cache.block_size % 16 == 0
-    return made and fits and q.is_cuda and nvrtc.missing() is None
+    if not (made and fits and q.is_cuda) or nvrtc.missing():
+        return False
+    return shared_bytes(group, head_dim) <= nvrtc.most_shared_bytes(q.device)
 
 
 def blocks_a_processor(group: int, head_dim: int) -> int:
@@ -84,7 +86,7 @@ def compiled(target: str, *shape: int) -> bytes:
     macros = dict(zip(DEFINED, shape, strict=True))
     # What is written down here and there is compared as it is compiled.
     macros |= {
-        "SHARED_BYTES": shared_bytes(*shape[1:3]), "ARGUMENT_BYTES": ctypes.sizeof(_Arguments), "BLOCK_THREADS": THREADS,
+        "SHARED_BYTES": shared_bytes(*shape[1:3]), "ARGUMENT_BYTES": ctypes.sizeof(Arguments), "BLOCK_THREADS": THREADS,
         "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
     }  # fmt: skip
     return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
@@ -149,7 +151,7 @@ def attend(
         rotated, out, v.rotation if rotate_back else None, sums, maxima, totals, _counters_of(cache, sequences, device),
         batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
     )  # fmt: skip
-    arguments = _Arguments(
+    arguments = Arguments(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip

@@ -54,7 +54,7 @@ class CudaFused:
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As `FusedOps.add_norm`, one launch."""
-        rows, width = hidden.shape
+        hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
         out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
         elementwise.add_norm_kernel[(rows,)](
             hidden, update, weight, out, normed, width, eps, SIZE=size, num_warps=choices.row_warps(size)

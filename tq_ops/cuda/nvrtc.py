@@ -113,6 +113,14 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+@cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Dynamic shared memory that a thread block may ask for; what an H100 has where there is no GPU."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def _checked(returned: tuple[Any, ...]) -> Any:
     """What a call of the bindings returns beside its result, which must be success."""
     result, *rest = returned

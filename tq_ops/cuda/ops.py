@@ -125,8 +125,7 @@ def append(
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    tokens = k.shape[0]
-    k_type, v_type = choices.rotation_operand(k, of_k.rounds_unit), choices.rotation_operand(v, of_v.rounds_unit)
+    tokens, k_type, v_type = k.shape[0], *(choices.rotation_operand(k, of.rounds_unit) for of in (of_k, of_v))
     quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
@@ -135,7 +134,7 @@ def append(
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=k_type, V_TYPE=v_type, WRITE=write, STAND_IN=stand_in,
-        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
+        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
 
 
@@ -263,6 +262,7 @@ def rotate_and_append(
     Returns:
         [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
     """
+    qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
     tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
     of_k, of_v = _layouts(cache, layer, qkv.device)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
@@ -273,7 +273,7 @@ def rotate_and_append(
     rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
     of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
     prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, *rope, tokens, rotated,
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, rotated,
         k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
@@ -283,6 +283,6 @@ def rotate_and_append(
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        num_warps=choices.prologue_warps(head_dim, (k_type, v_type)),
+        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
     )  # fmt: skip
     return rotated

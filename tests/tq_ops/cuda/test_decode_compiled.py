@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 pytest.importorskip("triton", reason="Triton, which brings the disassembler, is not installed")
 
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
 from haarkv.tq_ops.cuda import decode, nvrtc
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
 
 TOKENS = decode.TILE
 WARPS = decode.THREADS // 32
@@ -66,6 +72,23 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory, tmp_path):
     at_once = decode.blocks_a_processor(group, head_dim)
     assert registers * decode.THREADS * at_once <= 65536
     assert (decode.shared_bytes(group, head_dim) + 1024) * at_once <= MEMORY[capability]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
+    """Their own code, over a driver that prints: machine code, shared memory, grid, stream and the bytes of the structure."""
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests/support/fake_cuda_driver.c"], check=True)
+    command = [sys.executable, ROOT / "tests/support/cuda_launched_once.py"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shared = decode.shared_bytes(5, 128)
+    most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert done.stdout.splitlines() == [
+        "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
+        f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 01020304050607081112131415161718",
+    ]  # fmt: skip
 
 
 def test_what_nvrtc_refuses_is_said():

@@ -12,14 +12,18 @@ from op_tables import LAYER, Case, filled, relative
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 
-pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from ptx import LaunchFault, far
 from ptx_decode import executed
 
-from haarkv.tq_ops.cuda import decode, ops
+from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.layout import layout_of
+
+if reason := nvrtc.missing():
+    pytest.skip(reason, allow_module_level=True)
 
 
 def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_back: bool = True, **how):
@@ -146,3 +150,38 @@ def test_planted_faults_are_found(fault):
 
     with pytest.raises((LaunchFault, AssertionError)):
         check_twice()
+
+
+def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
+    """`paged_attention` itself: rotation of the queries in Triton's interpreter, then this kernel."""
+    one = case("k=tq4,v=tbq4_0", 128, 4, 2, 16, 300, 17)
+    made, batch = filled(one)
+    q = torch.randn(2, 8, 128).bfloat16()
+    theirs = reference.paged_attention(q, made, LAYER, batch, 0.1)
+    monkeypatch.setattr(decode, "takes", lambda *_: True)
+    with executed() as launched:
+        ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
+        rotated = ops.attend_rotated(q, made, LAYER, batch, 0.1)
+    assert launched == ["decode", "decode"]
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+    rotation = layout_of(made.v_format(LAYER), LAYER, 128, q.device).rotation.float()
+    assert relative(rotated.float() @ rotation.T, theirs) <= bounds.LAYER_BF16.attention
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "kv", "block", "taken"),
+    [
+        (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
+        (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
+        (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
+        (torch.bfloat16, 128, 1, "tq8", 128, False),
+    ],
+)  # fmt: skip
+def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    made = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block)
+    q = torch.zeros(1, group, head_dim, dtype=dtype)
+    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
+    assert decode.takes(q, made, k, v) == taken
+    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
+    assert not decode.takes(q, made, k, v)

@@ -18,7 +18,7 @@ def check(capability: int, *groups: str) -> None:
     assert [row for row in rows if row["wrong"]] == []
 
 
-@pytest.mark.parametrize("groups", [("decode", "planted"), ("prefill", "store")], ids=" ".join)
+@pytest.mark.parametrize("groups", [("decode", "planted"), ("prefill", "store"), ("step",)], ids=" ".join)
 def test_batches_on_ampere(groups):
     """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
 

@@ -186,7 +186,8 @@ EXCHANGE = """
 
 @pytest.mark.parametrize(("barrier", "distance", "says"), [
     ("bar.sync 0;", 128, None), ("bar.warp.sync -1;", 64, None),
-    ("", 128, "no barrier between"), ("", 64, "no barrier between"), ("bar.warp.sync -1;", 128, "no barrier between"), ("fence.acq_rel.gpu;", 128, "no barrier between"),
+    ("", 128, "no barrier between"), ("", 64, "no barrier between"),
+    ("bar.warp.sync -1;", 128, "no barrier between"), ("fence.acq_rel.gpu;", 128, "no barrier between"),
 ])  # fmt: skip
 def test_what_another_thread_wrote_is_read_after_a_barrier(barrier, distance, says):
     found = np.zeros(64, U32)
