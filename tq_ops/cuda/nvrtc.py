@@ -107,13 +107,6 @@ def address(tensor: Tensor) -> int:
 
 
 @cache
-def target_of(device: torch.device) -> str:
-    """What to compile for on a GPU: `sm_90` and the like."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-@cache
 def most_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a thread block may ask for; what an H100 has where there is no GPU."""
     if device.type != "cuda":
