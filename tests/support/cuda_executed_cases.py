@@ -198,6 +198,8 @@ GROUPS: dict[str, list[Check]] = {
     "prefill": [
         contract(Attention(Case("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1)), BF16)),
         far_attention(3),
+        # The look-ups of two and of three bits, and a prompt wide enough that its columns are rows.
+        contract(Attention(Case("k=tq3,v=tq2", 64, 8, 1, 8, (40,), (9,)), BF16)),
     ],
     "store": [
         contract(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
