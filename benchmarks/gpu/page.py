@@ -117,7 +117,7 @@ def _series(timed: Sequence[Row], predicted: Sequence[Row], batch: int) -> Itera
 def _predicted(rows: dict[str, Row], predicted: Sequence[Row]) -> str:
     lines = []
     for row in predicted:
-        measured = rows.get(f"{row['batch']} x {row['context']} {_FORMAT}", {}).get("us")
+        measured = rows.get(f"{row['batch']} x {row['context']} {row['who']}", {}).get("us")
         least, likely = row["least_us"], row["likely_us"]
         ratio = f"{measured / likely:.2f}" if measured else ""
         cells = [

@@ -230,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--launches", type=int, default=3, help="of one call of attention [default: %(default)s]")
     parser.add_argument("--name", default="", help="of the kernel, for the predictions")
+    parser.add_argument("--who", default="tq4", help="the row of the benchmark that measures it [default: %(default)s]")
     given = parser.parse_args(argv)
     try:
         loop = hottest_loop(disassemble(given.cubin))
@@ -243,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       "counts": dict(count(loop).most_common())}))  # fmt: skip
     for case in CASES:
         row = predict(load, given.tokens, case, Shape(head_dim=given.head_dim), given.launches)
-        print(json.dumps({"kernel": given.name or given.cubin.stem, **row, "drawn": True}))
+        print(json.dumps({"kernel": given.name or given.cubin.stem, "who": given.who, **row, "drawn": given.who == "tq4"}))
     return 0
 
 

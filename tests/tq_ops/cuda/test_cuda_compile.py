@@ -63,10 +63,8 @@ BOUNDS = {
     (90, "rotate 128"): Bounds(64, 13 * 1024, 8),
     # measured                48 / 56          1,024; a program rotates one vector, with which tensor cores can do nothing
     (90, "merge 128"): Bounds(64, 2 * 1024, 0),
-    # measured                 164 / 168      57,344     64      8        1.89 / 1.89     0.0574 / 0.0565
-    (80, "decode 128"): Bounds(168, 58 * 1024, 64, 8, 2.1, 0.062),
-    # measured                  161 / 162     31,008     32      4        1.95 / 1.98     0.0442 / 0.0469; 128 tokens spill
-    (100, "decode 128"): Bounds(168, 32 * 1024, 32, 4, 2.1, 0.055),
+    # measured                  167 / 165     39,200     32      4        1.95 / 1.98     0.0442 / 0.0469; 128 tokens spill
+    (100, "decode 128"): Bounds(184, 40 * 1024, 32, 4, 2.1, 0.055),
 }
 
 
@@ -138,9 +136,8 @@ def test_every_launch_compiles_without_spilling(capability, other_triton):
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
     assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
     # FP32 models are run to compare with; of theirs some spill a few registers.
-    bf16 = [
-        row for row in rows if "'TYPE': triton.language.float32" not in row["kernel"] and "'TYPE': fp32" not in row["kernel"]
-    ]
+    fp32 = ("'TYPE': triton.language.float32", "'ROUNDED': triton.language.float32")
+    bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
     spilled = {row["kernel"]: (row["LDL"], row["STL"]) for row in bf16 if row["LDL"] or row["STL"]}
     assert spilled == {}
     assert max(row["shared"] for row in rows) <= SHARED_BYTES[capability]

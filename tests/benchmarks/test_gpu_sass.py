@@ -1,0 +1,84 @@
+"""Reading machine code: the hottest loop, what it keeps busy, and what follows for a card."""
+
+import json
+
+import pytest
+
+from haarkv.benchmarks.decode_cost import Case
+from haarkv.benchmarks.gpu import page, sass
+from haarkv.benchmarks.gpu.sass import Load, Shape, load_of, parse, predict
+from haarkv.tq_ops.errors import InputError
+
+# A loop that copies, then one that multiplies, then the jump to itself that ends every kernel.
+CODE = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
+        /*0030*/               @P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   LDSM.16.M88.4 R8, [R4] ;
+        /*0050*/                   PRMT R5, R4, 0x7632, R5 ;
+        /*0060*/                   IMAD.MOV.U32 R6, RZ, RZ, R5 ;
+        /*0070*/                   FFMA R7, R6, R6, R7 ;
+        /*0080*/                   MUFU.EX2 R7, R7 ;
+        /*0090*/                   HMMA.16816.F32 R16, R8, R12, R16 ;
+        /*00a0*/                   LDS.64 R12, [R4+0x80] ;
+        /*00b0*/              @!P1 BRA `(.L_x_2) ;
+        /*00c0*/                   EXIT ;
+.L_x_3:
+        /*00d0*/                   BRA `(.L_x_3);
+"""
+
+
+def test_the_loop_of_the_tensor_cores_is_the_hottest_and_the_endless_one_is_none():
+    loops = sass.loops(CODE)
+    assert [len(loop) for loop in loops] in ([3, 8], [8])
+    assert [one.op for one in sass.hottest_loop(CODE)][:2] == ["LDSM", "PRMT"]
+    with pytest.raises(InputError, match="has no loop"):
+        sass.hottest_loop("        /*0000*/                   EXIT ;\n")
+
+
+def test_predicates_and_modifiers_are_read():
+    code, labels = parse(CODE)
+    assert (code[3].op, labels[".L_x_1"]) == ("BRA", 1)
+    assert [one.wavefronts for one in code[:5]] == [0, 4, 4, 0, 4]
+    assert code[9].multiply_adds == 16 * 8 * 16
+    group = parse("        /*0000*/                   HGMMA.64x16x16.F32 R32, R84, gdesc[UR8], RZ, !UPT ;\n")[0][0]
+    assert group.multiply_adds == 64 * 16 * 16
+
+
+def test_units_are_busy_as_long_as_their_rates_say():
+    load = load_of(sass.hottest_loop(CODE), warps=8)
+    # 8 warps are 2 a scheduler. One PRMT: 2 cycles each. One IMAD on half of the FP32 lanes. LDSM 4 and LDS.64 2 wavefronts.
+    assert load.units == {"issue": 16, "alu": 4, "fma": 4, "special": 16, "memory": 48, "tensor": 8}
+    assert (load.bound_by, load.cycles) == ("memory", 48)
+    # A group of four warps does one HGMMA together.
+    grouped = parse("        /*0000*/                   HGMMA.64x16x16.F32 R32, R84, gdesc[UR8] ;\n")[0]
+    assert load_of(grouped, warps=4).units["tensor"] == 64 * 16 * 16 / 2048
+
+
+def test_a_prediction_is_the_slower_of_bytes_and_the_busiest_unit():
+    case, shape = Case(8, 32768), Shape()
+    light, heavy = (predict(Load({"issue": cycles}), 256, case, shape, launches=2) for cycles in (100.0, 5000.0))
+    assert (light["bytes_us"], light["least_us"], light["bound_by"]) == (64.4, 64.4, "bytes")
+    # 8 sequences x 8 heads x 128 passes over 132 processors at 1,755 MHz.
+    assert heavy["least_us"] == round(8 * 8 * 128 * 5000 / 132 / 1755, 1)
+    assert heavy["bound_by"] == "issue"
+    assert light["likely_us"] == round(8 * 32768 * 1056 / 4.3e6 / 0.8 + 4.0, 1)
+
+
+def test_what_is_predicted_is_what_the_page_draws():
+    rows = page.predictions()
+    assert {(row["batch"], row["context"]) for row in rows if row["drawn"]} == {
+        (case.batch, case.context) for case in sass.CASES
+    }
+    for row in rows:
+        assert row["bytes_us"] <= row["least_us"] < row["likely_us"]
+    assert "○" in page.html(json.loads(json.dumps(ROWS)), rows)
+
+
+ROWS = [
+    {"part": "attention", "key": "8 x 32768 tq4", "batch": 8, "context": 32768, "who": "tq4", "side": "ours", "bytes": 1.0,
+     "us": 90.0, "low_us": 89.0, "high_us": 91.0, "tb_s": 3.0}
+]  # fmt: skip
