@@ -92,9 +92,9 @@ def run_part(part: str, folder: Path, seconds: float, since: int, *, dry: bool) 
 
             Steps(sizes, at, log).run()
         else:
-            from haarkv.benchmarks.gpu.attention import Attention, step_ops
+            from haarkv.benchmarks.gpu.attention import Attention, step_ops, triton_beside
 
-            timed = Attention(sizes, at, step_ops(at), log)
+            timed = Attention(sizes, at, step_ops(at), log, triton_beside(at))
             {"attention": timed.decode, "append": timed.append, "prefill": timed.prefill}[part]()
     except DeviceLostError as error:
         print(error, file=sys.stderr)
@@ -178,8 +178,8 @@ class Run:
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether an outcome is an error, or a figure that is lacking; a peer that is not installed is neither."""
-    return "error" in row or ("missing" in row and row.get("side") != "peer")
+    """Whether an outcome is an error, or a figure that is lacking; what a peer cannot do here is neither."""
+    return ("error" in row or "missing" in row) and row.get("side") != "peer"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ _NOT_ATTENTION = 2.0**-4
 """An output that is off by more is not attention's, and its time says nothing. The checks know the true bounds."""
 
 
+Attend = Callable[[Tensor, PagedKVCache, int, Batch, float], Tensor]
+"""As an op table's `paged_attention`."""
+
+
 def step_ops(device: torch.device) -> OpTable:
     """The GPU's op table as a decode step runs it: nothing in it waits for the device."""
     from haarkv.tq_ops.cuda import ops
@@ -39,16 +43,24 @@ def step_ops(device: torch.device) -> OpTable:
     return with_ops(cast(OpTable, ops), {"store_kv": partial(ops.append, fault=ops.new_fault(device))})
 
 
+def triton_beside(device: torch.device) -> Attend | None:
+    """Attention by the Triton kernels, where the op table takes CUDA C++ instead; None where it takes them itself."""
+    from haarkv.tq_ops.cuda import nvrtc, ops
+
+    return None if device.type != "cuda" or nvrtc.missing() else ops.triton_attention
+
+
 class Attention:
     """The parts that time one layer.
 
     Args:
         ops: from `step_ops`.
+        triton: decode attention by the Triton kernels, where `ops` takes others; it is timed beside them.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, ops: OpTable, log: Log) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, ops: OpTable, log: Log, triton: Attend | None = None) -> None:
         self.sizes, self.device, self.ops, self.log = sizes, device, ops, log
-        self.config = sizes.config
+        self.config, self._triton = sizes.config, triton
 
     def decode(self) -> None:
         """Decode attention: one new token a sequence, all of whose tokens are stored."""
@@ -74,16 +86,18 @@ class Attention:
         for kv, plan in plans.items():
             count = copies(nbytes[kv], self.sizes)
 
-            def ours(plan: KVPlan = plan, count: int = count) -> tuple[Call, Tensor | str]:
+            def ours(attend: Attend, plan: KVPlan = plan, count: int = count) -> tuple[Call, Tensor | str]:
                 held = data.stored(plan, k, v, count)
 
                 def call(number: int) -> Tensor:
-                    batch = held.batches[number % count]
-                    return self.ops.paged_attention(q, held.cache, 0, batch, self.config.softmax_scale)
+                    return attend(q, held.cache, 0, held.batches[number % count], self.config.softmax_scale)
 
                 return call, self._of_reference(q, held.cache, held.batches[0], 1)
 
-            self._time(f"{name} {kv}", ours, count, {**shape, "who": kv, "side": "ours", "bytes": nbytes[kv]})
+            for who, attend in (("", self.ops.paged_attention), (" triton", self._triton)):
+                if attend is not None:
+                    row = {**shape, "who": f"{kv}{who}", "side": "ours", "bytes": nbytes[kv]}
+                    self._time(f"{name} {kv}{who}", partial(ours, attend), count, row)
         self._copy(f"{name} bf16 {COPY}", half_bytes, shape)
         few = min(case.batch, data.DISTINCT)
         truth = self._exact(q[:few].unsqueeze(1), k[:few], v[:few])

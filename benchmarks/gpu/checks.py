@@ -19,25 +19,35 @@ from haarkv.tq_ops.table import OP_NAMES
 ROOT = Path(__file__).resolve().parents[2]
 _END_LINES, _FAILED_CASES = 30, 20
 _POLL_S = 0.2
+_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--json")
+_TESTS = {
+    "kernels": ("tests/tq_ops/cuda/test_cuda_ops.py", "tests/tq_ops/cuda/test_schedule.py"),
+    "executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
+}
+_SHARES = {"paged_attention": 6, "store_kv": 3}
+"""Processes that share an op's cases, each of which compiles kernels of its own."""
 
 
 def commands(dry: bool) -> Mapping[str, Sequence[str]]:
     """Arguments of Python by the name of the check. In a rehearsal they take seconds, and nothing is proved."""
     if dry:
         return {
-            "contract rms_norm": ["-m", "haarkv.validation.ops", "--table", "cuda", "--op", "rms_norm", "--json"],
+            "contract rms_norm": [*_CONTRACT, "--op", "rms_norm", "--share", "1/2"],
             "a check that fails": ["-c", "import sys; sys.exit('it fails on purpose')"],
         }
     # Compiling takes most of the time, so what can run at once does.
-    workers = ["-n", "6"] if find_spec("xdist") else []
-    contract = {f"contract {op}": ["-m", "haarkv.validation.ops", "--table", "cuda", "--op", op, "--json"] for op in OP_NAMES}
+    workers = ["-n", "2"] if find_spec("xdist") else []
+    contract = {
+        f"contract {op}, {part} of {shares}": [*_CONTRACT, "--op", op, "--share", f"{part}/{shares}"]
+        for op, shares in {**dict.fromkeys(OP_NAMES, 1), **_SHARES}.items()
+        for part in range(1, shares + 1)
+    }
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow and not cuda_compile"]
     held_out = "models/tiny_qwen3/held_out.txt"
     return {
         **contract,
-        "tests of the kernels": [*pytest, *workers, "tests/tq_ops/cuda"],
-        "tests of the executor": [*pytest, *workers, "tests/executors/test_cuda_executor.py",
-                                  "tests/executors/test_cuda_step.py"],
+        "tests of the kernels": [*pytest, *workers, *_TESTS["kernels"]],
+        "tests of the executor": [*pytest, *workers, *_TESTS["executor"]],
         "validate tiny": ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", held_out, "--prompt-tokens", "300",
                           "--steps", "8"],
     }  # fmt: skip

@@ -19,6 +19,7 @@ from haarkv.benchmarks.report import machine as host
 from haarkv.benchmarks.timing import clock, measure_machine
 from haarkv.executors.cuda import open_gpu
 from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cuda import nvrtc
 
 Call = Callable[[int], object]
 """One call, told its number, to choose the data by."""
@@ -52,6 +53,7 @@ def facts(device: torch.device) -> dict[str, Any]:
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
             "cuda": torch.version.cuda,
+            "cuda_cpp": nvrtc.missing() or "NVRTC compiles the decode kernel",
         }
         found |= _asked()
     return found

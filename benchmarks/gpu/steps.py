@@ -1,18 +1,19 @@
-"""Whole decode steps as graphs: over packed codes, and the same layers over dense bf16 K and V with the fastest SDPA."""
+"""Whole decode steps as graphs: over packed codes, and the same step with the fastest SDPA over 16-bit K and V.
+
+Both run the same launches but for attention: the bf16 step, too, norms, rotates and stores in one fused launch.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
 from haarkv.benchmarks.caches import filled
@@ -26,7 +27,11 @@ from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.checkpoint import random_weights
+from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
+from haarkv.tq_ops.cuda import ops
+from haarkv.tq_ops.cuda.fused import CudaFused
+from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -35,12 +40,14 @@ _FEW_LAYERS = 4
 _SPARE_BYTES = 12 * 2**30
 _SLOTS_LEFT = 4
 DENSE = "bf16 sdpa"
+Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, Hq, D], K and V [B, Hkv, context, D] to [B, Hq, D]."""
 
 
 def random_model(config: DecoderConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device."""
     weights = random_weights(config, torch.bfloat16, device=device)
-    return DecoderModel(config, weights, RopeTable(config)).to(device)
+    return DecoderModel(config, weights, RopeTable(config, device))
 
 
 def layers_that_fit(config: DecoderConfig, cases: list[Case], device: torch.device) -> int:
@@ -50,6 +57,7 @@ def layers_that_fit(config: DecoderConfig, cases: list[Case], device: torch.devi
     free, _ = torch.cuda.mem_get_info(device)
     layer = 2 * config.hidden_size * (2 * config.num_heads * config.head_dim + 2 * config.num_kv_heads * config.head_dim)
     layer += 2 * 3 * config.hidden_size * config.intermediate_size
+    layer += layer // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
     kv = max(case.batch * case.context for case in cases) * 2 * config.num_kv_heads * config.head_dim * (16 + 5) // 8
     tables = 2 * 2 * config.vocab_size * config.hidden_size
@@ -62,7 +70,8 @@ class Steps:
     def __init__(self, sizes: Sizes, device: torch.device, log: Log) -> None:
         self.sizes, self.device, self.log = sizes, device, log
         self.config = replace(sizes.config, num_layers=layers_that_fit(sizes.config, list(sizes.steps), device))
-        self.model = random_model(self.config, device)
+        self.fused = fuse(random_model(self.config, device), device)
+        self.model = self.fused.model
         self.executor = CudaExecutor(self.model, interpreted=sizes.dry)
 
     def run(self) -> None:
@@ -94,7 +103,8 @@ class Steps:
 
         def dense() -> tuple[Callable[[], object], Row]:
             attend, best = self._fastest_sdpa(k, v)
-            step = DenseStep(self.executor, self.model, (k, v), cache, batch, tokens, attend)
+            kv = [(k.clone(), v.clone()) for _ in range(self.config.num_layers)]
+            step = DenseStep(self.fused, kv, cache, batch, tokens, attend)
             return step.run, {"attention": best}
 
         bf16_bytes = 4.0 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
@@ -113,7 +123,7 @@ class Steps:
                 if self.device.type == "cuda":
                     row["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
 
-    def _fastest_sdpa(self, k: Tensor, v: Tensor) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]:
+    def _fastest_sdpa(self, k: Tensor, v: Tensor) -> tuple[Sdpa, str]:
         """How torch attends fastest to K and V of this shape, and its name."""
         q = torch.randn(len(k), self.config.num_heads, self.config.head_dim, device=self.device).to(torch.bfloat16)
         taken = {}
@@ -133,40 +143,52 @@ class Steps:
         return attend, best
 
 
+class DenseOps(CudaFused):
+    """The executor's fused ops with SDPA over K and V [B, Hkv, context, D] of each layer in place of attention over codes.
+
+    What it computes means nothing, since the queries come rotated; it takes what such a step takes.
+    """
+
+    def __init__(self, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa, device: torch.device) -> None:
+        super().__init__(ops.new_fault(device))
+        object.__setattr__(self, "_kv", kv)  # the class is frozen
+        object.__setattr__(self, "_attend", attend)
+
+    _kv: Sequence[tuple[Tensor, Tensor]]
+    _attend: Sdpa
+
+    def attention(
+        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
+        softmax_scale: float,
+    ) -> Tensor:  # fmt: skip
+        rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        k, v = self._kv[layer]
+        out = self._attend(rotated[: len(k)], k, v).to(heads.dtype)
+        # A step is padded to a power of two.
+        return pad(out, (0, 0, 0, 0, 0, len(rotated) - len(k))).flatten(1)
+
+
 class DenseStep:
-    """The executor's own step with bf16 K and V, one tensor a layer, and SDPA in its place for attention.
+    """A captured step of `DenseOps`.
 
     Args:
-        kv: K and V [B, Hkv, context, D] of every layer; each gets a copy.
-        attend: q [B, Hq, D], K and V to [B, Hq, D].
+        kv: K and V of every layer.
+        cache, batch: of the packed step, whose codes this one writes, too.
     """
 
     def __init__(
-        self, executor: CudaExecutor, model: DecoderModel, kv: tuple[Tensor, Tensor], cache: PagedKVCache, batch: Batch,
-        tokens: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        self, model: FusedModel, kv: Sequence[tuple[Tensor, Tensor]], cache: PagedKVCache, batch: Batch, tokens: Tensor,
+        attend: Sdpa,
     ) -> None:  # fmt: skip
-        config = model.config
-        self._k, self._v = ([x.clone() for _ in range(config.num_layers)] for x in kv)
-        self._last, self._batch, self._tokens = kv[0].shape[2] - 1, batch, tokens
-
-        def store(k: Tensor, v: Tensor, _cache: object, layer: int, _batch: Batch) -> None:
-            for dense, new in ((self._k[layer], k), (self._v[layer], v)):
-                dense[:, :, self._last] = new.to(dense.dtype)[: len(dense)]
-
-        def attention(q: Tensor, _cache: object, layer: int, _batch: Batch, _scale: float) -> Tensor:
-            live = len(self._k[layer])
-            out = attend(q[:live], self._k[layer], self._v[layer])
-            return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(q) - live))
-
-        table = {name: getattr(executor.step_ops, name) for name in ("rms_norm", "linear", "rope", "silu_mul")}
-        ops: Any = argparse.Namespace(**table, store_kv=store, paged_attention=attention)
+        self._batch, self._tokens = batch, tokens
+        dense = DenseOps(kv, attend, tokens.device)
 
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = model.decode(token_ids, batch, cache, ops)
+            logits = model.decode(token_ids, batch, cache, dense)
             return logits, torch.isfinite(logits).all()
 
-        pool = torch.cuda.graph_pool_handle() if kv[0].device.type == "cuda" else None
-        self._step = DecodeStep(len(tokens), cache, config.max_position_embeddings, step, pool)
+        pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
+        self._step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
 
     @torch.inference_mode()
     def run(self) -> bool:

@@ -104,16 +104,19 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
         asked[str(one)] = one
         return kernel(one)
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, nvrtc.missing
+    kept_choices = choices.processors, ops.capability
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    ops.linear, choices.processors = reference.linear, lambda _: _PROCESSORS
+    ops.linear = reference.linear
+    choices.processors, ops.capability = lambda _: _PROCESSORS, lambda _: capability
     nvrtc.missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
         yield asked
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, choices.processors, nvrtc.missing = kept
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, nvrtc.missing = kept
+        choices.processors, ops.capability = kept_choices
         for one in asked.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 

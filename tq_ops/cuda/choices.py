@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from haarkv.tq_ops.cuda.available import processors
+
 PROGRAMS_A_PROCESSOR = 3
-_INTERPRETED_PROCESSORS = 4
+_HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _PARTS_AT_ONCE = 16
 _MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
@@ -35,12 +36,13 @@ class AttentionTile:
     stages: int = 2
 
 
-def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int) -> AttentionTile:
     """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
+        capability: from `available.capability`.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
@@ -48,11 +50,14 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> A
     if head_dim > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
-        # So that three programs of 128 threads share a processor: while one looks up, others multiply.
-        return AttentionTile(64, 32, True)
+        # So that three programs of 128 threads share a processor: while one looks up, others multiply. Blackwell spills then.
+        rows = 32 if head_dim < 128 and capability < _HOPPER else 64
+        return AttentionTile(rows, 64 if capability >= _BLACKWELL else 32, True)
+    if not one_each:
+        return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     # With three stages, the codes of two tiles are on their way while a third is worked on.
-    return AttentionTile(columns, 128, stages=3) if one_each else AttentionTile(32, 64)
+    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128, stages=3)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,14 @@ class MergeTile:
         rows: vectors of a program.
         at_once: parts of each that it loads together.
         width, pieces: columns of one product with the rotation, and products of a program.
+        warps: of a program.
     """
 
     rows: int
     at_once: int
     width: int
     pieces: int
+    warps: int = 4
 
 
 def merge_tile(whole: bool, head_dim: int) -> MergeTile:
@@ -76,16 +83,7 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
     if whole:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
-    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Processors of a GPU."""
-    # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8 if head_dim > 128 else 4)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

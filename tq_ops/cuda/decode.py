@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
-from haarkv.tq_ops.cuda.choices import processors
+from haarkv.tq_ops.cuda.available import capability, processors
 from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -95,7 +95,7 @@ def compiled(target: str, *shape: int) -> bytes:
 @cache
 def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
     """Of a shape, in the order of `DEFINED`."""
-    return nvrtc.Kernel(compiled(nvrtc.target_of(device), *shape), "decode", shared_bytes(*shape[1:3]), device)
+    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared_bytes(*shape[1:3]), device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.

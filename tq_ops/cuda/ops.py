@@ -13,6 +13,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
+from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
@@ -176,6 +177,7 @@ def attend(
     softmax_scale: float,
     *,
     rotate_back: bool = True,
+    cuda_cpp: bool = True,
 ) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
@@ -184,15 +186,16 @@ def attend(
         rotated: [T, Hq, D] from `rotate`.
         rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
             contains the rotation.
+        cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
-    if one_each and decode.takes(q, cache, of_k, of_v):
+    if cuda_cpp and one_each and decode.takes(q, cache, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device))
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
@@ -223,7 +226,8 @@ def attend(
     across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
     attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
         parts, maxima, sums, out, of_v.rotation, vectors, batch.query_start_loc, sequences, batch.seq_lens, programs,
-        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back, **same,
+        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
+        num_warps=merge.warps, **same,
     )  # fmt: skip
     return out
 
@@ -232,6 +236,12 @@ def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, sof
     """`paged_attention` without the rotation back, for a projection that contains it; the result is in the kernels' order."""
     of_k, _ = _layouts(cache, layer, q.device)
     return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
+
+
+def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    """`paged_attention` by the Triton kernels alone, for comparison with `decode`."""
+    of_k, _ = _layouts(cache, layer, q.device)
+    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, cuda_cpp=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Run every op of every op table against the reference, time them, or say which table reads which cache.
 
 python -m haarkv.validation.ops                       test all tables that run here; exit code 1 if a case fails
+python -m haarkv.validation.ops --share 2/8           the second of eight processes that share the cases
 python -m haarkv.validation.ops --mode time           milliseconds of each op, one layer of Qwen3-14B
 python -m haarkv.validation.ops --mode support        op, table, format and head_dim: yes, or why not
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="append", choices=[table.name for table in TABLES], help="repeatable [default: all]")
     parser.add_argument("--op", action="append", choices=OP_NAMES, help="repeatable [default: all]")
     parser.add_argument("--threads", type=int, help="CPU threads [default: torch's own]")
+    parser.add_argument("--share", type=_share, default=(1, 1), metavar="K/N", help="every N-th case only, from the K-th on")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     args = parser.parse_args(argv)
     if args.threads is not None and args.threads < 1:
@@ -51,13 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not here:
         print("none of these tables runs here", file=sys.stderr)
         return 2
-    return _test(here, ops, args.json) if args.mode == "test" else _time(here, ops, args.json)
+    return _test(here, ops, args.share, args.json) if args.mode == "test" else _time(here, ops, args.json)
 
 
-def _test(tables: Sequence[Table], ops: Sequence[str], as_json: bool) -> int:
+def _share(text: str) -> tuple[int, int]:
+    first, _, of = text.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+        raise argparse.ArgumentTypeError(f"write it as K/N with 1 <= K <= N, not {text!r}")
+    return int(first), int(of)
+
+
+def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], as_json: bool) -> int:
     failed = 0
     for table in tables:
-        chosen = [case for case in suite.cases(table) if case.op in ops]
+        chosen = [case for case in suite.cases(table) if case.op in ops][share[0] - 1 :: share[1]]
         wrong = 0
         for case, finding in suite.run(table, chosen):
             wrong += not finding.passed
