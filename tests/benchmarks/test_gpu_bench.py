@@ -315,8 +315,10 @@ def attention_rows():
 
 
 def test_the_page_compares_with_the_best_of_the_others_with_a_copy_and_with_what_was_predicted():
-    predicted = [{"batch": 8, "context": 32768, "kernel": "decode", "who": "tq4", "bytes_us": 64.0, "least_us": 91.0, "bound_by": "alu",
-                  "likely_us": 100.0, "drawn": True}]  # fmt: skip
+    predicted = [
+        {"batch": 8, "context": 32768, "kernel": "decode", "who": "tq4", "bytes_us": 64.0, "least_us": 91.0,
+         "bound_by": "alu", "likely_us": 100.0, "drawn": True}
+    ]  # fmt: skip
     text = page.html(list(attention_rows()), predicted)
     assert "2.78" in text  # 250 / 90
     assert "50 %" in text  # of a copy of the same bytes

@@ -116,7 +116,9 @@ def _last_barrier(text: str) -> str:
 
 FAULTS: dict[str, Planted | Refused] = {
     "the layer as a constant": Refused(_layer_is_a_constant),
-    "block times stride in 32 bits": Planted(_in_32_bits, "attend_kernel", "at byte -[0-9]+ of k_codes", far=True),
+    "block times stride in 32 bits": Planted(
+        _in_32_bits, "attend_kernel", "does not fit an int32 that feeds an address", far=True
+    ),
     "stores without their mask": Planted(unmasked(r"st\.global"), "rotate_kernel", "bytes at byte"),
     "loads of scales without their mask": Planted(unmasked(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
     "a barrier left out": Planted(_last_barrier, "attend_kernel", "with no barrier between"),

@@ -11,8 +11,10 @@ from haarkv.tq_ops.cuda import decode, nvrtc
 GPU, SHAPE = torch.device("cuda", 0), (8, 5, 128, 4, 4, 128, 0, 2)
 
 with (
+    patch("torch.cuda.init"),
     patch("torch.cuda.device", lambda _: contextlib.nullcontext()),
     patch("torch.cuda.current_stream", lambda: SimpleNamespace(cuda_stream=0x77)),
 ):
+    print("most", nvrtc.most_shared_bytes(GPU), flush=True)
     kernel = nvrtc.Kernel(decode.compiled("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
     kernel.launch((33, 8), decode.THREADS, decode.Arguments(q=0x0807060504030201, out=0x1817161514131211))

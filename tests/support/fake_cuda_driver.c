@@ -5,6 +5,10 @@
 
 static int cuInit(unsigned flags) { return 0; }
 static int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+static int cuDeviceGet(int* device, int number) { return *device = 100 + number, 0; }
+static int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    return *value = attribute == 97 && device == 100 ? 232448 : -1, 0;
+}
 static int cuModuleLoadData(void** module, const void* image) {
     printf("load %d\n", !memcmp(image, "\177ELF", 4));
     return *module = (void*)0x11, 0;
@@ -32,6 +36,8 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned
     if (!strcmp(name, #entry)) *function = (void*)entry;
     ENTRY(cuInit)
     ENTRY(cuDriverGetVersion)
+    ENTRY(cuDeviceGet)
+    ENTRY(cuDeviceGetAttribute)
     ENTRY(cuModuleLoadData)
     ENTRY(cuModuleGetFunction)
     ENTRY(cuFuncSetAttribute)

@@ -1,13 +1,15 @@
-"""Whether the Triton kernels can run here."""
+"""Whether the Triton kernels can run here, on how many processors, and of which kind."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
 OLDEST_TRITON = (3, 6)
+_INTERPRETED_PROCESSORS, _INTERPRETED_CAPABILITY = 4, 90
 
 
 def triton_missing() -> str | None:
@@ -33,3 +35,21 @@ def unavailable() -> str | None:
     if torch.cuda.is_available() or triton.knobs.runtime.interpret:
         return None
     return "there is no NVIDIA GPU; with TRITON_INTERPRET=1 the kernels run in Triton's interpreter"
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Processors of a GPU."""
+    # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU, 90 for 9.0; in the interpreter that of an H100."""
+    if device.type != "cuda":
+        return _INTERPRETED_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from haarkv.tq_ops.cuda.available import capability as capability
+from haarkv.tq_ops.cuda.available import processors
+
 PROGRAMS_A_PROCESSOR = 3
-_INTERPRETED_PROCESSORS = 4
 _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _PARTS_AT_ONCE = 16
@@ -57,7 +58,9 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     # With three stages, the codes of two tiles are on their way while a third is worked on.
-    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128, stages=3)
+    if capability >= _BLACKWELL:
+        return AttentionTile(columns, 64, stages=3) if head_dim == 128 else AttentionTile(columns, 128)
+    return AttentionTile(columns, 128, stages=3)
 
 
 @dataclass(frozen=True)
@@ -84,24 +87,6 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8 if head_dim > 128 else 4)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Processors of a GPU."""
-    # The interpreter runs programs one after the other; a few are enough to test that splits are merged.
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; in the interpreter that of an H100."""
-    if device.type != "cuda":
-        return _HOPPER
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
-from haarkv.tq_ops.cuda.choices import processors
+from haarkv.tq_ops.cuda.available import processors
 from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache

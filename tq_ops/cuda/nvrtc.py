@@ -118,7 +118,12 @@ def most_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a thread block may ask for; what an H100 has where there is no GPU."""
     if device.type != "cuda":
         return 227 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    from cuda.bindings import driver
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(number)))))
 
 
 def _checked(returned: tuple[Any, ...]) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ptx.memory import SHARED_AT, Memory
 from ptx.opcodes import build
+from ptx.overflow import feeding_addresses, watched
 from ptx.parse import parse
 from ptx.state import Read, Run, reader
 from ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
@@ -50,10 +51,11 @@ def compiled(text: str, name: str) -> Program:
     if name not in module.entries:
         raise Unknown(f"no entry {name!r} but {', '.join(module.entries)}")
     entry = module.entries[name]
-    return Program(entry, module.arrays, [_step(ins, entry) for ins in entry.code])
+    feeding = feeding_addresses(entry.code)
+    return Program(entry, module.arrays, [_step(ins, entry, feeding) for ins in entry.code])
 
 
-def _step(ins: Instruction, entry: Entry) -> Step:
+def _step(ins: Instruction, entry: Entry, feeding: set[int]) -> Step:
     where = f"{entry.name}, line {ins.line}: {ins.name}"
     if ins.opcode == "bra":
         target = ins.operands[0]
@@ -70,7 +72,9 @@ def _step(ins: Instruction, entry: Entry) -> Step:
             raise Unknown(where)
         count = reader(ins.operands[1], "u32") if len(ins.operands) > 1 else None
         return Step(ins, BARRIER, barrier=ins.operands[0].value, expected=count)
-    return Step(ins, PLAIN, build(ins))
+    run = build(ins)
+    assert run is not None, where
+    return Step(ins, PLAIN, watched(ins, feeding, run))
 
 
 def _in_memory(values: Sequence[object], params: list[Array]) -> tuple[np.ndarray, dict[str, int]]:

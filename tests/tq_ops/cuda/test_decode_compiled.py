@@ -86,7 +86,7 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     shared = decode.shared_bytes(5, 128)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
-        "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
+        "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
         f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 01020304050607081112131415161718",
     ]  # fmt: skip
 
