@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run here, and on how many processors."""
+"""Whether the Triton kernels can run here, on how many processors, and of which kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 OLDEST_TRITON = (3, 6)
-_INTERPRETED_PROCESSORS = 4
+_INTERPRETED_PROCESSORS, _INTERPRETED_CAPABILITY = 4, 90
 
 
 def triton_missing() -> str | None:
@@ -48,8 +48,8 @@ def processors(device: torch.device) -> int:
 
 @cache
 def capability(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; in the interpreter that of an H100."""
+    """Compute capability of a GPU, 90 for 9.0; in the interpreter that of an H100."""
     if device.type != "cuda":
-        return 90
+        return _INTERPRETED_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

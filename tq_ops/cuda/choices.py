@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from haarkv.tq_ops.cuda.available import capability as capability
 from haarkv.tq_ops.cuda.available import processors
 
 PROGRAMS_A_PROCESSOR = 3
@@ -57,7 +58,9 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     # With three stages, the codes of two tiles are on their way while a third is worked on.
-    return AttentionTile(columns, 64 if head_dim == 128 and capability >= _BLACKWELL else 128, stages=3)
+    if capability >= _BLACKWELL:
+        return AttentionTile(columns, 64, stages=3) if head_dim == 128 else AttentionTile(columns, 128)
+    return AttentionTile(columns, 128, stages=3)
 
 
 @dataclass(frozen=True)
