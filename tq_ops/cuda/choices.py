@@ -9,7 +9,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda.available import capability as capability
 from haarkv.tq_ops.cuda.available import processors
 
 PROGRAMS_A_PROCESSOR = 3
