@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -108,23 +109,30 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        logits = self._run.prefill(token_ids, batch, cache)
-        return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
+        with self._current():
+            logits = self._run.prefill(token_ids, batch, cache)
+            return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         steps = self._steps.setdefault(cache, {})
         size = bucket_of(len(token_ids))
-        if size not in steps:
-            steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
-        logits, sound = steps[size](token_ids, batch)
-        return self._checked(logits.clone(), sound, partial(self._model.decode, token_ids, batch, cache))
+        with self._current():
+            if size not in steps:
+                steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
+            logits, sound = steps[size](token_ids, batch)
+            return self._checked(logits.clone(), sound, partial(self._model.decode, token_ids, batch, cache))
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden = self._run.layers(hidden, span, batch, cache)
-        self._raise_fault(cache, batch)
-        return hidden
+        with self._current():
+            hidden = self._run.layers(hidden, span, batch, cache)
+            self._raise_fault(cache, batch)
+            return hidden
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Its GPU as the current one meanwhile: Triton's launches, streams and graphs are the current one's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

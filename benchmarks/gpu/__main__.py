@@ -149,7 +149,8 @@ class Run:
                 why = "its time was over" if code is None else f"its process ended with code {code}: {said}"
                 log.add(open_keys[-1] if open_keys else "process", error=why)
                 if not open_keys or code is None:
-                    break
+                    return 1
+        Log(self.folder, part, 0.0).add("process", error=f"given up after {_MOST_STARTS} starts")
         return 1
 
     def _once(self, part: str, seconds: float) -> tuple[int | None, str]:

@@ -17,6 +17,10 @@ ROWS = "rows.jsonl"
 """Name of the file in the folder of a run."""
 
 
+_LOST = ("CUDA error", "CUDA_ERROR", "Triton Error [CUDA]")
+"""What torch, NVIDIA's bindings and Triton say of a device that refuses."""
+
+
 class DeviceLostError(Exception):
     """The device refuses every later call of this process."""
 
@@ -103,10 +107,6 @@ class Log:
         self.add(key, missing=f"not measured: the {self._seconds:.0f} s of part {self.part} were over")
         return False
 
-    def wanted(self, keys: Sequence[str]) -> list[str]:
-        """Those of the keys that `wants` says yes to."""
-        return [key for key in keys if self.wants(key)]
-
     def add(self, key: str, **values: Any) -> None:
         """Write a row and see it on disk."""
         row = {"part": self.part, "key": key, **values}
@@ -138,7 +138,7 @@ class Log:
         except Exception as error:  # one measurement must not take the others with it
             lines = str(error).splitlines() or [""]
             self.add(key, **row, error=f"{type(error).__name__}: {lines[0][:300]}")
-            if "CUDA error" in str(error):
+            if any(words in str(error) for words in _LOST) and "capturing" not in str(error):
                 raise DeviceLostError(lines[0]) from error
         else:
             self.add(key, **row, seconds=round(time.monotonic() - began, 3))

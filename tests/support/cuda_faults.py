@@ -40,8 +40,6 @@ class Planted:
 
     def found(self, given: Any) -> bool:
         """Whether executing attention with the fault fails as it should."""
-        if self.capability not in (0, given.capability):
-            return True
 
         def edit(text: str) -> str:
             if f".entry {self.kernel}(" not in text:

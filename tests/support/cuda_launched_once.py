@@ -17,4 +17,5 @@ with (
 ):
     print("most", nvrtc.most_shared_bytes(GPU), flush=True)
     kernel = nvrtc.Kernel(decode.compiled("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
-    kernel.launch((33, 8), decode.THREADS, decode.Arguments(q=0x0807060504030201, out=0x1817161514131211))
+    given = decode.Arguments(*range(1, 13), (13, 14, 15, 16), (17, 18, 19, 20), 21, 22, 0.5)
+    kernel.launch((33, 8), decode.THREADS, given)

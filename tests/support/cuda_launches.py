@@ -157,14 +157,17 @@ def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel
     return small_model(replace(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads), dtype=dtype)
 
 
+FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
+
+
 def everything(capability: int) -> dict[str, Asked]:
-    """What models of every head_dim, both dtypes and every pair of formats launch, over blocks of 128 and pages of 16.
+    """What models of every head_dim, both dtypes and every width of levels launch, over blocks of 128 and pages of 16.
 
     Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them.
     """
     cases = [
         *((128, torch.bfloat16, "tq4", 128, prompts) for prompts in PROMPTS),
-        *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in ("tq4", "tbq4_0", "k=tq4,v=tbq4_0")),
+        *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in FORMATS),
         *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in SHAPES for dtype in (torch.bfloat16, torch.float32)),
     ]
     with recorded(capability) as asked:

@@ -18,7 +18,7 @@ from haarkv.tq_ops.cuda import decode, nvrtc
 
 @cache
 def ptx_of(*shape: int, target: str = "compute_90") -> str:
-    """The kernel's PTX for the values of `decode.defines`, in order."""
+    """The kernel's PTX for the values of `decode.DEFINED`, in order."""
     return decode.compiled(target, *shape).decode().rstrip("\0")
 
 

@@ -14,6 +14,7 @@ from haarkv.tq_ops.cuda.available import processors
 PROGRAMS_A_PROCESSOR = 3
 _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
+_NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
 _MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
 
@@ -36,17 +37,20 @@ class AttentionTile:
     stages: int = 2
 
 
-def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int) -> AttentionTile:
+def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int, bits: int) -> AttentionTile:
     """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
         capability: from `available.capability`.
+        bits: of a level of K or V, the wider.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
         return AttentionTile(columns, 16 if head_dim > 128 else 32)
+    if bits > _NARROW:  # more bytes a token, and centroids by loads
+        return AttentionTile(columns, 32)
     if head_dim > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:

@@ -7,6 +7,7 @@ stay for prompts, FP32, and wherever CUDA C++ cannot be compiled.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +28,8 @@ TILE = 256
 """Tokens that a thread block takes at a time."""
 MOST_BLOCKS = 128
 """Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
-_MOST_GROUP = 16
+_MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times head_dim: more would spill
+_WIDEST_LOAD = 16
 _SEQUENCES = 1024  # that a cache's counters have room for at first
 
 
@@ -55,19 +57,48 @@ DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_
 _BITS = (2, 3, 4)
 
 
-def takes(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> bool:
+def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
     group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
     bits = {k.bits, v.bits}
     made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
-    fits = q.dtype == torch.bfloat16 and group <= _MOST_GROUP and cache.block_size % 16 == 0
-    if not (made and fits and q.is_cuda) or nvrtc.missing():
+    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
+    if not (made and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
         return False
-    return shared_bytes(group, head_dim) <= nvrtc.most_shared_bytes(q.device)
+    if shared_bytes(group, head_dim) > nvrtc.most_shared_bytes(q.device):
+        return False
+    if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
+        return False
+    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, k, v), device=q.device)
+
+
+def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> tuple[int, ...]:
+    """What is compiled for a call, in the order of `DEFINED`."""
+    heads, head_dim = cache.num_kv_heads, q.shape[2]
+    group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
+    at_once = blocks_a_processor(group, head_dim)
+    return heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once
+
+
+def _is_aligned(codes: Tensor) -> bool:
+    """Whether every token's bytes begin where the widest load may, and a block's stride fits 32 bits."""
+    return codes.data_ptr() % _WIDEST_LOAD == codes.stride(0) % _WIDEST_LOAD == 0 and codes.stride(0) < 2**31
+
+
+@cache
+def _is_usable(*shape: int, device: torch.device) -> bool:
+    """Whether it can be compiled and loaded; if not, a warning says why, once, and the Triton kernels run."""
+    try:
+        _kernel(*shape, device=device)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        warnings.warn(f"decode attention runs in Triton: CUDA C++ cannot be used on {device}: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 def blocks_a_processor(group: int, head_dim: int) -> int:
-    """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where these would spill."""
+    """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where that is too few."""
     return 2 if _columns(group) * head_dim <= 8 * 128 else 1
 
 
@@ -128,10 +159,13 @@ def attend(
 
     Args:
         q: [B, Hq, D] bf16, for its shape and device.
-        rotated: [B, Hq, D] fp16, in the order of the bytes.
+        rotated: [B, Hq, D] fp16, in layout.kernel_order.
         scale: softmax_scale * log2(e).
     Returns:
-        [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in the order of the bytes.
+        [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
+
+    Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
+    before a graph is captured, as a warm-up does.
     """
     (sequences, q_heads, head_dim), heads = q.shape, cache.num_kv_heads
     group, device = q_heads // heads, q.device
@@ -155,7 +189,6 @@ def attend(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
-    fp32, at_once = int(v.rotation.dtype == torch.float32), blocks_a_processor(group, head_dim)
-    kernel = _kernel(heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once, device=device)
+    kernel = _kernel(*shape_of(q, cache, k, v), device=device)
     kernel.launch((blocks, heads), THREADS, arguments)
     return out

@@ -30,7 +30,9 @@ def missing() -> str | None:
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        return f"NVRTC cannot be loaded: {' '.join(str(error).split())}"
+        major = (torch.version.cuda or "13").split(".")[0]
+        said = " ".join(str(error).split())
+        return f"NVRTC cannot be loaded; pip install 'cuda-bindings=={major}.*' beside a PyTorch for CUDA {major} ({said})"
     return None
 
 

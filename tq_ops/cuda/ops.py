@@ -193,9 +193,10 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
-    if cuda_cpp and one_each and decode.takes(q, cache, of_k, of_v):
+    if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device))
+    bits = max(of_k.bits, of_v.bits)
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device), bits)
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -84,10 +85,13 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
+    # As C lays them out: twelve pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
+    sides = struct.pack("<qqiiqqii", *range(13, 21))
+    given = struct.pack("<12q", *range(1, 13)) + sides + struct.pack("<iif4x", 21, 22, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
-        f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 01020304050607081112131415161718",
+        f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 {given.hex()}",
     ]  # fmt: skip
 
 

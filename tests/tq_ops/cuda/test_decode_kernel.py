@@ -17,7 +17,7 @@ from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from ptx import LaunchFault, far
-from ptx_decode import executed
+from ptx_decode import executed, ptx_of
 
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.layout import layout_of
@@ -143,9 +143,12 @@ def test_planted_faults_are_found(fault):
     one = CASES[0]
     made, batch = filled(one)
 
+    shape = (2, 5, 128, 4, 4, 128, 0, 2)
+    broken = FAULTS[fault](ptx_of(*shape))  # an edit that changes nothing fails here
+
     def check_twice() -> None:
         for _ in range(2):
-            ours, theirs = attend_in(made, batch, one, edit=FAULTS[fault])
+            ours, theirs = attend_in(made, batch, one, edit=lambda _: broken)
             assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
     with pytest.raises((LaunchFault, AssertionError)):
@@ -174,7 +177,7 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
         (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
         (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
         (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
-        (torch.bfloat16, 128, 1, "tq8", 128, False),
+        (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
     ],
 )  # fmt: skip
 def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
@@ -182,6 +185,6 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
     made = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block)
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
-    assert decode.takes(q, made, k, v) == taken
+    assert decode.takes(q, made, 0, k, v) == taken
     monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
-    assert not decode.takes(q, made, k, v)
+    assert not decode.takes(q, made, 0, k, v)
