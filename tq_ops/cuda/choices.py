@@ -127,9 +127,9 @@ def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
     return 32 if one_each or operand == tl.float32 else head_dim // 2
 
 
-def store_warps(head_dim: int, operands: Collection[tl.dtype]) -> int:
-    """Warps of a program that quantizes 16 vectors: at head_dim 256, or with FP32 operands, four would spill."""
-    return 8 if head_dim > 128 or tl.float32 in operands else 4
+def store_warps(head_dim: int, operands: Collection[tl.dtype], bits: int) -> int:
+    """Warps of a program that quantizes 16 vectors: at head_dim 256, with FP32 operands, or wide levels, four would spill."""
+    return 8 if head_dim > 128 or bits > _NARROW or tl.float32 in operands else 4
 
 
 def row_warps(size: int) -> int:

@@ -135,7 +135,7 @@ def append(
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=k_type, V_TYPE=v_type, WRITE=write, STAND_IN=stand_in,
-        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
+        num_warps=choices.store_warps(head_dim, (k_type, v_type), max(of_k.bits, of_v.bits)),
     )  # fmt: skip
 
 
@@ -285,6 +285,6 @@ def rotate_and_append(
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
         K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        num_warps=choices.store_warps(head_dim, (k_type, v_type)),
+        num_warps=choices.store_warps(head_dim, (k_type, v_type), max(of_k.bits, of_v.bits)),
     )  # fmt: skip
     return rotated
