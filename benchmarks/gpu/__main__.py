@@ -2,7 +2,7 @@
 
     python -m haarkv.benchmarks.gpu OUT              measure; run it again with the same OUT to go on after a cut
     python -m haarkv.benchmarks.gpu OUT --page       only draw OUT/index.html anew
-    python -m haarkv.benchmarks.gpu OUT --dry-run    rehearse at tiny sizes, on a CPU
+    TRITON_INTERPRET=1 python -m haarkv.benchmarks.gpu OUT --dry-run     rehearse at tiny sizes, on a CPU
 
 First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed. Every figure
 is a line of OUT/rows.jsonl as soon as it is known. OUT/index.html draws them, and OUT/log.txt holds what went wrong.
@@ -14,7 +14,6 @@ if not, 2 if it cannot run here, 130 if it was interrupted.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -161,9 +160,7 @@ class Run:
         with path.open("ab") as errors:
             errors.write(f"-- {part}\n".encode())
             errors.flush()
-            # Triton reads this as it is imported, and has no other way to be told.
-            interpreted = {"TRITON_INTERPRET": "1"} if self.dry else {}
-            process = subprocess.Popen(command, cwd=ROOT, stderr=errors, env=os.environ | interpreted)
+            process = subprocess.Popen(command, cwd=ROOT, stderr=errors)
             try:
                 code: int | None = process.wait(seconds + _GRACE_S)
             except subprocess.TimeoutExpired:
