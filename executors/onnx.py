@@ -17,6 +17,7 @@ from onnx import TensorProto
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.onnx.learned import coordinate_values, learned_levels, mixed
 from haarkv.models.qwen3_14b.onnx.model import (
     DEFAULT_OPSET,
     FIELDS,
@@ -30,6 +31,7 @@ from haarkv.models.qwen3_14b.onnx.model import (
 from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -86,7 +88,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor:
-    """Runs a model whose cache is `tq4`.
+    """Runs a model whose cache is `tq4` or learned nibbles.
 
     Args:
         model: weights and shapes, FP32 or BF16.
@@ -110,6 +112,7 @@ class OnnxExecutor:
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
         self._weights = dict(weight_values(model.to(self.device)))
         self._sessions: dict[GraphSpec, _Session] = {}
+        self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
@@ -117,7 +120,7 @@ class OnnxExecutor:
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config)
+        return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config) or mixed(plan, config.head_dim)
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -132,14 +135,18 @@ class OnnxExecutor:
         token, _, valid = pad_queries(batch)
         out = torch.empty_like(hidden[token])
         for layer in span:
-            plan = GraphSpec(range(layer, layer + 1), embed=False, head=False, opset=DEFAULT_OPSET)
+            only = range(layer, layer + 1)
+            plan = GraphSpec(only, embed=False, head=False, opset=DEFAULT_OPSET, levels=self._levels(cache, only))
             self._run(plan, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
 
     def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, tokens: int | str) -> Tensor:
         token, _, valid = pad_queries(batch)
-        plan = GraphSpec(range(self.config.num_layers), embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens))
+        every = range(self.config.num_layers)
+        plan = GraphSpec(
+            every, embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens), levels=self._levels(cache, every)
+        )
         inputs = {"input_ids": token_ids[token]}
         if tokens != 1:
             rows = torch.arange(token.shape[0], device=self.device) * token.shape[1]
@@ -164,7 +171,7 @@ class OnnxExecutor:
                 given[cache_name(layer, stored)] = field
                 shape = (*valid.shape, cache.num_kv_heads, *field.shape[3:])
                 new[new_name(layer, stored)] = torch.empty(shape, dtype=field.dtype, device=self.device)
-        self._call(self._session(plan), given, {**outputs, **new})
+        self._call(self._session(plan), given | self._coordinates_of(plan, cache), {**outputs, **new})
         slots = batch.slot_mapping
         vectors = {layer: {stored: new[new_name(layer, stored)][valid] for stored in FIELDS} for layer in plan.span}
         for layer, fields in vectors.items():
@@ -173,6 +180,24 @@ class OnnxExecutor:
         for layer, fields in vectors.items():
             for stored, field in _fields(cache, layer).items():
                 field[block, :, offset] = fields[stored]
+
+    def _levels(self, cache: PagedKVCache, span: range) -> tuple[tuple[int, int], ...]:
+        """Learned nibbles of K and V in each layer, as a `GraphSpec` has them."""
+        return learned_levels(cache.plan, span, self.config.head_dim)
+
+    def _coordinates_of(self, plan: GraphSpec, cache: PagedKVCache) -> dict[str, Tensor]:
+        """Learned coordinates of the layers of a graph, where it wants them; another cache may have others."""
+        if not plan.levels:
+            return {}
+        found: dict[str, Tensor] = {}
+        for layer in plan.span:
+            for side, kv_format in zip("kv", cache.plan.layers[layer], strict=True):
+                key = (kv_format, layer)
+                if key not in self._coordinates:
+                    values = coordinate_values(layer, side, kv_format, self.config.head_dim)
+                    self._coordinates[key] = {name: tensor.to(self.device) for name, tensor in values}
+                found |= self._coordinates[key]
+        return found
 
     def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bases import calibration
 from onnx_graphs import CONFIG, small_model
 from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens
 
@@ -12,7 +13,7 @@ from haarkv.executors.onnx import OnnxExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.layers.runner import validate
 
 TQ4 = formats.get("tq4")
@@ -22,10 +23,10 @@ def plan_of(config, kv_format=TQ4, **rest):
     return KVPlan(((kv_format, kv_format),) * config.num_layers, **rest)
 
 
-def validated(config, dtype):
+def validated(config, dtype, plan=None):
     model = small_model(config, dtype=dtype)
     prompts = [random_tokens(config, 20, 1), random_tokens(config, 5, 2)]
-    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, plan_of(config))
+    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, plan or plan_of(config))
     assert report.passed, report.first_divergence
     assert sum(row.unexplained for row in report.rows) == 0
     return min(row.hidden_cos for row in report.rows if row.mode == "teacher-forced")
@@ -38,6 +39,31 @@ def test_every_layer_is_the_references_in_fp32(name):
 
 def test_every_layer_is_within_bf16_of_the_references():
     assert validated(CONFIG, torch.bfloat16) >= 0.9999
+
+
+@pytest.mark.parametrize("kv", ["k=lr160,v=lr64", "lr96"])
+def test_learned_nibbles_are_the_references(kv):
+    made_up = calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    plan = KVSpec(kv, calibration=made_up).plan(CONFIG.num_layers)
+    assert validated(CONFIG, torch.float32, plan) >= 0.99999
+    assert validated(CONFIG, torch.bfloat16, plan) >= 0.9999
+
+
+def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
+    """One executor, two caches: each is read by its own coordinates."""
+    model = small_model(CONFIG)
+    shape = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    executor, prompts = OnnxExecutor(model), [random_tokens(CONFIG, 20, 1)]
+    for seed in (0, 9):
+        spec = KVSpec("lr64", layers={1: "k=lr128,v=lr96"}, calibration=calibration(*shape, seed=seed))
+        report = validate(ReferenceExecutor(model), executor, model, prompts, 1, spec.plan(CONFIG.num_layers))
+        assert report.passed, report.first_divergence
+
+
+def test_learned_and_fixed_places_in_one_plan_are_refused():
+    made_up = calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    plan = KVSpec("k=lr64,v=tq4", calibration=made_up).plan(CONFIG.num_layers)
+    assert OnnxExecutor.unsupported(CONFIG, plan) == "its graphs take learned nibbles at every place or at none"
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
         return False
     if tuple(plane.bits for plane in found.planes) not in reads.planes:
         return False
-    return reads.only is None or found == reads.only.description(head_dim)
+    return bool(found.transform.coordinates) or reads.only is None or found == reads.only.description(head_dim)
 
 
 def _misfit_of_tables(reads: Reads, name: str, found: Description) -> str | None:

@@ -12,6 +12,7 @@ from onnx import TensorProto
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.qwen3_14b.onnx.learned import LearnedScopes
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes, rotation_name
 from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.rope import RopeTable
@@ -65,6 +66,7 @@ class GraphSpec:
         functions: layers and scopes as functions.
         static: for compilers that want every shape to be a constant: no node computes one.
         metadata: kept in the model.
+        levels: learned nibbles of K and of V in each layer of the span; empty of `tq4`.
     """
 
     span: range
@@ -75,6 +77,7 @@ class GraphSpec:
     functions: bool = True
     static: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    levels: tuple[tuple[int, int], ...] = ()
 
 
 def unsupported(config: DecoderConfig) -> str | None:
@@ -94,9 +97,20 @@ def new_name(layer: int, stored: str) -> str:
     return f"layers.{layer}.new_{stored}"
 
 
+def scopes_of(scopes: Qwen3Scopes, span: range, layer: int, levels: tuple[tuple[int, int], ...]) -> Qwen3Scopes:
+    """The scopes of one layer of a span."""
+    return LearnedScopes(scopes.config, scopes.dtype, *levels[layer - span.start]) if levels else scopes
+
+
 # -- Weights -------------------------------------------------------------------------------------------------------------
-def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -> dict[str, TensorType]:
-    """Every tensor outside the graph of a span: the model's own by their Hugging Face names, rotary tables, rotations."""
+def weight_types(
+    scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool, levels: tuple[tuple[int, int], ...] = ()
+) -> dict[str, TensorType]:
+    """Every tensor outside the graph of a span: the model's own by their Hugging Face names, rotary tables, rotations.
+
+    Args:
+        levels: as in `GraphSpec`.
+    """
     config, element = scopes.config, scopes.element
     types: dict[str, TensorType] = {}
     embedding = TensorType(element, (config.vocab_size, config.hidden_size))
@@ -106,7 +120,7 @@ def weight_types(scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool) -
     types |= {ROPE_COS: tables, ROPE_SIN: tables}
     for layer in span:
         types |= {tensor.name: TensorType(element, tensor.shape) for tensor in layer_tensors(config, layer).values()}
-        types[rotation_name(layer)] = TensorType(_FLOAT, (config.head_dim, config.head_dim))
+        types |= dict(scopes_of(scopes, span, layer, levels).stored_by(layer).values())
     if head:
         types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
         if not config.tie_word_embeddings:
@@ -166,7 +180,7 @@ class _Model:
     def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
         self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
         self.g = Graph(plan.opset, plan.functions)
-        self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head)
+        self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head, levels=plan.levels)
         self.one_token = self.sizes.tokens == 1
         self.group = self.config.num_heads // self.config.num_kv_heads
 
@@ -184,7 +198,7 @@ class _Model:
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
         """Inputs and outputs, in order."""
         s, config = self.sizes, self.config
-        heads, half = config.num_kv_heads, config.head_dim // 2
+        heads = config.num_kv_heads
         states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
         inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
         inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
@@ -195,11 +209,14 @@ class _Model:
         for layer in self.plan.span:
             for stored in FIELDS:
                 codes = stored.endswith("codes")
-                last = (half,) if codes else ()
+                last = (self._scopes(layer).levels(stored[0]) // 2,) if codes else ()
                 given, made = (TensorProto.UINT8, self.scopes.codes_out) if codes else (TensorProto.FLOAT16,) * 2
                 inputs[cache_name(layer, stored)] = TensorType(given, (s.blocks, heads, s.block_size, *last))
                 outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
+
+    def _scopes(self, layer: int) -> Qwen3Scopes:
+        return scopes_of(self.scopes, self.plan.span, layer, self.plan.levels)
 
     def _weight(self, name: str) -> str:
         of = self.types[name]
@@ -275,12 +292,14 @@ class _Model:
         tensors = layer_tensors(self.config, layer)
         weights = {f"{field}.weight": self._weight(tensor.name) for field, tensor in tensors.items()}
         fields = {stored: cache_name(layer, stored) for stored in FIELDS}
+        scopes = self._scopes(layer)
+        by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
         hidden, *new = self.g.call(
-            f"layers.{layer}", "DecoderLayer", self.scopes.layer, hidden=hidden, **fields, **shared,
-            rotation=self._weight(rotation_name(layer)), **weights,
+            f"layers.{layer}", f"DecoderLayer{scopes.suffix}", scopes.layer, hidden=hidden, **fields, **shared, **by,
+            **weights,
         )  # fmt: skip
         for stored, value in zip(FIELDS, new, strict=True):
-            half = [self.config.head_dim // 2] if stored.endswith("codes") else []
+            half = [scopes.levels(stored[0]) // 2] if stored.endswith("codes") else []
             self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.num_kv_heads, *half])
         return hidden
 

@@ -21,7 +21,7 @@ import numpy as np
 from onnx import TensorProto
 
 from haarkv.models.base import DecoderConfig
-from haarkv.tq_ops.onnx.graph import Graph
+from haarkv.tq_ops.onnx.graph import Graph, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -57,6 +57,20 @@ class Qwen3Scopes:
     def element(self) -> int:
         """Element type of weights and hidden states."""
         return DTYPES[self.dtype]
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of functions that depend on how K and V are stored."""
+        return ""
+
+    def levels(self, side: str) -> int:
+        """N, levels of a vector of K ("k") or V ("v")."""
+        return self.config.head_dim
+
+    def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
+        """What K and V of a layer are stored by and no checkpoint holds: a scope's word for it -> name and type."""
+        dim = self.config.head_dim
+        return {"rotation": (rotation_name(layer), TensorType(_FLOAT, (dim, dim)))}
 
     # -- Pieces --------------------------------------------------------------------------------------------------------
     def _widen(self, g: Graph, name: str, x: str) -> str:
@@ -110,20 +124,26 @@ class Qwen3Scopes:
         unit, norm, lift = self._unit(g, x)
         y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.num_kv_heads)
         level = self._level(g, y, np.array(tables.boundaries, np.float32))
-        low, high = g.nodes("level_halves", "Split", [level, g.integers([dim // 2] * 2)], 2, axis=-1)
-        shifted = g.node("high_nibble", "Mul", high, g.scalar(16, np.int32))
-        codes = self._codes(g, g.node("byte", "Add", low, shifted))
-
         centroids = g.constant("centroids", np.array(tables.centroids, np.float32))
         chosen = g.node("chosen", "Gather", centroids, level)
         length = g.node("chosen_norm", "Sqrt", g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen)))
-        scale = g.node("scale_fp32", "Div", g.node("norm_of_x", "Div", norm, lift), length)
+        return [self._packed(g, level, dim), self._scale(g, norm, g.node("norm_of_x", "Div", norm, lift), length)]
+
+    def _packed(self, g: Graph, level: str, count: int) -> str:
+        """Levels [B, Q, Hkv, count] int32 -> codes [B, Q, Hkv, count / 2]."""
+        low, high = g.nodes("level_halves", "Split", [level, g.integers([count // 2] * 2)], 2, axis=-1)
+        shifted = g.node("high_nibble", "Mul", high, g.scalar(16, np.int32))
+        return self._codes(g, g.node("byte", "Add", low, shifted))
+
+    def _scale(self, g: Graph, norm: str, length_of_x: str, length: str) -> str:
+        """fp16 [B, Q, Hkv]: length_of_x / length, at most FP16's largest; NaN where the norm is not finite."""
+        scale = g.node("scale_fp32", "Div", length_of_x, length)
         largest = g.scalar(float(np.finfo(np.float16).max))
         saturated = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
         finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
         marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
         narrow = g.node("scale_fp16", "Cast", marked, to=TensorProto.FLOAT16)
-        return [codes, g.reshape("scale", narrow, [0, 0, self.config.num_kv_heads])]
+        return g.reshape("scale", narrow, [0, 0, self.config.num_kv_heads])
 
     def _codes(self, g: Graph, byte: str) -> str:
         """int32 0 … 255 as stored."""
@@ -169,15 +189,16 @@ class Qwen3Scopes:
     def attention(
         self, g: Graph, q: str, k_codes: str, k_scale: str, v_codes: str, v_scale: str,
         new_k_codes: str, new_k_scale: str, new_v_codes: str, new_v_scale: str,
-        block_table: str, visible: str, stored: str, rotation: str,
+        block_table: str, visible: str, stored: str, **by: str,
     ) -> list[str]:  # fmt: skip
         """Attention over what is stored and the new tokens, as stored: q [B, Q, Hq, D] fp32 -> [B*Q, Hq*D] fp32."""
         heads, dim = self.config.num_kv_heads, self.config.head_dim
         group = self.config.num_heads // heads
         q_split = g.reshape("q_groups", q, [0, 0, heads, group, dim])
         q_rows = g.reshape("q_rows", g.node("q_heads_first", "Transpose", q_split, perm=[0, 2, 3, 1, 4]), [0, 0, -1, dim])
-        q_rotated = self._rotated(g, "q_rotated", q_rows, rotation, heads)
-        q_paired = self._swap_last_two(g, "q_paired", q_rotated, [0, 0, -1, 2, dim // 2])
+        k_levels, v_levels = self.levels("k"), self.levels("v")
+        q_rotated = self._into_stored(g, q_rows, by)
+        q_paired = self._swap_last_two(g, "q_paired", q_rotated, [0, 0, -1, 2, k_levels // 2], k_levels)
 
         k = self._centroids(g, "k", k_codes, new_k_codes, block_table)
         scale = g.constant("softmax_scale", np.array(self.config.softmax_scale, np.float32))
@@ -194,31 +215,39 @@ class Qwen3Scopes:
             g.scalar(0),
         )  # fmt: skip
         pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
-        unpaired = self._swap_last_two(g, "pv_halves", pv, [0, 0, -1, dim // 2, 2])
-        out = self._rotated(g, "unrotated", unpaired, rotation, heads, back=True)
+        unpaired = self._swap_last_two(g, "pv_halves", pv, [0, 0, -1, v_levels // 2, 2], v_levels)
+        out = self._from_stored(g, unpaired, by)
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
 
-    def _swap_last_two(self, g: Graph, name: str, x: str, split: Sequence[int]) -> str:
-        """Rows [B, H, R, D] seen as [.., m, n], transposed and flattened: halves become pairs, or pairs halves."""
+    def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
+        """Queries [B, Hkv, R, D] as stored keys are met: [B, Hkv, R, N]."""
+        return self._rotated(g, "q_rotated", q, by["rotation"], self.config.num_kv_heads)
+
+    def _from_stored(self, g: Graph, out: str, by: Mapping[str, str]) -> str:
+        """Sums of stored values [B, Hkv, R, N] back in the model's domain: [B, Hkv, R, D]."""
+        return self._rotated(g, "unrotated", out, by["rotation"], self.config.num_kv_heads, back=True)
+
+    def _swap_last_two(self, g: Graph, name: str, x: str, split: Sequence[int], count: int) -> str:
+        """Rows [B, H, R, count] seen as [.., m, n], transposed and flattened: halves become pairs, or pairs halves."""
         swapped = g.node(f"{name}_swapped", "Transpose", g.reshape(f"{name}_split", x, split), perm=[0, 1, 2, 4, 3])
-        return g.reshape(name, swapped, [0, 0, -1, self.config.head_dim])
+        return g.reshape(name, swapped, [0, 0, -1, count])
 
     def _centroids(self, g: Graph, side: str, codes: str, new_codes: str, block_table: str) -> str:
-        """Centroids [B, Hkv, S + Q, D] fp32 of all tokens, in the rotated domain, as their bytes have them.
+        """Centroids [B, Hkv, S + Q, N] fp32 of all tokens, in the rotated domain, as their bytes have them.
 
-        Coordinates 2j and 2j + 1 are the low and the high nibble of byte j, so j and j + D/2 of the vector.
+        Levels 2j and 2j + 1 are the low and the high nibble of byte j, so j and j + N/2 of the vector.
         """
-        dim = self.config.head_dim
-        past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, dim // 2])
+        dim, count = self.config.head_dim, self.levels(side)
+        past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, count // 2])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
         c, byte = np.array(READS.built_in(dim).centroids, np.float32), np.arange(256)
         table = g.constant("centroids_of_byte", np.stack([c[byte & 15], c[byte >> 4]], axis=-1).astype(self.centroid_type))
         pairs = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
-        return g.reshape(f"{side}_unpacked", pairs, [0, 0, -1, dim])
+        return g.reshape(f"{side}_unpacked", pairs, [0, 0, -1, count])
 
     def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
-        """Bytes [B, Hkv, S + Q, D/2] of past and new tokens as int32."""
+        """Bytes [B, Hkv, S + Q, N/2] of past and new tokens as int32."""
         return g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
 
     def _product(self, g: Graph, name: str, a: str, b: str) -> str:
@@ -241,10 +270,13 @@ class Qwen3Scopes:
     # -- A layer -------------------------------------------------------------------------------------------------------
     def layer(
         self, g: Graph, hidden: str, k_codes: str, k_scale: str, v_codes: str, v_scale: str,
-        block_table: str, visible: str, stored: str, cos: str, sin: str, q_shape: str, kv_shape: str, rotation: str,
-        **w: str,
+        block_table: str, visible: str, stored: str, cos: str, sin: str, q_shape: str, kv_shape: str, **w: str,
     ) -> list[str]:  # fmt: skip
-        """One decoder layer: hidden [B*Q, hidden] -> the same, and codes and scales of the new tokens' K and V."""
+        """One decoder layer: hidden [B*Q, hidden] -> the same, and codes and scales of the new tokens' K and V.
+
+        Args:
+            w: weights, and what `stored_by` names.
+        """
         x = self._normed(g, "input_norm", hidden, w["input_norm.weight"])
         q, k, v = (
             g.node(side, "Reshape", self._projected(g, side, x, w), shape)
@@ -255,12 +287,12 @@ class Qwen3Scopes:
             for side, of in (("q", q), ("k", k))
         )
         q = self._widen(g, "q_fp32", self._round(g, "q_rounded", q))
-        new_k_codes, new_k_scale = g.call("k_quantize", "Quantize", self.quantize, x=k, rotation=rotation)
-        new_v_codes, new_v_scale = g.call("v_quantize", "Quantize", self.quantize, x=v, rotation=rotation)
+        new_k_codes, new_k_scale = self._stored(g, "k", k, w)
+        new_v_codes, new_v_scale = self._stored(g, "v", v, w)
         attended, = g.call(
-            "attention", "Attention", self.attention, q=q, k_codes=k_codes, k_scale=k_scale, v_codes=v_codes,
+            "attention", f"Attention{self.suffix}", self.attention, q=q, k_codes=k_codes, k_scale=k_scale, v_codes=v_codes,
             v_scale=v_scale, new_k_codes=new_k_codes, new_k_scale=new_k_scale, new_v_codes=new_v_codes,
-            new_v_scale=new_v_scale, block_table=block_table, visible=visible, stored=stored, rotation=rotation,
+            new_v_scale=new_v_scale, block_table=block_table, visible=visible, stored=stored, **self._attended_by(w),
         )  # fmt: skip
         hidden = self._residual(
             g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w["o_proj.weight"])
@@ -271,6 +303,14 @@ class Qwen3Scopes:
         product = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
         hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", product, w["down_proj.weight"]))
         return [hidden, new_k_codes, new_k_scale, new_v_codes, new_v_scale]
+
+    def _stored(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> list[str]:
+        """Codes and scale of new K or V."""
+        return g.call(f"{side}_quantize", "Quantize", self.quantize, x=x, rotation=w["rotation"])
+
+    def _attended_by(self, w: Mapping[str, str]) -> dict[str, str]:
+        """What attention needs of `stored_by`."""
+        return {"rotation": w["rotation"]}
 
     def _projected(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
         """Q, K or V as projected, with its bias where the family has one."""
