@@ -26,7 +26,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.plan import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 
 VERSION = "1"
@@ -53,22 +53,10 @@ class CalibrationFile:
     learned: Mapping[str, Any] = field(default_factory=dict)
     plan: str = ""
 
-    def require_model(self, shape: ModelShape, fingerprint: str | None = None, name: str = "the calibration") -> None:
-        """Refuse another model.
-
-        Args:
-            shape, fingerprint: of the model at hand; without its fingerprint only the shape counts.
-            name: of the file, for the message.
-        Raises:
-            InputError: naming what differs.
-        """
-        if self.shape != shape:
-            raise InputError(f"{name} was learned from another model: {self.shape}; this one has {shape}")
-        if fingerprint is not None and fingerprint != self.fingerprint:
-            raise InputError(
-                f"{name} was learned from a model of the same shape with other weights "
-                f"(fingerprint {self.fingerprint}, this model's is {fingerprint}); run `tq calibrate` on this one"
-            )
+    @property
+    def spec(self) -> KVSpec:
+        """A KV cache that may take these coordinates, in the default format until another is asked for."""
+        return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
 def calibration_of(k: Sequence[Basis], v: Sequence[Basis]) -> Calibration:
@@ -164,6 +152,11 @@ def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShap
             raise ValueError(f"{key} is not finite")
         found[name] = tensor.float()
     return Basis(**found)
+
+
+def is_calibration(content: bytes) -> bool:
+    """Whether bytes begin as a calibration file does, damaged or not: safetensors, whose header's length comes first."""
+    return content[8:10] == b'{"' and int.from_bytes(content[:8], "little") < 2**32
 
 
 def load(path: Path | str) -> CalibrationFile:

@@ -9,126 +9,37 @@ but not in what is learned: the same sums of theirs say how much worse the coord
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
+from haarkv.engine.session import Session, plan_for, shape_of
+from haarkv.executors.catalog import AUTO, create, default_dtype, select
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.weights import LayerWeights
-from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
+from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.planning.learning import Learning
+from haarkv.validation.planning.moments import Sums, metric_of_values, recording
 
 OnStep = Callable[[str, int], None]
 """Told what has been done, and how many tokens it took."""
 ENOUGH = 1.25
 """Held-back text may cost so many times what the text learned from does; beyond it, more text helps."""
-_TINY = 1e-300
-
-
-@dataclass
-class Moments:
-    """Weighted sums over the vectors of one side of a layer: float64.
-
-    Attributes:
-        weight: [H], sum of the vectors' weights.
-        first: [H, D], of weight * x.
-        second: [H, D, D], of weight * x x^T.
-    """
-
-    weight: Tensor
-    first: Tensor
-    second: Tensor
-
-    @classmethod
-    def empty(cls, heads: int, dim: int) -> Moments:
-        """Of no vectors."""
-        shapes = ((heads,), (heads, dim), (heads, dim, dim))
-        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
-
-    def add(self, x: Tensor, weight: Tensor | None = None) -> None:
-        """Add vectors [H, n, D] float64 of weights [H, n], each 1 unless given."""
-        weight = torch.ones(x.shape[:2], dtype=torch.float64) if weight is None else weight
-        weighted = x * weight.unsqueeze(-1)
-        self.weight += weight.sum(1)
-        self.first += weighted.sum(1)
-        self.second += weighted.mT @ x
-
-    @property
-    def mean(self) -> Tensor:
-        """[H, D]; zeros of a head that had no vector of any weight."""
-        return self.first / self.weight.clamp(min=_TINY).unsqueeze(-1)
-
-    def spread(self, mean: Tensor) -> Tensor:
-        """E[(x - mean) (x - mean)^T], [H, D, D], of a mean [H, D] that may be another text's."""
-        outer = self.mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        second = self.second / self.weight.clamp(min=_TINY)[:, None, None]
-        return second - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
-
-
-class Sums:
-    """What one layer is learned from, added up as tokens go by.
-
-    Keys count alike: those of larger norm make larger errors of the logits. Values are divided by their length in the metric,
-    so that a few long ones do not decide: in attention's output a long value's weight is what attention makes it.
-
-    Args:
-        metric_v: [H, D, D] float64, of V.
-        config: of the model.
-    """
-
-    def __init__(self, metric_v: Tensor, config: DecoderConfig) -> None:
-        shape = (config.num_kv_heads, config.head_dim)
-        self.metric_v, self._heads = metric_v, config.num_kv_heads
-        self.q, self.k, self.v = (Moments.empty(*shape) for _ in range(3))
-
-    def add_kv(self, k: Tensor, v: Tensor) -> None:
-        """Add K and V [T, H, D] of some tokens."""
-        keys, values = (x.transpose(0, 1).to("cpu", torch.float64) for x in (k, v))
-        length = ((values @ self.metric_v) * values).sum(-1)
-        self.k.add(keys)
-        self.v.add(values, torch.where(length > 0, 1 / length.clamp(min=_TINY), 0.0))
-
-    def add_q(self, q: Tensor) -> None:
-        """Add queries [T, Hq, D]; those that share a KV head count as one head's."""
-        by_head = q.to("cpu", torch.float64).view(len(q), self._heads, -1, q.shape[-1])
-        self.q.add(by_head.transpose(0, 1).flatten(1, 2))
-
-    @property
-    def metric_k(self) -> Tensor:
-        """E[q q^T], [H, D, D] float64: what an error of a key costs in the squared error of its logits."""
-        return self.q.second / self.q.weight.clamp(min=_TINY)[:, None, None]
-
-
-def metric_of_values(weights: LayerWeights, config: DecoderConfig) -> Tensor:
-    """Sum of W^T W over the query heads of a KV head, W being their columns of o_proj: [H, D, D] float64.
-
-    An error e of a value moves the attention block's output by p W e, p being the probability: it costs e^T W^T W e.
-    """
-    by_head = weights.o_proj.view(-1, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-    columns = (by_head[:, head].flatten(0, 1).to("cpu", torch.float64) for head in range(config.num_kv_heads))
-    return torch.stack([of_head.T @ of_head for of_head in columns])
-
-
-def recording(ops: OpTable, sums: Sums) -> OpTable:
-    """An op table that adds what the cache and attention are given to some sums."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        sums.add_kv(k, v)
-        ops.store_kv(k, v, cache, layer, batch)
-
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        sums.add_q(q)
-        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
-
-    return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
 
 def learn_model(
@@ -212,5 +123,91 @@ def _fit(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, flo
             spread = forward.mT @ moments.spread(basis.mean.double()) @ forward
             of_coordinate = (back @ metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
             costs.append(float(expected_cost(basis.weights, basis.head_dim // 2, of_coordinate).mean()))
-        found.append(costs[1] / costs[0] if min(costs) > 0 else math.nan)
+        found.append(costs[1] / costs[0] if min(costs) > 0 else float("nan"))
     return found[0], found[1]
+
+
+# -- A model that is calibrated -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model and what records its K and V.
+
+    Attributes:
+        model: where `ops` work.
+        ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
+        fingerprint: of the weights.
+    """
+
+    name: str
+    model: DecoderModel
+    ops: OpTable
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the model."""
+        return self.model.config
+
+    def learn(self, windows: Sequence[Tensor], held_back: Sequence[Tensor], **how: Any) -> Learning:
+        """As `learn_model`."""
+        return learn_model(self.model, self.ops, windows, held_back, **how)
+
+    def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:
+        """What is written of a finished learning."""
+        k, v = zip(*learning.layers, strict=True)
+        return CalibrationFile(calibration_of(k, v), shape_of(self.config), self.fingerprint, learned)
+
+    def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
+        """`tq4` and `lrN` of the same bytes, on a text that was not learned from.
+
+        Raises:
+            InputError: no number of learned nibbles has the bytes of `tq4`.
+        """
+        model = self.model.to(torch.device("cpu"))
+        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.head_dim}", calibration=calibration)]
+
+        def session(spec: KVSpec) -> Session:
+            plan = plan_for(spec, self.config)
+            return Session(self.name, self.config, create("reference", model, plan), self.tokenizer, plan)
+
+        setup = Setup(model, session(KVSpec("bf16")), {spec.kv: session(spec) for spec in specs}, self.fingerprint)
+        return evaluate(setup, unseen, on_step=on_step)
+
+
+def load_subject(
+    model: str,
+    *,
+    executor: str = AUTO,
+    device: str | None = None,
+    dtype: str | None = None,
+    layers: int | None = None,
+    progress: Progress | None = None,
+) -> Subject:
+    """Load a model to be calibrated.
+
+    Args:
+        model, executor, device, dtype, layers, progress: as in `engine.session.load`.
+    Raises:
+        InputError: whatever of this does not exist or does not fit together, or an executor whose layers run whole.
+    """
+    config = read_config(model, layers)
+    bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
+    plan_for(KVSpec("tq4"), config)
+    try:
+        plan, name = bf16, select(executor, config, [bf16], device=device, dtype=dtype).name
+    except InputError:
+        plan, name = tq4, select(executor, config, [tq4], device=device, dtype=dtype).name
+    loaded = load_model(model, dtype or default_dtype(name), layers, progress)
+    runner = create(name, loaded, plan, device)
+    if runner.ops is None:
+        raise InputError(
+            f"executor {name} runs a layer whole, so its K and V cannot be recorded; use --executor cpu or reference"
+        )
+    ops = runner.ops
+    if plan is tq4:
+        ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
+    tokenizer = load_tokenizer(model, loaded.config)
+    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()))
