@@ -16,6 +16,7 @@ from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dty
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
@@ -279,6 +280,8 @@ def load(
     generation = generation_settings(name)
     _check_generation(generation, name)
     loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress, ranks)
+    if spec.weights and ranks.size == 1:  # a rank holds a part of every tensor
+        spec.require_weights(fingerprint(loaded.weights.named()))
     return Session(
         name=name,
         config=loaded.config,

@@ -14,7 +14,17 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
-from tq.options import executor_option, json_option, kv_options, kv_spec, model_option, resume_option, run_options, set_threads
+from tq.options import (
+    calibration_option,
+    executor_option,
+    json_option,
+    kv_options,
+    kv_spec,
+    model_option,
+    resume_option,
+    run_options,
+    set_threads,
+)
 from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
@@ -29,6 +39,7 @@ _WIDTH = 120
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
+@calibration_option
 @kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
 @executor_option()
@@ -88,7 +99,8 @@ def command(
     if plot_file is not None:
         require_matplotlib()
     set_threads(threads)
-    names, spec = parse_list(kvs), kv_spec(kv)
+    spec = kv_spec(kv)
+    names = parse_list(kvs, spec.calibration)
     plans = {Path(file).stem: load(file) for file in plan_files}
     if len(plans) < len(plan_files) or plans.keys() & {*names, *formats.names()}:
         raise click.UsageError("two rows would have the same name; a plan's row is named after its file: rename the file")

@@ -160,6 +160,7 @@ class KVSpec:
         layers: layer -> format, for others that differ from `kv`.
         made_for: the only models that it fits, of a plan that was measured; None for any.
         calibration: learned coordinates of the model, which formats `lrN` need.
+        weights: fingerprint of the only weights that these belong to; "" for any.
     """
 
     kv: str = "tq4"
@@ -169,6 +170,21 @@ class KVSpec:
     layers: Mapping[int, str] = field(default_factory=dict)
     made_for: ModelShape | None = None
     calibration: Calibration | None = None
+    weights: str = ""
+
+    def require_weights(self, found: str) -> None:
+        """Refuse a model of the right shape whose weights are others.
+
+        Args:
+            found: `models.fingerprint` of the model at hand.
+        Raises:
+            InputError: the coordinates were learned from another model.
+        """
+        if self.weights and self.weights != found:
+            raise InputError(
+                f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {found}); "
+                "run `tq calibrate` on this model"
+            )
 
     def __post_init__(self) -> None:
         if self.sink < 0 or (self.tail is not None and self.tail < 0):
@@ -182,7 +198,8 @@ class KVSpec:
                 a model of another shape than the plan was made for.
         """
         if self.made_for and shape and self.made_for != shape:
-            raise InputError(f"the plan was made for another model: {self.made_for}; this one has {shape}")
+            what = "calibration" if self.weights else "plan"
+            raise InputError(f"the {what} was made for another model: {self.made_for}; this one has {shape}")
         named: dict[int, str] = {}
         for layer, spec in (*((layer, "bf16") for layer in self.skip_layers), *self.layers.items()):
             if not -num_layers <= layer < num_layers:
