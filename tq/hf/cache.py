@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.config import decoder_config, head_dims, model_shape
@@ -33,6 +35,8 @@ class TQCache(Cache):  # type: ignore[misc]
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
+        calibration: what formats `lrN` take their coordinates from: of `tq.calibrate`, or a file. It must be this model's;
+            only its shapes can be checked here.
     Raises:
         InputError: an unknown format or layer, a head_dim that a format has no layout for, a tail shorter than a format
             needs, or a model with other caches than those of attention.
@@ -47,15 +51,18 @@ class TQCache(Cache):  # type: ignore[misc]
         sink: int = 0,
         skip_layers: Sequence[int] = (),
         plan: Mapping[int, str] | str | Path | None = None,
+        calibration: CalibrationFile | str | Path | None = None,
     ) -> None:
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
-            if (kv, tail, sink, tuple(skip_layers)) != ("tq4", None, 0, ()):
-                raise InputError("a plan file sets the whole cache; leave out kv, tail, sink and skip_layers")
+            if (kv, tail, sink, tuple(skip_layers), calibration) != ("tq4", None, 0, (), None):
+                raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
             spec = load(plan)
         else:
-            spec = KVSpec(kv, tail, sink, skip_layers, plan or {})
+            file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
+            learned = (file.shape, file.calibration) if file else (None, None)
+            spec = KVSpec(kv, tail, sink, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
         layers: list[Any] = []
         for layer, (kv_formats, their) in enumerate(zip(chosen.layers, theirs, strict=True)):

@@ -71,15 +71,17 @@ def learn_model(
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
-        own, other = (Sums(metric_of_values(model.weights.layers[layer], config), config) for _ in range(2))
+        own, other = (
+            Sums(metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)) for _ in range(2)
+        )
         after = []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             sums = own if number < len(windows) else other
             after.append(_run(model, recording(ops, sums), layer, hidden))
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        learning.layers.append(_learned(own, layer))
-        learning.fits.append(_fit(own, other, learning.layers[-1]))
+        learning.layers.append(bases_of(own, layer))
+        learning.fits.append(fit_of(own, other, learning.layers[-1]))
         save(learning)
     return learning
 
@@ -100,7 +102,12 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
 
 
-def _learned(sums: Sums, layer: int) -> tuple[Basis, Basis]:
+def bases_of(sums: Sums, layer: int) -> tuple[Basis, Basis]:
+    """K's and V's coordinates of a layer, from its sums.
+
+    Raises:
+        NonFiniteError: a sum is not finite.
+    """
     try:
         k = learn(sums.metric_k, sums.k.spread(sums.k.mean), sums.k.mean)
         v = learn(sums.metric_v, sums.v.spread(sums.v.mean), sums.v.mean)
@@ -111,7 +118,7 @@ def _learned(sums: Sums, layer: int) -> tuple[Basis, Basis]:
     return k, v
 
 
-def _fit(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, float]:
+def fit_of(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, float]:
     """How many times as much K and V cost on held-back text as on the text learned from, by the model of `expected_cost`."""
     found = []
     for side, basis in zip("kv", bases, strict=True):

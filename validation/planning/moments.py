@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
-from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
@@ -64,13 +62,12 @@ class Sums:
 
     Args:
         metric_v: [H, D, D] float64, of V.
-        config: of the model.
     """
 
-    def __init__(self, metric_v: Tensor, config: DecoderConfig) -> None:
-        shape = (config.num_kv_heads, config.head_dim)
-        self.metric_v, self._heads = metric_v, config.num_kv_heads
-        self.q, self.k, self.v = (Moments.empty(*shape) for _ in range(3))
+    def __init__(self, metric_v: Tensor) -> None:
+        self._heads, dim, _ = metric_v.shape
+        self.metric_v = metric_v
+        self.q, self.k, self.v = (Moments.empty(self._heads, dim) for _ in range(3))
 
     def add_kv(self, k: Tensor, v: Tensor) -> None:
         """Add K and V [T, H, D] of some tokens."""
@@ -90,13 +87,16 @@ class Sums:
         return self.q.second / self.q.weight.clamp(min=_TINY)[:, None, None]
 
 
-def metric_of_values(weights: LayerWeights, config: DecoderConfig) -> Tensor:
+def metric_of_values(o_proj: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
     """Sum of W^T W over the query heads of a KV head, W being their columns of o_proj: [H, D, D] float64.
 
     An error e of a value moves the attention block's output by p W e, p being the probability: it costs e^T W^T W e.
+
+    Args:
+        o_proj: [hidden, Hq * D].
     """
-    by_head = weights.o_proj.view(-1, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-    columns = (by_head[:, head].flatten(0, 1).to("cpu", torch.float64) for head in range(config.num_kv_heads))
+    by_head = o_proj.view(len(o_proj), num_kv_heads, -1, head_dim)
+    columns = (by_head[:, head].flatten(0, 1).to("cpu", torch.float64) for head in range(num_kv_heads))
     return torch.stack([of_head.T @ of_head for of_head in columns])
 
 
