@@ -51,7 +51,7 @@ _CONTEXT = 4096
 @click.option(
     "--candidates",
     metavar="LIST",
-    help="Formats to choose among [default: tq2 to tq8 and bf16, or lr32, lr64 … of a calibration].",
+    help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr16, lr32 …].",
 )
 @click.option(
     "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
@@ -110,7 +110,7 @@ def command(
     config = read_config(model["model"], model["layers"])
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()
-    default = planner.learned_candidates(config.head_dim) if learned else planner.CANDIDATES
+    default = planner.learned_anchors(config.head_dim) if learned else planner.CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else default
     planner.require_candidates(names, config, spec.calibration)
     model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or planner.TAILS)
@@ -118,7 +118,10 @@ def command(
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
     texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
-    request = _Request(config, names, budget, tails or planner.TAILS, sinks or (0,), _context(context, config, texts), learned)
+    request = _Request(
+        config, names, budget, tails or planner.TAILS, sinks or (0,), _context(context, config, texts), learned,
+        predicts=not candidates,
+    )  # fmt: skip
     request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
     verified = _verify(setup, request, found, texts[1], verify_tokens)
@@ -148,7 +151,11 @@ def _executor(
 
 @dataclass(frozen=True)
 class _Request:
-    """What the plan must satisfy, and the calibration that it may use."""
+    """What the plan must satisfy, and the calibration that it may use.
+
+    Attributes:
+        predicts: costs of `names` only are measured; those of other numbers of learned nibbles are predicted.
+    """
 
     config: DecoderConfig
     names: Sequence[str]
@@ -157,6 +164,7 @@ class _Request:
     sinks: Sequence[int]
     context: int
     learned: CalibrationFile | None
+    predicts: bool
 
     @property
     def calibration(self) -> Calibration | None:
@@ -179,6 +187,12 @@ class _Request:
         text = dumps(plan, shape_of(self.config), measured)
         return text if self.learned is None else calibration_file.dumps(replace(self.learned, plan=text))
 
+    def completed(self, costs: Costs) -> Costs:
+        """Costs of everything that may be chosen, of those that were measured."""
+        from haarkv.validation.planning.planner import predicted
+
+        return predicted(costs, self.learned.calibration) if self.learned and self.predicts else costs
+
     def choices(self, costs: Costs) -> list[Allocation]:
         from haarkv.validation.planning.planner import choices_within
 
@@ -191,7 +205,7 @@ class _Request:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
         from haarkv.validation.planning.planner import cache_of, places
 
-        for choice in self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)}):
+        for choice in self.choices(self.completed({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})):
             cache_of(setup.base, choice.plan)
 
 
@@ -249,6 +263,7 @@ def _search(
     partial = open_partial(resume_file, changed, places)
     with scoring(len(changed.caches) * places.scored) as on_step:
         costs = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
+    costs = request.completed(costs)
     choices = request.choices(costs)
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)

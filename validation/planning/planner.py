@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.session import Session, plan_for
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
-from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX
+from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
 from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_BYTES, KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import (
@@ -97,10 +98,33 @@ def places(config: DecoderConfig) -> list[Place]:
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
 
-def learned_candidates(head_dim: int) -> tuple[str, ...]:
-    """Formats of a calibration to choose among: lr32, lr64 … to two nibbles a coordinate; finer for short vectors."""
-    step = 32 if head_dim > 64 else MULTIPLE
-    return tuple(f"{PREFIX}{nibbles}" for nibbles in range(step, 2 * head_dim + 1, step))
+def learned_anchors(head_dim: int) -> tuple[str, ...]:
+    """Formats of a calibration that are measured, for the others to be predicted from: about half and one nibble a number."""
+    half = max(MULTIPLE, head_dim // 2 // MULTIPLE * MULTIPLE)
+    return tuple(dict.fromkeys(f"{PREFIX}{nibbles}" for nibbles in (half, 2 * half)))
+
+
+def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float]]:
+    """What every number of nibbles costs at each place, from the few that were measured.
+
+        cost(N) = cost(M) * expected_cost(N) / expected_cost(M)        M: the measured one whose expected cost is nearest
+
+    Args:
+        costs: of formats of `learned`; others are passed on as they are.
+    Returns:
+        those, and every multiple of 16 nibbles up to two a coordinate.
+    """
+    found: dict[Place, dict[str, float]] = {}
+    for (layer, side), of_place in costs.items():
+        weights = getattr(learned, side)[layer].weights
+        expected = {n: float(expected_cost(weights, n).mean()) for n in range(MULTIPLE, 2 * weights.shape[1] + 1, MULTIPLE)}
+        measured = {nibbles: kl for name, kl in of_place.items() if (nibbles := nibbles_of(name))}
+        row = {name: kl for name, kl in of_place.items() if nibbles_of(name) is None}
+        for nibbles, cost in expected.items():
+            near = min(measured, key=lambda m, c=cost: abs(math.log(expected[m] / c)))  # type: ignore[misc]
+            row[f"{PREFIX}{nibbles}"] = measured[near] * cost / expected[near]
+        found[layer, side] = row
+    return found
 
 
 def require_candidates(names: Sequence[str], config: DecoderConfig, learned: Calibration | None = None) -> None:
