@@ -19,9 +19,10 @@ import torch
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
 from haarkv.tq_ops.formats.fp8 import FP8E4M3
-from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8
+from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8, RotatedBlockQ4
 from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
+from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.plain import Plain
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
@@ -40,7 +41,9 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     HadamardTQ3(),
     HadamardTBQ4(),
     *(kivi_pair(bits, group) for bits in (2, 4) for group in (32, 64, 128)),
+    *(kvarn_pair(bits) for bits in (2, 3, 4)),
     BlockQ4(),
+    (RotatedBlockQ4(whole=True), RotatedBlockQ4(whole=False)),
     BlockQ8(),
     FP8E4M3(),
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
