@@ -270,7 +270,7 @@ def load(
     """
     spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
     # What is wrong is said before the weights are read.
-    formats.parse(spec.kv)
+    formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
     plan = plan_for(spec, config)
     part = Split(config, ranks.rank, ranks.size).part

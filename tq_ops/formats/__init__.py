@@ -23,7 +23,10 @@ from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8, RotatedBlockQ4
 from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.kvarn import kvarn_pair
+from haarkv.tq_ops.formats.learned import Calibration, nibbles_of
 from haarkv.tq_ops.formats.manthan import Manthan3
+from haarkv.tq_ops.formats.oscar import NAME as OSCAR
+from haarkv.tq_ops.formats.oscar import oscar
 from haarkv.tq_ops.formats.plain import Plain
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
@@ -57,30 +60,42 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
-def get(name: str, side: Side = "k") -> KVFormat:
+def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> KVFormat:
     """The format of that name; `side` matters where K and V are stored differently.
 
+    Args:
+        calibration: what `lrN` takes its coordinates from, and `oscar2` its rotations.
     Raises:
-        InputError: no such format; the message lists those there are.
+        InputError: no such format, and the message lists those there are; or one of those without a calibration.
     """
+    if nibbles := nibbles_of(name):
+        if calibration is None:
+            raise InputError(f"{name} needs the coordinates that `tq calibrate` learns of a model; give its file")
+        return calibration.format(side, nibbles)
+    if name == OSCAR:
+        if calibration is None:
+            raise InputError(f"{name} needs the rotations that `python -m haarkv.benchmarks.oscar` learns of a model")
+        return oscar(calibration, side)
     if name not in _BY_NAME:
-        raise InputError(f"unknown KV format {name!r}; choose from {', '.join(names())}")
+        raise InputError(f"unknown KV format {name!r}; choose from {', '.join(names())}, or lrN with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 
 
-def parse(spec: str) -> tuple[KVFormat, KVFormat]:
+def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, KVFormat]:
     """K's and V's format from `NAME` or `k=NAME,v=NAME`.
 
+    Args:
+        calibration: what `lrN` takes its coordinates from.
     Raises:
-        InputError: neither form, or an unknown name.
+        InputError: neither form, an unknown name, or `lrN` without a calibration.
     """
     if "=" not in spec:
-        return get(spec, "k"), get(spec, "v")
+        return get(spec, "k", calibration), get(spec, "v", calibration)
     sides = dict(part.strip().split("=", 1) for part in spec.split(",") if "=" in part)
     if sides.keys() != {"k", "v"} or spec.count(",") != 1:
         raise InputError(f"cannot read the KV format {spec!r}; write a name, or k=NAME,v=NAME")
-    return get(sides["k"], "k"), get(sides["v"], "v")
+    return get(sides["k"], "k", calibration), get(sides["v"], "v", calibration)
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:
@@ -91,6 +106,7 @@ def describe(k_format: KVFormat, v_format: KVFormat) -> str:
 __all__ = [
     "PUBLISHED",
     "SEED_EPS",
+    "Calibration",
     "Field",
     "KVFormat",
     "LevelChoice",

@@ -86,7 +86,8 @@ class KVFormat(Protocol):
         """Store vectors.
 
         Args:
-            x: [..., D] fp32 or bf16; K after RoPE, V as projected.
+            x: [..., Hkv, n, D] fp32 or bf16, KV heads before tokens; K after RoPE, V as projected. A format that treats all
+                heads alike takes any leading axes.
             layer: decoder layer, which chooses the rotation.
         Returns:
             every field of `fields(D)`, each [..., *field.shape].
@@ -95,7 +96,7 @@ class KVFormat(Protocol):
         """
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """Vectors [..., D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
+        """Vectors [..., Hkv, n, D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """uint8 [..., n]: each vector in the byte layout of the format's origin."""
@@ -121,6 +122,11 @@ def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
 def stored_bytes(fields: dict[str, Field]) -> int:
     """Bytes of one group of one KV head."""
     return sum(field.nbytes for field in fields.values())
+
+
+def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fields of heads and tokens as fields of tokens and heads, and the other way round: [a, b, *] -> [b, a, *]."""
+    return {name: values.transpose(0, 1) for name, values in fields.items()}
 
 
 class NonFiniteVectorError(NonFiniteError):

@@ -113,6 +113,7 @@ class HadamardTBQ4(BlockFormat):
     def description(self, head_dim: int) -> Description:
         blocks = self.count_blocks(head_dim)
         return Description(
+            head_dim=head_dim,
             planes=(Plane(4, tuple(range(head_dim))),),
             transform=_TBQ4_0,
             centroids=self.centroids,

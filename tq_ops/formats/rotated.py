@@ -21,6 +21,35 @@ from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_fin
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """What the N levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
+
+        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum weights * y**2);  levels are taken of y / rho
+        x is near scale * (steps * c[level]) @ rows + mean
+
+    Attributes:
+        mean: [H, D] fp32, in units of x.
+        forward: [H, D, D] fp32, a coordinate a column.
+        rows: [H, N, D] fp32: the coordinate of each level, a row, times its step.
+        weights: [H, D] fp32, of the coordinates in a vector's length.
+        owners: [H, N] int64, `stage * D + coordinate` of each level; a coordinate's later stages refine what the earlier left.
+        steps: of each stage; the first is 1.
+    """
+
+    mean: Tensor
+    forward: Tensor
+    rows: Tensor
+    weights: Tensor
+    owners: Tensor
+    steps: tuple[float, ...]
+
+    def to(self, device: torch.device) -> Coordinates:
+        """The same on another device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "steps"}
+        return Coordinates(**tensors, steps=self.steps)
+
+
 @dataclass(frozen=True)
 class Transform:
     """The rotation behind which levels are taken: `y = x @ matrix`, back with `y @ matrix.T`.
@@ -29,11 +58,13 @@ class Transform:
         matrix: (layer, head_dim) -> [D, D] of `dtype`, on the CPU; it is made once a layer and then kept.
         per_layer: whether layers differ.
         dtype: bf16 where every entry is a BF16 number, else fp32.
+        coordinates: layer -> what levels stand for where KV heads differ, and `matrix` is [H, D, D] then; None of a rotation.
     """
 
     matrix: Callable[[int, int], Tensor]
     per_layer: bool
     dtype: torch.dtype
+    coordinates: Callable[[int], Coordinates] | None = None
 
     def on(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
         """The matrix [D, D] as fp32 on a device, kept there. Do not write to it."""
@@ -75,6 +106,7 @@ class Description:
     The stored fields are `codes`, the planes one after the other, and `scale`.
 
     Attributes:
+        head_dim: D, numbers of a vector.
         planes: of the levels, low bits first; one plane unless the width of a level is 3, 5, 6 or 7.
         transform: the rotation.
         centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate.
@@ -84,6 +116,7 @@ class Description:
         scale_dtype: of the scales.
     """
 
+    head_dim: int
     planes: tuple[Plane, ...]
     transform: Transform
     centroids: tuple[float, ...]
@@ -98,8 +131,8 @@ class Description:
         return sum(plane.bits for plane in self.planes)
 
     @property
-    def head_dim(self) -> int:
-        """Coordinates of a vector."""
+    def levels(self) -> int:
+        """N, levels of a vector; D of a rotation."""
         return len(self.planes[0].order)
 
 
@@ -170,14 +203,26 @@ def level_choice(
         unit, rotation, boundaries, rounds_unit: as in `choose_levels`.
         noise: of each coordinate of `unit`; the rotation spreads it evenly.
     """
-    rounded = _as_rotated(unit, rounds_unit)
-    if not rounds_unit:
-        return LevelChoice(rounded @ rotation, torch.ones_like(unit) * noise, boundaries)
+    rotated = _as_rotated(unit, rounds_unit) @ rotation
+    reach = bf16_reach(unit, rotation, noise) if rounds_unit else torch.ones_like(unit) * noise
+    return LevelChoice(rotated, reach, boundaries)
+
+
+def bf16_reach(unit: Tensor, matrix: Tensor, noise: float | Tensor) -> Tensor:
+    """How far each coordinate of `bf16(unit) @ matrix` may move, as `level_choice` says: [..., D] fp32.
+
+    Args:
+        unit: [..., D] fp32.
+        matrix: [..., D, D] fp32.
+        noise: of each coordinate of `unit`.
+    """
+    rounded = unit.to(torch.bfloat16).float()
     # BF16 keeps 8 bits: a step is 2**-8 of the power of two above the number.
     step = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent - 8)
     to_rounding_point = step / 2 - (unit - rounded).abs()
-    reach = 2 * (torch.where(to_rounding_point <= noise, step, 0.0).square() @ rotation.square()).sqrt() + noise
-    return LevelChoice(rounded @ rotation, reach, boundaries)
+    fallen = (torch.where(to_rounding_point <= noise, step, 0.0).square() @ matrix.square()).sqrt()
+    columns: Tensor = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
+    return 2 * fallen + noise * columns
 
 
 def _as_rotated(unit: Tensor, rounds_unit: bool) -> Tensor:
@@ -204,6 +249,19 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     unit = torch.where(norm > 0, scaled / norm, torch.zeros_like(scaled))
     norm = torch.ldexp(norm, exponent)
     return unit, torch.where(tiny, norm * 2.0**-64, norm)
+
+
+def stored_scale(scale: Tensor, described: Description) -> Tensor:
+    """Scales [...] fp32 in the dtype they are stored in.
+
+    Raises:
+        NonFiniteError: one is too large for it, and the format does not saturate.
+    """
+    if described.quantizer.saturates:
+        return scale.clamp(max=torch.finfo(described.scale_dtype).max).to(described.scale_dtype)
+    stored = scale.to(described.scale_dtype)
+    require_finite(stored.float().unsqueeze(-1))
+    return stored
 
 
 class RotatedFormat:
@@ -257,13 +315,7 @@ class RotatedFormat:
         unit, norm = self._unit(x, described)
         level = choose_levels(unit, rotation, boundaries, rounds_unit=described.quantizer.rounds_unit)
         length = torch.linalg.vector_norm(centroids_at(level, numbers_on(described.centroids, x.device)), dim=-1)
-        scale = norm.squeeze(-1) / length
-        if described.quantizer.saturates:
-            scale = scale.clamp(max=torch.finfo(described.scale_dtype).max)
-        scale = scale.to(described.scale_dtype)
-        if not described.quantizer.saturates:
-            require_finite(scale.float().unsqueeze(-1))
-        return {"codes": self.pack(level), "scale": scale}
+        return {"codes": self.pack(level), "scale": stored_scale(norm.squeeze(-1) / length, described)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""

@@ -74,6 +74,7 @@ class TurboQuant(RotatedFormat):
             raise InputError(f"{self.name} packs {together} coordinates together and needs {need}, not {head_dim}")
         book = codebook_on(head_dim, torch.device("cpu"), self.bits)
         return Description(
+            head_dim=head_dim,
             planes=tuple(Plane(width, in_parts(head_dim, width)) for width in planes(self.bits)),
             transform=self._transform,
             centroids=tuple(book.centroids.tolist()),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
-from haarkv.tq_ops.formats.base import require_finite
+from haarkv.tq_ops.formats.base import by_token, require_finite
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.pages import fields_in
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_CHUNK, KVPlan
@@ -188,14 +188,14 @@ class _SideStorage:
         last = torch.arange(len(x), device=x.device)
         try:
             if self.kv_format.group_tokens == 1:
-                return self.kv_format.quantize(x, layer), batch.slot_mapping
-            require_finite(x)
+                return by_token(self.kv_format.quantize(x.transpose(0, 1), layer)), batch.slot_mapping
+            require_finite(x.transpose(0, 1))
             assert self.window is not None, "a format of groups has a window, which holds a group until it is full"
             groups = self.window.filled(x, batch)
             last = groups.last
-            return self.kv_format.quantize(groups.vectors, layer), batch.slot_mapping[last]
+            return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
-            token, head = int(last[error.index[0]]), error.index[1]
+            head, token = error.index[0], int(last[error.index[1]])
             where = (
                 f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
 
 BLOCK_SIZE = 128
@@ -159,6 +159,7 @@ class KVSpec:
         skip_layers: layers that are left in `bf16`; negative ones count from the end.
         layers: layer -> format, for others that differ from `kv`.
         made_for: the only models that it fits, of a plan that was measured; None for any.
+        calibration: learned coordinates of the model, which formats `lrN` need.
     """
 
     kv: str = "tq4"
@@ -167,6 +168,7 @@ class KVSpec:
     skip_layers: Sequence[int] = ()
     layers: Mapping[int, str] = field(default_factory=dict)
     made_for: ModelShape | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if self.sink < 0 or (self.tail is not None and self.tail < 0):
@@ -188,5 +190,7 @@ class KVSpec:
             if layer % num_layers in named:
                 raise InputError(f"layer {layer % num_layers} is named twice in skip_layers and plan")
             named[layer % num_layers] = spec
-        pairs = tuple(formats.parse(named.get(layer, self.kv)) for layer in range(num_layers))
+        if self.calibration and len(self.calibration.k) != num_layers:
+            raise InputError(f"the calibration is of {len(self.calibration.k)} layers, and this model has {num_layers}")
+        pairs = tuple(formats.parse(named.get(layer, self.kv), self.calibration) for layer in range(num_layers))
         return KVPlan(pairs, self.tail, self.sink)

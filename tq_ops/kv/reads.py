@@ -31,6 +31,7 @@ class Reads:
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         windows: whether they read tokens in BF16 beside the packed ones.
+        learned: whether they take coordinates of each KV head (`Coordinates`) in place of a rotation.
     """
 
     kernels: str
@@ -45,6 +46,7 @@ class Reads:
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     windows: bool = False
+    learned: bool = False
 
     def built_in(self, head_dim: int) -> Description:
         """The description of `only`, whose tables the kernels hold."""
@@ -93,7 +95,7 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
 
 def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
     """Whether the kernels could read it at all, whatever its tables."""
-    if found is None or found.scale_dtype != reads.scale_dtype:
+    if found is None or found.scale_dtype != reads.scale_dtype or (found.transform.coordinates and not reads.learned):
         return False
     if tuple(plane.bits for plane in found.planes) not in reads.planes:
         return False

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.base import by_token
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def compare_stored(
     """Compare K or V as two executors stored them: levels where the format has levels, else the numbers themselves.
 
     Args:
-        ours, theirs: fields of vectors [..., D].
+        ours, theirs: fields of vectors [..., D], KV heads before tokens as in `KVFormat.quantize`.
         x: [..., D] fp32, the vectors that `ours` was quantized from.
         noise: as in `KVFormat.choice`.
     Returns:
@@ -93,6 +94,14 @@ def compare_stored(
         compared = compare_levels(levels, other, choice.value, choice.boundaries, choice.reach)
     lengths = [kv_format.dequantize(fields, layer).double().norm(dim=-1) for fields in (ours, theirs)]
     return compared, float(_ratio((lengths[1] - lengths[0]).abs(), lengths[0]).max())
+
+
+def compare_tokens(
+    kv_format: KVFormat, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor, noise: float | Tensor
+) -> tuple[LevelComparison, float]:
+    """`compare_stored` of vectors [T, Hkv, D] and their fields, tokens first, as a forward has them."""
+    noise = noise.transpose(0, 1) if isinstance(noise, Tensor) and noise.ndim > 1 else noise
+    return compare_stored(kv_format, layer, by_token(ours), by_token(theirs), x.transpose(0, 1), noise)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.haar import SEED
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
@@ -114,7 +115,8 @@ def _storing(name: str, at: int, alter: Alter | None, stage: str = "store_kv.k")
 
 def _quantized(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
     # Every layer's formats are the same; `layer` may be one that the model has not.
-    return {"k": cache.k_format(0).quantize(k, layer), "v": cache.v_format(0).quantize(v, layer)}
+    pair = ((cache.k_format(0), k), (cache.v_format(0), v))
+    return dict(zip("kv", (by_token(of.quantize(x.transpose(0, 1), layer)) for of, x in pair), strict=True))
 
 
 def _swapped_nibbles(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:

@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
-from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_stored, compare_vectors
+from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Reason
 from haarkv.validation.layers.trial import Stored
@@ -105,8 +105,8 @@ def compare_both(
         k, v: [T, Hkv, D] fp32, what `ours` was quantized from.
         noise: as in `KVFormat.choice`.
     """
-    k_compared, k_length = compare_stored(cache.k_format(layer), layer, ours["k"], theirs["k"], k, noise)
-    v_compared, v_length = compare_stored(cache.v_format(layer), layer, ours["v"], theirs["v"], v, noise)
+    k_compared, k_length = compare_tokens(cache.k_format(layer), layer, ours["k"], theirs["k"], k, noise)
+    v_compared, v_length = compare_tokens(cache.v_format(layer), layer, ours["v"], theirs["v"], v, noise)
     return StoredComparison(k_compared, v_compared, k_length, v_length)
 
 

@@ -11,6 +11,7 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
@@ -232,7 +233,7 @@ class _Validation:
         for index in layers:
             ours, theirs = (take(trial.cache, index, slots) for trial in (self.free, self.whole))
             for side, kv_format in (("k", self.plan.k(index)), ("v", self.plan.v(index))):
-                compared = compare_vectors(*(kv_format.dequantize(stored[side], index) for stored in (ours, theirs)))
+                compared = compare_vectors(*(kv_format.dequantize(by_token(stored[side]), index) for stored in (ours, theirs)))
                 if not compared.rel_l2 <= bounds.SAME_KV:
                     detail = f"the whole forward stores another {side.upper()} in layer {index} than the layer run alone"
                     return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation.layers.record import copied, unchanged
@@ -70,7 +71,7 @@ def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> Stored:
     """
 
     def opposite(kv_format: KVFormat, x: Tensor) -> dict[str, Tensor]:
-        return kv_format.quantize(torch.where(x == 0, 1.0, -x / 3), layer)
+        return by_token(kv_format.quantize(torch.where(x == 0, 1.0, -x / 3).transpose(0, 1), layer))
 
     return {"k": opposite(cache.k_format(layer), k), "v": opposite(cache.v_format(layer), v)}
 

@@ -15,7 +15,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_stored
+from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -224,7 +224,7 @@ class Store(_OnCache):
             mine = {name: tensor.cpu() for name, tensor in mine.items()}
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
             wanted, got = ({name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine))
-            compared, length = compare_stored(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
+            compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
             error = max(error, float(length))

@@ -95,6 +95,7 @@ def own_rotation(layer, head_dim):
 OWN_ORDER = tuple(np.random.RandomState(3).permutation(HEAD_DIM).tolist())
 CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
 MADE_UP = Description(
+    head_dim=HEAD_DIM,
     planes=(Plane(4, OWN_ORDER),),
     transform=Transform(own_rotation, per_layer=True, dtype=torch.float32),
     centroids=CENTROIDS,

@@ -1,0 +1,159 @@
+"""Learned nibbles: their bytes by a slow path in float64, what they cost in error, and tq4 as their special case."""
+
+import itertools
+
+import pytest
+import torch
+from bases import calibration, vectors_of
+
+from haarkv.codebooks import haar_rotation, lloyd_max
+from haarkv.codebooks.learned import Basis, errors, refinements, stages
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.learned import Calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+HEADS, DIM = 2, 128
+MADE_UP = calibration(heads=HEADS, dim=DIM)
+
+
+def slow(x, basis, head, nibbles):
+    """One vector by loops in float64: levels by (stage, coordinate), the scale, and the vector that they stand for."""
+    book = lloyd_max(4, DIM)
+    centroids, boundaries = book.centroids.double().tolist(), book.boundaries.double().tolist()
+    counts = stages(basis.weights, nibbles)[head].tolist()
+    weights = basis.weights[head].double()
+    shifted = (x - basis.mean[head]).double()
+    gamma = shifted.norm()
+    y = (shifted.float() / gamma.float()).bfloat16().double() @ basis.forward[head].double()
+    rho = (y.square() * weights).sum().sqrt()
+    levels, restored = [], torch.zeros(DIM, dtype=torch.float64)
+    for stage, (count, step) in enumerate(zip(counts, refinements(), strict=True)):
+        for i in range(count):
+            left = float(y[i] / rho - restored[i]) / step
+            level = sum(left >= b for b in boundaries)
+            levels.append((stage, i, level))
+            restored[i] += step * centroids[level]
+    scale = float(gamma * rho / (restored.square() * weights).sum().sqrt())
+    return levels, scale, restored @ basis.back[head].double() * scale + basis.mean[head].double()
+
+
+@pytest.mark.parametrize("nibbles", [64, 128, 208])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_bytes_are_those_of_the_slow_path(side, nibbles):
+    x = vectors_of(MADE_UP, 1, side, 6)
+    kv_format, basis = MADE_UP.format(side, nibbles), getattr(MADE_UP, side)[1]
+    fields = kv_format.quantize(x, 1)
+    assert {name: (f.dtype, f.shape) for name, f in kv_format.fields(DIM).items()} == {
+        "codes": (torch.uint8, (nibbles // 2,)),
+        "scale": (torch.float16, ()),
+    }
+    restored = kv_format.dequantize(fields, 1)
+    different = 0
+    for head in range(HEADS):
+        for token in range(6):
+            levels, scale, expected = slow(x[head, token], basis, head, nibbles)
+            codes = [levels[j][2] | levels[j + nibbles // 2][2] << 4 for j in range(nibbles // 2)]
+            got = fields["codes"][head, token].tolist()
+            differ = sum(a != b for a, b in zip(got, codes, strict=True))
+            different += differ
+            if not differ:
+                assert float(fields["scale"][head, token]) == pytest.approx(scale, rel=2**-10)
+                torch.testing.assert_close(restored[head, token].double(), expected, rtol=2**-7, atol=2**-7)
+    assert different <= 2  # ties that FP32 breaks the other way
+
+
+def test_a_rotation_of_one_nibble_a_coordinate_is_tq4():
+    rotation = haar_rotation(1, DIM).float().expand(HEADS, DIM, DIM).contiguous()
+    haar = Basis(torch.zeros(HEADS, DIM), rotation, rotation.mT.contiguous(), torch.ones(HEADS, DIM))
+    learned, x = Calibration((haar,) * 2, (haar,) * 2, "haar").format("k", DIM), torch.randn(HEADS, 500, DIM)
+    ours, tq4 = learned.quantize(x, 1), formats.get("tq4").quantize(x, 1)
+    # The weighted length of the rounded unit vector is not quite 1, by which tq4 does not divide.
+    assert (learned.levels(ours) != formats.get("tq4").levels(tq4)).float().mean() < 2e-3
+    same = (learned.levels(ours) == formats.get("tq4").levels(tq4)).all(-1)
+    assert same.float().mean() > 0.8
+    both = [of.dequantize(fields, 1)[same] for of, fields in ((learned, ours), (formats.get("tq4"), tq4))]
+    torch.testing.assert_close(*both, rtol=2**-8, atol=2**-8)
+
+
+def test_every_nibble_lowers_the_error_that_counts():
+    x, basis = vectors_of(MADE_UP, 0, "k", 400), MADE_UP.k[0]
+    left = []
+    for nibbles in (32, 64, 96, 128, 192, 256):
+        kv_format = MADE_UP.format("k", nibbles)
+        error = (kv_format.dequantize(kv_format.quantize(x, 0), 0) - x) @ basis.forward
+        left.append(float((error.square() * basis.weights.unsqueeze(1)).sum()))
+    assert all(b < 0.8 * a for a, b in itertools.pairwise(left)), left
+
+
+def test_owners_are_first_coordinates_and_the_best_choice():
+    """Against every other split of six nibbles over four coordinates."""
+    weights = torch.tensor([[8.0, 1.0, 0.02, 0.0001]])
+    left = errors()
+    costs = {
+        (a, b, c, d): 8 * left[a] + left[b] + 0.02 * left[c] + 0.0001 * left[d]
+        for a in range(4)
+        for b in range(4)
+        for c in range(4)
+        for d in range(4)
+        if a + b + c + d == 6
+    }
+    best = min(costs, key=costs.get)
+    counts = stages(weights, 6)[0].tolist()
+    assert [sum(n > stage for n in best) for stage in range(3)] == counts
+    assert all(n >= m for n, m in itertools.pairwise(best))
+
+
+def test_the_mean_zeros_and_large_vectors():
+    kv_format, x = MADE_UP.format("v", 96), vectors_of(MADE_UP, 1, "v", 4)
+    x[0, 0], x[0, 1], x[1, 2] = MADE_UP.v[1].mean[0], 0.0, 1e30
+    fields = kv_format.quantize(x, 1)
+    assert fields["scale"].isfinite().all()
+    assert torch.equal(kv_format.dequantize(fields, 1)[0, 0], MADE_UP.v[1].mean[0])
+    x[1, 3, 5] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"\[1, 3\]"):
+        kv_format.quantize(x, 1)
+
+
+@pytest.mark.parametrize("nibbles", [96, 208])
+def test_levels_are_judged_by_what_they_follow(nibbles):
+    """A first nibble that fell the other way is explained, and so are those that refine it."""
+    kv_format, x = MADE_UP.format("k", nibbles), vectors_of(MADE_UP, 0, "k", 300)
+    noise = 1e-4
+    x_off = x + noise * x.norm(dim=-1, keepdim=True) * (torch.rand(x.shape) * 2 - 1)
+    theirs = kv_format.levels(kv_format.quantize(x_off, 0))
+    choice = kv_format.choice(x, 0, 3 * noise, theirs)
+    expected = (choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1)
+    off = (expected - theirs.int()).abs()
+    near = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1) <= choice.reach
+    assert (off > 0).sum() > 10
+    assert ((off <= 1) & near)[off > 0].all()
+
+
+def test_names_need_a_calibration():
+    assert formats.get("lr96", "v", MADE_UP) is MADE_UP.format("v", 96)
+    with pytest.raises(InputError, match="lr96 needs the coordinates that `tq calibrate` learns"):
+        formats.get("lr96")
+    for nibbles in (0, 40, 400):
+        with pytest.raises(InputError, match=rf"takes 16 to 384 learned nibbles in steps of 16, not {nibbles}"):
+            MADE_UP.format("k", nibbles)
+    with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
+        MADE_UP.format("k", 64).fields(64)
+    with pytest.raises(InputError, match="the calibration is of 2 layers, and this model has 3"):
+        KVSpec("lr64", calibration=MADE_UP).plan(3)
+
+
+def test_the_cache_stores_each_head_in_its_own_coordinates():
+    plan = KVSpec("k=lr128,v=lr64", calibration=MADE_UP).plan(2)
+    cache = PagedKVCache(plan, num_kv_heads=HEADS, head_dim=DIM, num_blocks=2, block_size=16)
+    paging = PagedSequences(2, 16, order=[1, 0])
+    batch = paging.batch([paging.add()], [20])
+    k, v = (vectors_of(MADE_UP, 1, side, 20).transpose(0, 1).contiguous() for side in ("k", "v"))
+    cache.write(1, k, v, batch)
+    for side, x, read in zip("kv", (k, v), cache.read(1, batch.block_table), strict=True):
+        kv_format = plan.layers[1]["kv".index(side)]
+        whole = x.transpose(0, 1)
+        assert torch.equal(read[0, :, :20], kv_format.dequantize(kv_format.quantize(whole, 1), 1))
+    assert cache.nbytes == 2 * HEADS * 32 * (64 + 2 + 32 + 2)

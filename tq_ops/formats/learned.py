@@ -1,0 +1,249 @@
+"""Formats of learned nibbles, `lrN`: N levels of 4 bits a vector, each of a learned coordinate, and one FP16 scale.
+
+What a level stands for is learned for each layer, side and KV head; a coordinate that matters owns two or three nibbles, one
+that does not owns none. A rotation's columns as the coordinates, one nibble each, make it `tq4`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
+from haarkv.tq_ops.formats.rotated import (
+    Coordinates,
+    Description,
+    Plane,
+    Quantizer,
+    Transform,
+    bf16_reach,
+    centroids_at,
+    exact_norm,
+    in_parts,
+    numbers_on,
+    stored_scale,
+)
+from haarkv.tq_ops.formats.turboquant import BITS, codebook_on
+
+PREFIX = "lr"
+MULTIPLE = 16
+"""Nibbles come in so many: 8 bytes, the least that a kernel reads at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What was learned of a model: coordinates of K and of V, of every layer.
+
+    Attributes:
+        k, v: of each layer.
+        digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
+    """
+
+    k: tuple[Basis, ...]
+    v: tuple[Basis, ...]
+    digest: str
+
+    @cached_property
+    def _formats(self) -> dict[tuple[str, int], LearnedFormat]:
+        return {}
+
+    def format(self, side: str, nibbles: int) -> LearnedFormat:
+        """The format of so many nibbles for K ("k") or V ("v"), the same object each time.
+
+        Raises:
+            InputError: a number of nibbles that cannot be stored.
+        """
+        key = (side, nibbles)
+        if key not in self._formats:
+            self._formats[key] = LearnedFormat(self.k if side == "k" else self.v, nibbles)
+        return self._formats[key]
+
+
+def nibbles_of(name: str) -> int | None:
+    """N of `lrN`, None of any other name."""
+    count = name.removeprefix(PREFIX)
+    return int(count) if name.startswith(PREFIX) and count.isascii() and count.isdigit() and len(count) < 6 else None
+
+
+def coordinates(basis: Basis, nibbles: int) -> Coordinates:
+    """What each of N nibbles stands for: all first nibbles by coordinate, then the second ones, then the third.
+
+    Args:
+        basis: of one layer, H KV heads.
+        nibbles: N.
+    """
+    dim, steps = basis.mean.shape[1], refinements()
+    counts = stages(basis.weights, nibbles)  # [H, STAGES]
+    place = torch.arange(STAGES * dim)
+    owned = place % dim < counts[:, place // dim]  # [H, STAGES * D]
+    owners = place.expand(len(counts), -1)[owned].view(len(counts), nibbles)
+    step = torch.tensor(steps)[owners // dim]
+    rows = basis.back.gather(1, (owners % dim).unsqueeze(-1).expand(-1, -1, dim)) * step.unsqueeze(-1)
+    # The steps are no powers of two: rounded again, rows are BF16 numbers as the basis is.
+    rows = rows.to(torch.bfloat16).float()
+    return Coordinates(basis.mean, basis.forward, rows, basis.weights, owners, steps)
+
+
+class LearnedFormat:
+    """`lrN`: N nibbles a vector, and one FP16 scale.
+
+        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum weights * y**2);  y = y / rho
+        n1 = level(y);  n2 = level((y - c[n1]) / s2);  n3 = level((y - c[n1] - s2 * c[n2]) / s3)   where owned
+        z = c[n1] + s2 * c[n2] + s3 * c[n3], of what is owned;  scale = fp16(gamma * rho / sqrt(sum weights * z**2))
+        it stands for scale * (c[level] @ rows) + mean
+
+    Codes are packed as those of `tq4`, with N for head_dim: `byte[j] = level[j] | level[j + N/2] << 4`. A vector equal to the
+    mean stores scale 0 and comes back as the mean. A scale above FP16 saturates at its largest finite value.
+
+    Args:
+        bases: of each layer.
+        nibbles: N, a multiple of 16, at most three for each coordinate.
+    Raises:
+        InputError: another number of nibbles.
+    Rounding points: x - mean, gamma, sums and quotients in FP32; u to BF16; the scale to FP16.
+    """
+
+    group_tokens = 1
+    lossy = True
+    bits = BITS
+
+    def __init__(self, bases: tuple[Basis, ...], nibbles: int) -> None:
+        self.head_dim = bases[0].mean.shape[1]
+        if not 0 < nibbles <= STAGES * self.head_dim or nibbles % MULTIPLE:
+            most = STAGES * self.head_dim // MULTIPLE * MULTIPLE
+            raise InputError(
+                f"a vector of head_dim {self.head_dim} takes {MULTIPLE} to {most} learned nibbles in steps of {MULTIPLE}, "
+                f"not {nibbles}"
+            )
+        self.name, self.nibbles, self._bases = f"{PREFIX}{nibbles}", nibbles, bases
+        self.purpose = f"{nibbles} learned nibbles a vector"
+        self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer], nibbles))
+        transform = Transform(
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, torch.bfloat16, self._coordinates
+        )
+        book = codebook_on(self.head_dim, torch.device("cpu"))
+        self._described = Description(
+            head_dim=self.head_dim,
+            planes=(Plane(BITS, in_parts(nibbles, BITS)),),
+            transform=transform,
+            centroids=tuple(book.centroids.tolist()),
+            boundaries=tuple(book.boundaries.tolist()),
+            quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
+        )
+
+    def description(self, head_dim: int) -> Description:
+        """What a backend has to know of it.
+
+        Raises:
+            InputError: it was learned at another head_dim.
+        """
+        if head_dim != self.head_dim:
+            raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
+        return self._described
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        scale = Field(self.description(head_dim).scale_dtype, ())
+        return {"codes": Field(torch.uint8, (self.nibbles * BITS // 8,)), "scale": scale}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return float(stored_bytes(self.fields(head_dim)))
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        x = x.float()
+        require_finite(x)
+        of = self._on(layer, x.device)
+        y, length = self._values(x, of)
+        level, restored = self._choose(y, of)
+        kept = (restored.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
+        scale = torch.where(kept > 0, length / kept, 0.0)
+        return {"codes": pack_parts(level, BITS), "scale": stored_scale(scale, self._described)}
+
+    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
+        """What queries by `rows` meet, [..., N] fp32: `scale * c[level]`."""
+        level = self.levels(fields)
+        centroids = numbers_on(self._described.centroids, level.device)
+        return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        stored = self.rotated(fields)
+        of = self._on(layer, stored.device)
+        return stored @ of.rows + of.mean.unsqueeze(-2)
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        """Codes, then the scale, little-endian."""
+        return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
+
+    def levels(self, fields: dict[str, Tensor]) -> Tensor:
+        return unpack_parts(fields["codes"], BITS)
+
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
+        """What `quantize` chooses the levels of x from.
+
+        Args:
+            x, layer, noise: as in `KVFormat.choice`.
+            levels: [..., N] uint8 to judge, each refinement of what they leave; what `quantize` chooses unless given.
+        """
+        x = x.float()
+        of = self._on(layer, x.device)
+        y, length = self._values(x, of)
+        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
+        noise = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
+        reach = bf16_reach(unit, of.forward, noise) * gamma / length.unsqueeze(-1).clamp(min=1e-30)
+        chosen = self._choose(y, of)[0] if levels is None else levels
+        centroids = numbers_on(self._described.centroids, x.device)
+        spread = self._by_stage(centroids_at(chosen, centroids), of)
+        values, reaches, left = [], [], y
+        for stage, step in enumerate(of.steps):
+            values.append(left / step)
+            reaches.append(reach / step)
+            left = left - step * spread[..., stage, :]
+        return LevelChoice(
+            self._owned(torch.stack(values, -2), of), self._owned(torch.stack(reaches, -2), of),
+            numbers_on(self._described.boundaries, x.device),
+        )  # fmt: skip
+
+    def _on(self, layer: int, device: torch.device) -> Coordinates:
+        return _coordinates_on(self, layer, device)
+
+    def _values(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
+        """Coordinates [..., D] of vectors of weighted length 1, or 0, and the lengths [...] in units of x."""
+        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
+        y = unit.to(torch.bfloat16).float() @ of.forward
+        rho = (y.square() * of.weights.unsqueeze(-2)).sum(-1, keepdim=True).sqrt()
+        return torch.where(rho > 0, y / rho, 0.0), (gamma * rho).squeeze(-1)
+
+    def _choose(self, y: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
+        """Levels [..., N] uint8 of coordinates [..., D], and what they restore, [..., D] fp32."""
+        centroids, boundaries = (numbers_on(n, y.device) for n in (self._described.centroids, self._described.boundaries))
+        owned = self._by_stage(torch.ones(of.owners.shape, device=y.device).unsqueeze(-2), of)  # [H, 1, stages, D]
+        left, found, restored = y, [], torch.zeros_like(y)
+        for stage, step in enumerate(of.steps):
+            level = torch.bucketize(left / step, boundaries, right=True, out_int32=True).to(torch.uint8)
+            restores = step * centroids_at(level, centroids) * owned[..., stage, :]
+            found.append(level)
+            restored, left = restored + restores, left - restores
+        return self._owned(torch.stack(found, -2), of), restored
+
+    def _owned(self, by_stage: Tensor, of: Coordinates) -> Tensor:
+        """[..., H, n, stages, D] -> [..., H, n, N], in the order of the levels."""
+        flat = by_stage.flatten(-2)
+        return flat.gather(-1, of.owners.unsqueeze(-2).expand(*flat.shape[:-1], -1))
+
+    def _by_stage(self, of_levels: Tensor, of: Coordinates) -> Tensor:
+        """The inverse of `_owned`, 0 where no level is: [..., H, n, N] -> [..., H, n, stages, D]."""
+        flat = of_levels.new_zeros(*of_levels.shape[:-1], len(of.steps) * self.head_dim)
+        flat.scatter_(-1, of.owners.unsqueeze(-2).expand(of_levels.shape), of_levels)
+        return flat.view(*flat.shape[:-1], len(of.steps), self.head_dim)
+
+
+@cache
+def _coordinates_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Coordinates:
+    described = kv_format.description(kv_format.head_dim)
+    assert described.transform.coordinates is not None, "learned formats have coordinates"
+    return described.transform.coordinates(layer).to(device)
