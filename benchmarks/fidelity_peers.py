@@ -135,7 +135,7 @@ class AsItComes:
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         """x: [..., n, D], whole groups."""
-        groups = x.bfloat16().float().unflatten(-2, (-1, self.of.group_tokens))
+        groups = x.bfloat16().float().reshape(*x.shape[:-2], -1, self.of.group_tokens, x.shape[-1])
         return {"restored": self.of.dequantize(self.of.quantize(groups, layer), layer).flatten(-3, -2)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
@@ -153,8 +153,11 @@ class AsItComes:
 
 def without_waiting(plan: KVPlan) -> KVPlan:
     """The same, but for groups that are stored as they come."""
-    pairs = tuple(tuple(f if f.group_tokens == 1 else AsItComes(f) for f in pair) for pair in plan.layers)
-    return replace(plan, layers=pairs, recent=None)
+
+    def as_it_comes(kv_format: KVFormat) -> KVFormat:
+        return kv_format if kv_format.group_tokens == 1 else AsItComes(kv_format)
+
+    return replace(plan, layers=tuple((as_it_comes(k), as_it_comes(v)) for k, v in plan.layers), recent=None)
 
 
 class _Side(Session):

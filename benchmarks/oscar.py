@@ -36,7 +36,8 @@ def moments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         two of [H, D, D] fp64.
     """
-    of_head = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [H, T * Hq / H, D]
+    tokens, heads, dim = k.shape
+    of_head = q.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)  # [H, T * Hq / H, D]
     asked = of_head.mT @ of_head / of_head.shape[1]
     keys, values = k.double().transpose(0, 1), v.double().transpose(0, 1)
     weight = ((keys @ asked) * keys).sum(-1, keepdim=True)

@@ -13,8 +13,8 @@ def rotations(moment: Tensor) -> Basis:
 
         moment = U diag(e) U.T;   R = U @ H @ P
 
-    H is Sylvester's Hadamard matrix over the root of its size. P puts the column numbered as the i-th largest eigenvalue at the
-    place whose binary digits are those of i reversed.
+    H is Sylvester's Hadamard matrix over the root of its size. P puts the column with the number of the i-th largest
+    eigenvalue at the place whose binary digits are those of i reversed.
 
     Args:
         moment: [H, D, D], symmetric; E[q q^T] of the queries that read a KV head, for K; E[w v v^T] for V, w being how much a
