@@ -26,7 +26,7 @@ from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.learned import Calibration, nibbles_of
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.oscar import NAME as OSCAR
-from haarkv.tq_ops.formats.oscar import oscar
+from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.formats.plain import Plain
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
@@ -75,7 +75,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     if name == OSCAR:
         if calibration is None:
             raise InputError(f"{name} needs the rotations that `python -m haarkv.benchmarks.oscar` learns of a model")
-        return oscar(calibration, side)
+        return oscar_format(calibration, side)
     if name not in _BY_NAME:
         raise InputError(f"unknown KV format {name!r}; choose from {', '.join(names())}, or lrN with a calibration")
     k_format, v_format = _BY_NAME[name]

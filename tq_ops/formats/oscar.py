@@ -127,7 +127,7 @@ def _on(matrix: Tensor, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def oscar(calibration: Calibration, side: str) -> Oscar:
+def oscar_format(calibration: Calibration, side: str) -> Oscar:
     """The format of K ("k") or V ("v"), the same object each time.
 
     Raises:

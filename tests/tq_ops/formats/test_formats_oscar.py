@@ -11,7 +11,7 @@ from haarkv.codebooks.oscar import rotations
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, NonFiniteVectorError
-from haarkv.tq_ops.formats.oscar import oscar
+from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -130,14 +130,14 @@ def test_the_largest_numbers_of_a_vector_are_clipped():
     of = Calibration((basis,), (basis,), "nothing")
     x = torch.linspace(-1, 1, 128).expand(HEADS, 1, 128)
     for side, limit in (("k", sorted(x[0, 0].abs().tolist())[122]), ("v", sorted(x[0, 0].abs().tolist())[117])):
-        kv_format = oscar(of, side)
+        kv_format = oscar_format(of, side)
         fields = kv_format.quantize(x, 0)
         assert float(fields["scale"][0, 0, 0]) == pytest.approx(2 * limit / 3, rel=2**-10)
         assert kv_format.dequantize(fields, 0).abs().max().item() == pytest.approx(limit, rel=2**-9)
 
 
 def test_a_choice_leads_to_the_levels_and_explains_noise():
-    kv_format, x, noise = oscar(learned(), "k"), vectors(HEADS, 400, 128, seed=5), 1e-4
+    kv_format, x, noise = oscar_format(learned(), "k"), vectors(HEADS, 400, 128, seed=5), 1e-4
     choice, levels = kv_format.choice(x, 0, 5 * noise), kv_format.levels(kv_format.quantize(x, 0))
     assert torch.equal(torch.bucketize(choice.value, choice.boundaries, right=True).to(torch.uint8), levels)
     off = x + noise * x.norm(dim=-1, keepdim=True) * (2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(6)) - 1)
@@ -158,7 +158,7 @@ def test_the_cache_stores_each_head_in_its_own_rotation():
     k, v = vectors(20, HEADS, 128, seed=1), vectors(20, HEADS, 128, seed=2)
     cache.write(1, k, v, paging.batch([paging.add()], [20]))
     for side, x, restored in zip("kv", (k, v), cache.read(1, torch.tensor([[0, 1]])), strict=True):
-        kv_format, by_head = oscar(of, side), x.transpose(0, 1)
+        kv_format, by_head = oscar_format(of, side), x.transpose(0, 1)
         expected = kv_format.dequantize(kv_format.quantize(by_head, 1), 1)
         torch.testing.assert_close(restored[0, :, :20], expected, rtol=0, atol=1e-5)
         others = kv_format.dequantize(kv_format.quantize(by_head, 0), 0)
@@ -170,7 +170,7 @@ def test_what_is_refused():
         formats.get("oscar2")
     with pytest.raises(InputError, match="oscar2 takes rotations, and the calibration's coordinates of layer 0 are none"):
         formats.get("oscar2", "v", calibration())
-    kv_format = oscar(learned(), "k")
+    kv_format = oscar_format(learned(), "k")
     with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
         kv_format.fields(64)
     x = torch.ones(HEADS, 3, 128)
