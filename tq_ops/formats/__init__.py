@@ -74,7 +74,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
         return calibration.format(side, nibbles)
     if name == OSCAR:
         if calibration is None:
-            raise InputError(f"{name} needs the rotations that `python -m haarkv.benchmarks.oscar` learns of a model")
+            raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.oscar` learns of a model")
         return oscar_format(calibration, side)
     if name not in _BY_NAME:
         raise InputError(f"unknown KV format {name!r}; choose from {', '.join(names())}, or lrN with a calibration")

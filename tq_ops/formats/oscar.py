@@ -65,7 +65,7 @@ class Oscar:
             if off.abs().max() > _NOT_ORTHOGONAL:
                 raise InputError(
                     f"{NAME} takes rotations, and the calibration's coordinates of layer {layer} are none; "
-                    "learn it with `python -m haarkv.benchmarks.oscar`"
+                    "learn them with `haarkv.validation.planning.oscar`"
                 )
 
     def description(self, head_dim: int) -> Description | None:

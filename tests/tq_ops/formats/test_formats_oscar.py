@@ -5,7 +5,6 @@ import pytest
 import torch
 from bases import calibration
 
-from haarkv.benchmarks.oscar import moments
 from haarkv.codebooks.learned import Basis
 from haarkv.codebooks.oscar import rotations
 from haarkv.tq_ops import formats
@@ -15,6 +14,7 @@ from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning.oscar import moments
 
 HEADS = 2
 KEPT = {"k": 0.96, "v": 0.92}

@@ -1,6 +1,6 @@
 """KL against bytes: this project's KV formats and those of others, on the same text, in one table and one figure.
 
-python -m haarkv.benchmarks.fidelity_peers --resume FILE
+python -m haarkv.validation.fidelity.peers --out FILE.jsonl --resume STEM
 
 Two comparisons on held-out text of `tiny`:
 
@@ -20,14 +20,13 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks import oscar
-from haarkv.benchmarks.report import RESULTS, emit, print_rows
 from haarkv.engine.session import Session
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
@@ -37,18 +36,16 @@ from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate, make_workload
+from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup, run_fingerprint
+from haarkv.validation.planning import oscar
 
-NAME = "fidelity_peers"
 MODEL = "tiny"
 TOKENS = 20_480
 LEARNED_FROM = 10_240
 SEPARATOR = "<|endoftext|>"
 OURS, THEIRS = "ours", "others"
-_CHUNK = 512
-"""New tokens at once: results do not depend on it, and a larger one restores what is stored less often."""
 
 
 @dataclass(frozen=True)
@@ -161,12 +158,12 @@ def without_waiting(plan: KVPlan) -> KVPlan:
 
 
 class _Side(Session):
-    """A session whose caches take larger chunks."""
+    """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         cache = PagedKVCache(
             self.plan, num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim,
-            num_blocks=sequences * blocks_for(max_context), num_rows=sequences, chunk=_CHUNK,
+            num_blocks=sequences * blocks_for(max_context), num_rows=sequences, chunk=CHUNK,
         )  # fmt: skip
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
@@ -183,16 +180,18 @@ def measure(setup: Setup, text: Sequence[int], comparison: Comparison, tokens: i
         kv_plan = entry.spec.plan(config.num_layers)
         kv_plan = without_waiting(kv_plan) if entry.spec.tail is None else kv_plan
         sides[entry.label] = _Side(base.name, config, base.executor, base.tokenizer, kv_plan)
-    of_this = replace(setup, caches=sides)
-    rows = evaluate(of_this, plan, partial=_open(partial, of_this, plan), on_step=lambda what, _: print(what, flush=True))
+    of_this, done = replace(setup, caches=sides), Partial()
+    if partial:
+        text_of = partial.read_text(encoding="utf-8") if partial.exists() else None
+        what = {entry.label: _fingerprint(entry, sides[entry.label].plan) for entry in comparison.entries}
+        done = Partial(text_of, run_fingerprint(of_this, plan), what, lambda content: _write(partial, content))
+    rows = evaluate(of_this, plan, partial=done, on_step=lambda what, _: print(what, flush=True))
     return [_counted(row, sides[row.kv], comparison.window) for row in rows]
 
 
-def _open(file: Path | None, setup: Setup, plan: Workload) -> Partial:
-    if file is None:
-        return Partial()
-    text = file.read_text(encoding="utf-8") if file.exists() else None
-    return Partial(text, run_fingerprint(setup, plan), None, lambda content: _write(file, content))
+def _fingerprint(entry: Entry, plan: KVPlan) -> str:
+    """What tells one cache from another of the same label."""
+    return f"{plan.describe()}; {entry.spec.calibration.digest if entry.spec.calibration else ''}"
 
 
 def _write(file: Path, content: str) -> None:
@@ -234,26 +233,38 @@ def recorded(file: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: sorted(rows.values(), key=lambda row: row["bits_per_value"]) for name, rows in found.items()}
 
 
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    print(title)
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
 def show(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """One table a comparison."""
     for name, of_one in rows.items():
         cells = [[row["kv"], *(f"{row[key]:{form}}" for key, form in _COLUMNS.values())] for row in of_one]
-        print_rows(f"{name}: windows of {of_one[0]['window']:,}", ["cache", *_COLUMNS], cells)
+        _print_table(f"{name}: windows of {of_one[0]['window']:,}", ["cache", *_COLUMNS], cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resume", type=Path, metavar="STEM", help="keep partial results in STEM.alone and STEM.window")
     parser.add_argument("--only", choices=("alone", "window"), help="one comparison")
     parser.add_argument("--entries", metavar="LIST", help="labels, separated by semicolons; all unless given")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="score so many")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is recorded, as SVG, and measure nothing")
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line for each row, or draw what it holds")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what --out holds, as SVG, and measure nothing")
     given = parser.parse_args(arguments)
     if given.plot:
-        from haarkv.benchmarks.fidelity_peers_plot import svg
+        from haarkv.validation.fidelity.peers_plot import svg
 
-        _write(given.plot, svg(recorded(RESULTS / f"{NAME}.jsonl")))
+        if given.out is None or not given.out.exists():
+            parser.error("--plot draws what --out FILE holds, and there is no such file")
+        rows_by_name = recorded(given.out)
+        show(rows_by_name)
+        _write(given.plot, svg(rows_by_name))
         return
     torch.set_num_threads(1)
     setup = load_setup(MODEL, ["bf16"], executor="reference")
@@ -264,11 +275,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.only in (None, comparison.name) and entries:
             partial = given.resume.with_name(f"{given.resume.name}.{comparison.name}") if given.resume else None
             rows = measure(setup, text, replace(comparison, entries=tuple(entries)), given.tokens, partial)
-            whose = {entry.label: entry.whose for entry in entries}
-            for row in rows:
-                about = {"comparison": comparison.name, "window": comparison.window, "tokens": given.tokens}
-                emit(NAME, {**about, "whose": whose[row.kv], **asdict(row)}, save=not given.no_save, echo=False)
+            if given.out:
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.writelines(
+                        _line(comparison, entry, row, given.tokens) for entry, row in zip(entries, rows, strict=True)
+                    )
             show({comparison.name: [asdict(row) | {"window": comparison.window} for row in rows]})
+
+
+def _line(comparison: Comparison, entry: Entry, row: FidelityRow, tokens: int) -> str:
+    about = {"date": datetime.now(UTC).date().isoformat(), "model": MODEL, "torch": torch.__version__, "tokens": tokens}
+    return (
+        json.dumps({**about, "comparison": comparison.name, "window": comparison.window, "whose": entry.whose, **asdict(row)})
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.fidelity_peers`: KL against bits a value, ours and others', one panel a comparison."""
+"""The figure of `validation.fidelity.peers`: KL against bits a value, ours and others', one panel a comparison."""
 
 from __future__ import annotations
 
