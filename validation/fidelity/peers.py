@@ -30,16 +30,19 @@ from torch import Tensor
 from haarkv.engine.session import Session
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Field, KVFormat, LevelChoice
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup, run_fingerprint
 from haarkv.validation.planning import oscar
+from haarkv.validation.planning.calibrate import learn_model
 
 MODEL = "tiny"
 TOKENS = 20_480
@@ -89,12 +92,12 @@ _LEARNED = {
 }  # fmt: skip
 
 
-def comparisons(rotations: Calibration, learned: Calibration | None) -> list[Comparison]:
-    """Both, of formats that need no calibration, of OSCAR's, and of learned nibbles where there is a calibration."""
+def comparisons(rotations: Calibration, learned: Calibration) -> list[Comparison]:
+    """Both, with OSCAR in these rotations and learned nibbles of these coordinates."""
 
     def entries(tail: int | None, sink: int, ours: Sequence[str], theirs: Mapping[str, str]) -> list[Entry]:
         found = [Entry(kv, KVSpec(kv, tail, sink), OURS) for kv in ours]
-        found += [Entry(label, KVSpec(kv, tail, sink, calibration=learned), OURS) for label, kv in _LEARNED.items() if learned]
+        found += [Entry(label, KVSpec(kv, tail, sink, calibration=learned), OURS) for label, kv in _LEARNED.items()]
         found += [Entry(label, KVSpec(kv, tail, sink), THEIRS) for label, kv in theirs.items()]
         return [*found, Entry("OSCAR", KVSpec("oscar2", tail, sink, calibration=rotations), THEIRS)]
 
@@ -207,12 +210,14 @@ def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 
-def learn_rotations(setup: Setup) -> Calibration:
-    """OSCAR's, from the text that `tiny` was trained on: the same part that learned nibbles are learned from."""
-    base = setup.base
+def learned_from_training(setup: Setup) -> tuple[Calibration, Calibration]:
+    """OSCAR's rotations and the coordinates of learned nibbles, of the same part of the text that `tiny` was trained on."""
+    base, model = setup.base, load_model(MODEL)
     text = base.tokenizer.encode(SEPARATOR.join(train_texts()[::9]))
     plan = make_workload(text, base.config.max_position_embeddings, tokens=LEARNED_FROM, prompts=0)
-    return oscar.learn(load_model(MODEL), base, [plan.fed(window) for window in plan.windows])
+    windows = [plan.fed(window) for window in plan.windows]
+    k, v = zip(*learn_model(model, reference, windows, ()).layers, strict=True)
+    return oscar.learn(model, base, windows), calibration_of(k, v)
 
 
 # -- What is shown ---------------------------------------------------------------------------------------------------------
@@ -270,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup = load_setup(MODEL, ["bf16"], executor="reference")
     text = setup.base.tokenizer.encode(SEPARATOR.join(held_out_texts().values()))
     labels = given.entries.split(";") if given.entries else None
-    for comparison in comparisons(learn_rotations(setup), None):
+    for comparison in comparisons(*learned_from_training(setup)):
         entries = [entry for entry in comparison.entries if labels is None or entry.label in labels]
         if given.only in (None, comparison.name) and entries:
             partial = given.resume.with_name(f"{given.resume.name}.{comparison.name}") if given.resume else None
