@@ -733,8 +733,9 @@ def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name
     layers = [fields for layer in range(2) for fields in (cache.k_fields(layer), cache.v_fields(layer))]
     allocated = sum(tensor.untyped_storage().nbytes() for fields in layers for tensor in fields.values())
     assert allocated == 3 * 256 * sizes[name]
-    # Keys in groups wait in BF16: 31 of them and a chunk of 64, of three sequences in two layers of two KV heads.
-    waiting = 3 * 2 * 2 * (31 + 64) * 2 * 32 if name.startswith("kivi") else 0
+    # Tokens in groups wait in BF16: all but one and a chunk of 64, of three sequences in two layers of two KV heads.
+    groups = [formats.get(name, side).group_tokens for side in "kv"]
+    waiting = sum(3 * 2 * 2 * (group - 1 + 64) * 2 * 32 for group in groups if group > 1)
     assert cache.nbytes == allocated + waiting
 
 

@@ -58,7 +58,7 @@ class KVPlan:
     @property
     def formats(self) -> tuple[KVFormat, ...]:
         """Every format that is used, K's and V's of a name apart, in the order of the layers."""
-        return tuple({(f.name, f.group_tokens): f for pair in self.layers for f in pair}.values())
+        return tuple(dict.fromkeys(f for pair in self.layers for f in pair))
 
     def tail(self, kv_format: KVFormat) -> int:
         """R: a query sees at most so many tokens in BF16, the newest, itself among them.
