@@ -49,7 +49,15 @@ def compiled(asked: Asked, keep: Path | None = None) -> dict:
     constants = asked.named_constants()
     if asked.source.fn.__name__ == "attend_kernel":
         row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * constants["D"] * 2, row["warps"])
+        row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
+
+
+def _ahead(layouts: str, ptx: str) -> dict:
+    """Tiles of codes that have a place in shared memory, and copies that may be on their way when the loop goes on."""
+    places = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+xi8", layouts)
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)
+    return {"buffers": min(map(int, places), default=0), "in_flight": max(map(int, waits), default=0)}
 
 
 def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
