@@ -1,9 +1,10 @@
 """Compiles the Triton kernels as they are launched, for GPUs that need not be here, and prints what came of it as JSON.
 
     python tests/support/cuda_compile.py CAPABILITY[,CAPABILITY …] [KERNEL …] [--keep FOLDER]
-    python tests/support/cuda_compile.py CAPABILITY --everything
+    python tests/support/cuda_compile.py CAPABILITY --everything [--head-dim HEAD_DIM]
 
 The first compiles one launch of each kernel (`decode 128`); the second every launch that differs, as the first card would.
+Triton keeps what it has compiled: once interrupted, a second run goes on where the first one ended.
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
 
@@ -103,11 +104,12 @@ def main() -> None:
     parser.add_argument("capabilities", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("kernels", nargs="*")
     parser.add_argument("--everything", action="store_true")
+    parser.add_argument("--head-dim", type=int, choices=tuple(SHAPES), help="with --everything: of these models alone")
     parser.add_argument("--keep", type=Path, help="a folder for the cubins")
     given = parser.parse_args()
     for capability in given.capabilities:
         if given.everything:
-            for name, asked in everything(capability).items():
+            for name, asked in everything(capability, [given.head_dim] if given.head_dim else tuple(SHAPES)).items():
                 report(name, capability, asked)
             continue
         for head_dim in SHAPES:
