@@ -100,11 +100,6 @@ def test_kernels_are_within_their_bounds_on_hopper():
     check(rows_of("cuda_compile.py", "90", *names), (90,), head_dim=128)
 
 
-@pytest.mark.slow
-def test_decode_is_within_its_bounds_on_ampere_and_blackwell():
-    check(rows_of("cuda_compile.py", "80,100", "decode 128"), (80, 100))
-
-
 def test_a_kernel_outside_its_bounds_is_seen():
     row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "LDL": 0, "STL": 2, "buffers": 1,
            "look_ups_a_coordinate": 2.4, "memory_cycles_a_coordinate": 0.04, "in_flight": 0}  # fmt: skip

@@ -8,6 +8,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,18 +31,18 @@ MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory of a processor that thread blocks may have, by capability; each of them takes 1 KB more."""
 
 
-def built(
-    capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, folder: Path, fp32: int = 0
-) -> tuple[str, int]:
+@cache
+def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, fp32: int = 0) -> tuple[str, int]:
     """Machine code as text, and registers a thread; with `fp32` the rotation is of that type."""
     shape = (8, group, head_dim, k_bits, v_bits, block, fp32, decode.blocks_a_processor(group, head_dim))
-    path = folder / "decode.cubin"
-    path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+)", usage)
-    assert found
-    return sass.disassemble(path), int(found[1])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decode.cubin"
+        path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+)", usage)
+        assert found
+        return sass.disassemble(path), int(found[1])
 
 
 #                                                              cycles a coordinate and processor
@@ -70,10 +72,10 @@ def check_spills(text: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "issue", "memory"), BOUNDS, ids=str)
-def test_the_loop_is_within_its_bounds(shape, issue, memory, tmp_path):
+def test_the_loop_is_within_its_bounds(shape, issue, memory):
     """In it nothing is spilled, and a lookup of two centroids takes a permutation and a load and nothing else."""
     capability, head_dim, group = shape[:3]
-    text, registers = built(*shape, tmp_path)
+    text, registers = built(*shape)
     loop = sass.hottest_loop(text)
     counts = sass.count(loop)
     assert counts["LDL"] == counts["STL"] == 0
@@ -91,9 +93,9 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory, tmp_path):
     assert (decode.shared_bytes(group, head_dim) + 1024) * at_once <= MEMORY[capability]
 
 
-def test_a_rotation_in_fp32_costs_the_loop_nothing(tmp_path):
+def test_a_rotation_in_fp32_costs_the_loop_nothing():
     """That of the formats whose rotation is no BF16 matrix: it is read once the loop is over, four numbers at a time."""
-    shape = (90, 128, 5, 4, 4, 128, tmp_path)
+    shape = (90, 128, 5, 4, 4, 128)
     (text, _), (fp32, registers) = built(*shape), built(*shape, fp32=1)
     assert sass.count(sass.hottest_loop(fp32)) == sass.count(sass.hottest_loop(text))
     assert registers * decode.THREADS * decode.blocks_a_processor(5, 128) <= 65536
