@@ -252,9 +252,15 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width):
 
 
 # -- Whole layers ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("family", "dtype", "steps"), [("qwen3", BF16, 1), ("qwen2", BF16, 0), ("llama", FP32, 0)])
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
-    model = small_model(config_of(family), dtype=dtype)
+ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+"""Half of the interpreter's work."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "steps", "heads"), [("qwen3", BF16, 1, {}), ("qwen2", BF16, 0, ONE_HEAD), ("llama", FP32, 0, ONE_HEAD)]
+)
+def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, heads):
+    model = small_model(config_of(family, **heads), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
     candidate = CudaExecutor(model, interpreted=not GPU)
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(2))
@@ -264,7 +270,7 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
 
 def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
     """Also where the table's ops, which the validator replays, are sound: layer 1 leaves out its second residual."""
-    model, calls = small_model(config_of("qwen3")), []
+    model, calls = small_model(config_of("qwen3", **ONE_HEAD)), []
     sound = CudaFused.add_norm
 
     def faulty(self, hidden, update, weight, eps):
@@ -281,7 +287,7 @@ def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
 
 
 def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
-    model, sound = small_model(config_of("qwen3")), CudaFused.attention
+    model, sound = small_model(config_of("qwen3", **ONE_HEAD)), CudaFused.attention
 
     def faulty(self, qkv, heads, rope, *rest):
         return sound(self, qkv, heads, (rope[0], -rope[1]), *rest)

@@ -25,6 +25,7 @@ from checkpoints import (
     shard_name,
     write_checkpoint,
 )
+from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
 from haarkv.models.catalog import TINY
@@ -39,11 +40,6 @@ from tq.commands.generate import _Writer
 MULTI_BYTE = "é€😀"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-# Python installs no handler of its own where its parent ignores SIGINT, as a shell's background jobs do.
-AS_IN_A_TERMINAL = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -16,7 +16,7 @@ _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
-_MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
+_MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
     if whole:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
-    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8 if head_dim > 128 else 4)
+    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

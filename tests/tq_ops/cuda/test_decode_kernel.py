@@ -58,9 +58,9 @@ CASES = [
     case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
     case("tq2", 128, 2, 1, 16, 300, 17),
     case("tq3", 128, 2, 2, 128, 300, 17),
-    case("k=tq3,v=tq2", 256, 2, 1, 128, 300),
-    case("k=tq2,v=tq3", 256, 2, 1, 128, 300),
-    case("k=tq4,v=tq3", 128, 5, 1, 128, 300),
+    case("k=tq3,v=tq2", 256, 2, 1, 128, 70),
+    case("k=tq2,v=tq3", 256, 2, 1, 128, 70),
+    case("k=tq4,v=tq3", 128, 5, 1, 128, 70),
 ]
 
 
@@ -70,7 +70,7 @@ def test_it_equals_the_reference(case):
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
-@pytest.mark.parametrize("order", ["descending", "random"])
+@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.ptx_long), "random"])
 def test_no_order_of_the_thread_blocks_changes_a_bit(order):
     one = CASES[0]
     assert torch.equal(attend(one)[0], attend(one, order=order)[0])
