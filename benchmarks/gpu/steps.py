@@ -162,7 +162,7 @@ class DenseOps(CudaFused):
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
     ) -> Tensor:  # fmt: skip
-        rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        _, rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
         k, v = self._kv[layer]
         out = self._attend(rotated[: len(k)], k, v).to(heads.dtype)
         # A step is padded to a power of two.
