@@ -202,8 +202,8 @@ def attend(
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
     kept, scale = window.kept_in(cache, layer), softmax_scale * LOG2_E
     in_bf16 = window.attend(q, kept, cache, layer, batch, scale) if kept else None
-    if cuda_cpp and one_each and kept is None and decode.takes(q, cache, layer, of_k, of_v):
-        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back)
+    if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits = max(of_k.bits, of_v.bits)
     tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device), bits)
     # Ragged column tiles: a sequence wastes less than one.

@@ -29,9 +29,11 @@ MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory of a processor that thread blocks may have, by capability; each of them takes 1 KB more."""
 
 
-def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, folder: Path) -> tuple[str, int]:
+def built(
+    capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, tail: int, sink: int, folder: Path
+) -> tuple[str, int]:
     """Machine code as text, and registers a thread."""
-    shape = (8, group, head_dim, k_bits, v_bits, block, 0, decode.blocks_a_processor(group, head_dim))
+    shape = (8, group, head_dim, k_bits, v_bits, block, 0, decode.blocks_a_processor(group, head_dim), tail, sink)
     path = folder / "decode.cubin"
     path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -42,15 +44,16 @@ def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, 
 
 
 #                                                              cycles a coordinate and processor
-# capability, head_dim, group, bits of K and V, block       issue    memory     measured
+# capability, head_dim, group, bits, block, tail, sink            issue    memory     measured
 BOUNDS = [
-    ((90, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #            0.0186   0.0211
-    ((80, 128, 5, 4, 4, 16), 0.0195, 0.0220),  #             0.0186   0.0213
-    ((100, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #           0.0186   0.0211
-    ((90, 128, 5, 3, 2, 128), 0.0220, 0.0220),  #            0.0209   0.0209
-    ((90, 128, 16, 4, 4, 128), 0.0245, 0.0230),  #           0.0233   0.0223
-    ((90, 64, 3, 4, 4, 128), 0.0270, 0.0240),  #             0.0260   0.0231
-    ((90, 256, 8, 4, 4, 128), 0.0165, 0.0215),  #            0.0151   0.0206
+    ((90, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #            0.0186   0.0211
+    ((80, 128, 5, 4, 4, 16, 0, 0), 0.0195, 0.0220),  #             0.0186   0.0213
+    ((100, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #           0.0186   0.0211
+    ((90, 128, 5, 3, 2, 128, 0, 0), 0.0220, 0.0220),  #            0.0209   0.0209
+    ((90, 128, 16, 4, 4, 128, 0, 0), 0.0245, 0.0230),  #           0.0233   0.0223
+    ((90, 64, 3, 4, 4, 128, 0, 0), 0.0270, 0.0240),  #             0.0260   0.0231
+    ((90, 256, 8, 4, 4, 128, 0, 0), 0.0165, 0.0215),  #            0.0151   0.0206
+    ((90, 128, 5, 4, 4, 128, 128, 4), 0.0200, 0.0220),
 ]
 
 
@@ -85,9 +88,9 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
-    # As C lays them out: twelve pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
-    sides = struct.pack("<qqiiqqii", *range(13, 21))
-    given = struct.pack("<12q", *range(1, 13)) + sides + struct.pack("<iif4x", 21, 22, 0.5)
+    # As C lays them out: fifteen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
+    sides = struct.pack("<qqiiqqii", *range(16, 24))
+    given = struct.pack("<15q", *range(1, 16)) + sides + struct.pack("<iif4x", 24, 25, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
