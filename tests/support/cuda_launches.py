@@ -121,15 +121,16 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
 
-def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], steps: int) -> None:
+def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int], steps: int) -> None:
     """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer."""
     executor = CudaExecutor(model, interpreted=True)
     executor._checked = lambda logits, *_: logits  # nothing was computed, so nothing is sound
-    config, plan = model.config, KVSpec(kv).plan(model.config.num_layers)
+    config, plan = model.config, spec.plan(model.config.num_layers)
     blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)
     cache = PagedKVCache(
-        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size
-    )
+        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size,
+        chunk=max(prompts),
+    )  # fmt: skip
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
     tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
@@ -158,21 +159,32 @@ def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel
 
 
 FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
+TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
 
 
 def everything(capability: int) -> dict[str, Asked]:
     """What models of every head_dim, both dtypes and every width of levels launch, over blocks of 128 and pages of 16.
 
-    Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them.
+    Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them. Most
+    of it again beside a tail and sinks in BF16, and with either of them alone.
     """
     cases = [
-        *((128, torch.bfloat16, "tq4", 128, prompts) for prompts in PROMPTS),
-        *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in FORMATS),
-        *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in SHAPES for dtype in (torch.bfloat16, torch.float32)),
+        *((128, torch.bfloat16, spec, 128, prompts) for spec in (TQ4, TAIL) for prompts in PROMPTS),
+        *((128, torch.bfloat16, KVSpec(kv), 16, PROMPTS[0]) for kv in FORMATS),
+        *(
+            (head_dim, dtype, spec, 128, PROMPTS[0])
+            for head_dim in SHAPES
+            for dtype in (torch.bfloat16, torch.float32)
+            for spec in (TQ4, TAIL)
+        ),
+        *(
+            (128, torch.bfloat16, spec, 16, PROMPTS[0])
+            for spec in (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
+        ),
     ]
     with recorded(capability) as asked:
-        for head_dim, dtype, kv, block_size, prompts in cases:
-            serve(shaped_model(head_dim, dtype, 17), kv, block_size, prompts, 3)
+        for head_dim, dtype, spec, block_size, prompts in cases:
+            serve(shaped_model(head_dim, dtype, 17), spec, block_size, prompts, 3)
     return asked
 
 

@@ -306,8 +306,8 @@ def merge_kernel(
     low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
     if TAIL + SINK > 0:
         peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
-        at = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-        low, high = tl.load(at, live[:, None], 0.0), tl.load(at + D // 2, live[:, None], 0.0)
+        kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+        low, high = tl.load(kept, live[:, None], 0.0), tl.load(kept + D // 2, live[:, None], 0.0)
     for first in range(0, count, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
         there = live[:, None] & (split < count)

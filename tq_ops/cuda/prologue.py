@@ -61,11 +61,11 @@ def rotate_queries(
     first = (program % (D // WIDTH)) * WIDTH
     low, high = rounded(low, ROUNDED), rounded(high, ROUNDED)
     columns = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
-    if UNROTATED:
-        at = queries + vector[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-        once = live[:, None] & (first == 0)
-        tl.store(at, low, once)
-        tl.store(at + D // 2, high, once)
+    if UNROTATED:  # noqa: SIM102
+        if first == 0:
+            at = queries + vector[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+            tl.store(at, low, live[:, None])
+            tl.store(at + D // 2, high, live[:, None])
     at = rotated + vector[:, None].to(tl.int64) * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(columns, rotated.dtype.element_ty), live[:, None])
 
