@@ -198,36 +198,44 @@ GROUPS: dict[str, list[Check]] = {
         ("dead sequences", dead_sequences),
         far_attention(1),
         in_any_order(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (200, 3, 0, 11), (1,) * 4, tail=9, sink=4), BF16)),
-        ("dead sequences beside a tail", partial(dead_sequences, tail=128, sink=4)),
     ],
     "prefill": [
         contract(Attention(Case("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1)), BF16)),
         far_attention(3),
         # The look-ups of two and of three bits, and a prompt wide enough that its columns are rows.
         contract(Attention(Case("k=tq3,v=tq2", 64, 8, 1, 8, (40,), (9,)), BF16)),
-        contract(Attention(Case("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
     ],
     "store": [
         contract(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
         contract(Store(Case("tq4", 64, 1, 3, 16, (0, 0), (11, 4), pages=True), BF16)),
         ("store in blocks beyond 2**31 bytes", far_store),
-        contract(Store(Case("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3))),
         in_any_order(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
     ],
     "hopper": [
         contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
         contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
     ],
     "rest": [
         in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
         contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
         *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
     ],
+    "short tail": [
+        contract(Attention(Case("tq4", 64, 2, 1, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
+        contract(Store(Case("tq4", 64, 1, 1, 8, (30, 12), (5, 1), tail=4, sink=3))),
+    ],
+    "tail": [
+        *(executor(dtype, 1, KVSpec("tq4", tail=2, sink=1)) for dtype in (BF16, FP32)),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (200, 3, 0, 11), (1,) * 4, tail=9, sink=4), BF16)),
+        ("dead sequences beside a tail", partial(dead_sequences, tail=128, sink=4)),
+        contract(Attention(Case("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
+        contract(Store(Case("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3))),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
+        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), tail=9, sink=4), BF16)),
+    ],
     "planted": [],  # `rows` fills it by capability
-    "step": [executor(BF16, 1, KVSpec("tq4", tail=2, sink=1))],
-    "executor": [executor(BF16, 2, TQ4), executor(FP32, 2, TQ4), executor(FP32, 2, KVSpec("tq4", tail=2, sink=1))],
+    "step": [executor(BF16, 1, TQ4)],
+    "executor": [executor(BF16, 2, TQ4), executor(FP32, 2, TQ4)],
     "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
 }
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
 from haarkv.tq_ops.cuda.available import capability, processors
+from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
 from haarkv.tq_ops.cuda.layout import Layout
-from haarkv.tq_ops.cuda.window import Kept, Part, kept_in, seen_in_bf16
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -162,7 +162,7 @@ def attend(
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: [B, Hq, D] fp16, in layout.kernel_order.
         scale: softmax_scale * log2(e).
-        in_bf16: what `window.attend` makes of the tokens in BF16, where some stay in it.
+        in_bf16: what `kept.attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
         [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
 

@@ -118,7 +118,8 @@ def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.d
         [D, D] fp32, in the kernels' order; made once.
     """
     rotation = layout_of(kv_format, layer, head_dim, torch.device("cpu")).rotation
-    return torch.linalg.inv(rotation.double().T).float().contiguous().to(device)
+    inverse: Tensor = torch.linalg.inv(rotation.double().T)
+    return inverse.float().contiguous().to(device)
 
 
 @cache

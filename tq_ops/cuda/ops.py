@@ -12,8 +12,9 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize, window
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
 from haarkv.tq_ops.cuda.available import capability
+from haarkv.tq_ops.cuda.kept import attend_kept, kept_in, seen_in_bf16, storing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
@@ -124,7 +125,7 @@ def append(
         stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
             stay in BF16.
     """
-    kept = window.kept_in(cache, layer)
+    kept = kept_in(cache, layer)
     assert not (kept and stand_in)
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
@@ -134,7 +135,7 @@ def append(
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
-        **window.storing(kept, batch),
+        **storing(kept, batch),
         HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
@@ -200,8 +201,8 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
-    kept, scale = window.kept_in(cache, layer), softmax_scale * LOG2_E
-    in_bf16 = window.attend(q, kept, cache, layer, batch, scale) if kept else None
+    kept, scale = kept_in(cache, layer), softmax_scale * LOG2_E
+    in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits = max(of_k.bits, of_v.bits)
@@ -220,7 +221,7 @@ def attend(
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
         "SIZE": triton.next_power_of_2(sequences), "ONE_EACH": one_each, "WHOLE": whole,
-        **window.seen_in_bf16(kept),
+        **seen_in_bf16(kept),
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
         rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
@@ -282,7 +283,7 @@ def rotate_and_append(
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
     rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
-    queries, kept = torch.empty_like(rotated, dtype=heads.dtype), window.kept_in(cache, layer)
+    queries, kept = torch.empty_like(rotated, dtype=heads.dtype), kept_in(cache, layer)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
     k_type, v_type = (choices.rotation_operand(qkv, of.rounds_unit) for of in (of_k, of_v))
     rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
@@ -292,7 +293,7 @@ def rotate_and_append(
         k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
-        **window.storing(kept, batch),
+        **storing(kept, batch),
         HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
         BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
         BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
