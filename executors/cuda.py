@@ -109,6 +109,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        cache.require_room(batch)
         with self._current():
             logits = self._run.prefill(token_ids, batch, cache)
             return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))

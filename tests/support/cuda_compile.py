@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import triton
-from cuda_launches import SHAPES, Asked, everything, recorded, serve, shaped_model
+from cuda_launches import SHAPES, TAIL, TQ4, Asked, everything, recorded, serve, shaped_model
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
@@ -85,7 +85,8 @@ def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
 def named(capability: int, head_dim: int) -> dict[str, Asked]:
     """A launch of each kernel of a BF16 model of two layers, by a name such as `decode 128`."""
     with recorded(capability) as asked:
-        serve(shaped_model(head_dim, torch.bfloat16, 2), "tq4", 128, [130], 1)
+        for spec in (TQ4, TAIL):
+            serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 128, [130], 1)
     found = {}
     for one in asked.values():
         kernel, constants = one.source.fn.__name__, one.named_constants()
@@ -93,7 +94,10 @@ def named(capability: int, head_dim: int) -> dict[str, Asked]:
             "attend_kernel": "decode" if constants.get("ONE_EACH") else "prefill",
             "quantize_kernel": "store" if constants.get("WRITE") else "look for faults",
             "merge_kernel": "merge" if constants.get("ROWS") == 1 else "merge of one part",
+            "window_kernel": "tail of one token" if constants.get("ONE_EACH") else "tail of a chunk",
         }.get(kernel, kernel.removesuffix("_kernel"))
+        if kernel != "window_kernel" and (constants.get("TAIL") or constants.get("RING")):
+            name += " beside a tail"
         found[f"{name} {head_dim}"] = one
     return found
 

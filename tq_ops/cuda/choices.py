@@ -16,6 +16,8 @@ _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
+WINDOW_WIDTH = 32
+"""Columns of the rotated sums of `window.window_kernel` that are made at once."""
 _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
@@ -64,6 +66,19 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
     if capability >= _BLACKWELL:
         return AttentionTile(columns, 64, stages=3) if head_dim == 128 else AttentionTile(columns, 128)
     return AttentionTile(columns, 128, stages=3)
+
+
+def window_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+    """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on.
+
+    Args:
+        most, group: as of `attention_tile`.
+    """
+    columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
+    if operand == tl.float32 or head_dim > 128:
+        return AttentionTile(columns, 16 if operand == tl.float32 else 32, warps=8)
+    wide = most * group >= _WIDE_FROM
+    return AttentionTile(64 if wide else columns, 32, stages=3)
 
 
 @dataclass(frozen=True)

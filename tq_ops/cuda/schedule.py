@@ -4,7 +4,7 @@ All work stands in one line: for each sequence, for each of its column tiles (a 
 tiles of stored tokens. A fixed number of programs cut that line into equal pieces, so that none has more to do than another,
 whatever the lengths are and however wide the block table is:
 
-    stored_s  = ceil(seq_lens_s / TOKENS)                tiles of stored tokens
+    stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of stored tokens, those in BF16 apart
     columns_s = ceil(new_s * GROUP / COLUMNS)            column tiles; 1 where each sequence has one new token
     unit      = ceil(sum of stored * columns / programs) tiles of a program
     program i takes the places i * unit … (i + 1) * unit - 1 of the line
@@ -22,11 +22,18 @@ import triton.language as tl
 def tiles_of(
     seq_lens, query_start_loc, sequences,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, ONE_EACH: tl.constexpr,
+    TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """stored and columns [SIZE] int32 of all sequences; 0 past the last. SIZE: a power of two, at least `sequences`."""
+    """stored and columns [SIZE] int32 of all sequences; 0 past the last. SIZE: a power of two, at least `sequences`.
+
+    Of the newest TAIL tokens, which the last query sees in BF16, no query sees a packed one.
+    """
     sequence = tl.arange(0, SIZE)
     there = sequence < sequences
-    stored = tl.cdiv(tl.load(seq_lens + sequence, there, 0), TOKENS)
+    length = tl.load(seq_lens + sequence, there, 0)
+    if TAIL > 0:
+        length = tl.maximum(length - TAIL, 0)
+    stored = tl.cdiv(length, TOKENS)
     if ONE_EACH:
         columns = there.to(tl.int32)
     else:

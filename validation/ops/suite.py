@@ -69,6 +69,16 @@ SMALL_ATTENTION = (
     Attention(CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)), BF16, small=True),
     *(Attention(CacheCase("k=tq4,v=tq2", 128, 2, 1, 8, (20, 3), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
     Attention(CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True), FP32, small=True),
+    # Tails and sinks: contexts shorter than them and longer, one new token and chunks, rings that begin anew.
+    *(
+        Attention(CacheCase("tq4", 64, 5, 2, 16, (0, 3, 4, 12, 60), (1,) * 5, tail=9, sink=4), dtype, small=True)
+        for dtype in (FP32, BF16)
+    ),
+    Attention(CacheCase("k=tq3,v=tq4", 64, 2, 1, 8, (0, 30, 9), (13, 12, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5), BF16, small=True),
+    Attention(CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6), BF16, small=True),
+    Attention(CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40), BF16, small=True),
+    Attention(CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2), BF16, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -85,6 +95,9 @@ SMALL_STORES = (
     CacheCase("tq4", 256, 1, 1, 24, (0,), (5,)),
     CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+    CacheCase("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3),
+    CacheCase("k=tq4,v=tq3", 64, 1, 2, 8, (0, 40), (3, 2), sink=2),
+    CacheCase("tq4", 128, 1, 2, 16, (7, 40), (1, 1), tail=9),
 )
 _PACKED = ("tq4", "tbq4_0")
 

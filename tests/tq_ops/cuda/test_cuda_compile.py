@@ -14,7 +14,7 @@ from cuda_rows import rows_of
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
-KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
+KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge", "window"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """That a program may have at most, by capability."""
 

@@ -32,9 +32,11 @@ MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @cache
-def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, fp32: int = 0) -> tuple[str, int]:
+def built(
+    capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, tail: int, sink: int, fp32: int = 0
+) -> tuple[str, int]:
     """Machine code as text, and registers a thread; with `fp32` the rotation is of that type."""
-    shape = (8, group, head_dim, k_bits, v_bits, block, fp32, decode.blocks_a_processor(group, head_dim))
+    shape = (8, group, head_dim, k_bits, v_bits, block, fp32, decode.blocks_a_processor(group, head_dim), tail, sink)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
         path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
@@ -46,15 +48,16 @@ def built(capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, 
 
 
 #                                                              cycles a coordinate and processor
-# capability, head_dim, group, bits of K and V, block       issue    memory     measured
+# capability, head_dim, group, bits, block, tail, sink            issue    memory     measured
 BOUNDS = [
-    ((90, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #            0.0186   0.0211
-    ((80, 128, 5, 4, 4, 16), 0.0195, 0.0220),  #             0.0186   0.0213
-    ((100, 128, 5, 4, 4, 128), 0.0195, 0.0220),  #           0.0186   0.0211
-    ((90, 128, 5, 3, 2, 128), 0.0220, 0.0220),  #            0.0209   0.0209
-    ((90, 128, 16, 4, 4, 128), 0.0245, 0.0230),  #           0.0233   0.0223
-    ((90, 64, 3, 4, 4, 128), 0.0270, 0.0240),  #             0.0260   0.0231
-    ((90, 256, 8, 4, 4, 128), 0.0165, 0.0215),  #            0.0151   0.0206
+    ((90, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #            0.0186   0.0211
+    ((80, 128, 5, 4, 4, 16, 0, 0), 0.0195, 0.0220),  #             0.0186   0.0213
+    ((100, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #           0.0186   0.0211
+    ((90, 128, 5, 3, 2, 128, 0, 0), 0.0220, 0.0220),  #            0.0209   0.0209
+    ((90, 128, 16, 4, 4, 128, 0, 0), 0.0245, 0.0230),  #           0.0233   0.0223
+    ((90, 64, 3, 4, 4, 128, 0, 0), 0.0270, 0.0240),  #             0.0260   0.0231
+    ((90, 256, 8, 4, 4, 128, 0, 0), 0.0165, 0.0215),  #            0.0151   0.0206
+    ((90, 128, 5, 4, 4, 128, 128, 4), 0.0200, 0.0220),
 ]
 
 
@@ -95,7 +98,7 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
 
 def test_a_rotation_in_fp32_costs_the_loop_nothing():
     """That of the formats whose rotation is no BF16 matrix: it is read once the loop is over, four numbers at a time."""
-    shape = (90, 128, 5, 4, 4, 128)
+    shape = (90, 128, 5, 4, 4, 128, 0, 0)
     (text, _), (fp32, registers) = built(*shape), built(*shape, fp32=1)
     assert sass.count(sass.hottest_loop(fp32)) == sass.count(sass.hottest_loop(text))
     assert registers * decode.THREADS * decode.blocks_a_processor(5, 128) <= 65536
@@ -117,9 +120,9 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
-    # As C lays them out: twelve pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
-    sides = struct.pack("<qqiiqqii", *range(13, 21))
-    given = struct.pack("<12q", *range(1, 13)) + sides + struct.pack("<iif4x", 21, 22, 0.5)
+    # As C lays them out: fifteen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
+    sides = struct.pack("<qqiiqqii", *range(16, 24))
+    given = struct.pack("<15q", *range(1, 16)) + sides + struct.pack("<iif4x", 24, 25, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
