@@ -6,7 +6,8 @@ logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,14 +22,35 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.probe import logit_errors, stored_error, weighted_error
+from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, weighted_error
 from haarkv.tq_ops.table import OpTable, with_ops
 
-SUFFERS, GARBAGE = {"K": 0.5, "V": 0.5}, {"K": 2.0, "V": 1.0}
-"""Of K: by how much logits are off, root mean square, in nats. Of V: the error's share of the output; at 1 nothing is left."""
 LEAST_TOKENS, MOST_TOKENS = 16, 128
 SINKS = 4
 """First tokens of a sequence, whose vectors may be far larger than all others."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A way to say how much is lost.
+
+    Attributes:
+        suffers: from what amount on text suffers.
+        garbage: from what amount on it collapses.
+        words: of the amount.
+    """
+
+    suffers: float
+    garbage: float
+    words: str
+
+
+LOGITS = Measure(0.5, 2.0, "logits are off by {:.2g} nats")
+"""Of K, root mean square over queries and keys."""
+OUTPUT = Measure(0.5, 1.0, "{:.0%} of the output is error")
+"""Of V, as o_proj weighs its channels; at 1 what is stored says nothing."""
+CHANNELS = Measure(1.5, math.inf, "the error is {:.2g} times what a typical channel varies by")
+"""Of K or V, where neither queries nor weights are known: a sign, no proof."""
 
 
 @dataclass(frozen=True)
@@ -38,42 +60,43 @@ class Loss:
     Attributes:
         side: "K" or "V".
         kv_format: its name.
-        amount: of K how far logits are off, of V the share of the output that is error.
+        amount: by the measure.
         of_sinks: the first tokens alone are to blame.
     """
 
     layer: int
     side: str
     kv_format: str
+    measure: Measure
     amount: float
     of_sinks: bool = False
 
     @property
     def suffers(self) -> bool:
         """Whether text suffers from it."""
-        return self.amount >= SUFFERS[self.side]
+        return self.amount >= self.measure.suffers
 
     @property
     def garbage(self) -> bool:
         """Whether text collapses."""
-        return self.amount >= GARBAGE[self.side]
+        return self.amount >= self.measure.garbage
 
 
-def expected_losses(plan: KVPlan, moments: Sequence[tuple[Moments, Moments]], softmax_scale: float) -> list[Loss]:
+def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]], softmax_scale: float) -> list[Loss]:
     """What the weights alone let expect, by made-up vectors of their moments; only what text suffers from.
 
     Real vectors differ: of models without norms of Q and K, little more than the biases is known.
 
     Args:
         plan: without learned coordinates, which fit no made-up vectors.
-        moments: K's and V's of each layer.
+        moments: K's and V's of each layer that is known.
     """
     generator, found = torch.Generator().manual_seed(0), []
-    for layer, (k, v) in enumerate(moments):
+    for layer, (k, v) in moments.items():
         for side, of, kv_format in (("K", k, plan.k(layer)), ("V", v, plan.v(layer))):
             if not kv_format.lossy:
                 continue
-            x = _made_up(of, generator)
+            x = _made_up(of, generator, rotates=side == "K")
             queries = torch.randn(MOST_TOKENS, *of.use.shape, generator=generator) * of.use.sqrt()
             loss = (
                 key_loss(kv_format, layer, x, queries, softmax_scale)
@@ -84,13 +107,15 @@ def expected_losses(plan: KVPlan, moments: Sequence[tuple[Moments, Moments]], so
     return found
 
 
-def _made_up(of: Moments, generator: torch.Generator) -> Tensor:
-    """Gaussian vectors [H, n, D] of such moments."""
-    low, high = of.constant.square().chunk(2, dim=-1)
-    # `size` of K holds the mean of a pair's biases, that of V each channel's own.
-    spread = torch.minimum(of.size - (low + high).repeat(1, 2) / 2, of.size - of.constant.square()).clamp(min=0).sqrt()
-    noise = torch.randn(len(of.size), MOST_TOKENS, of.size.shape[1], generator=generator)
-    return noise * spread.unsqueeze(1) + of.constant.unsqueeze(1)
+def _made_up(of: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
+    """Gaussian vectors [H, n, D] of such moments; RoPE `rotates` what is constant in them, anywhere."""
+    heads, dim = of.spread.shape
+    noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * of.spread.sqrt().unsqueeze(1)
+    constant = of.constant.unsqueeze(1)
+    if rotates:
+        angle = torch.rand(heads, MOST_TOKENS, dim // 2, generator=generator) * (2 * math.pi)
+        constant = constant * math.sqrt(2) * torch.cat([angle.cos(), angle.sin()], dim=-1)
+    return noise + constant
 
 
 def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scale: float, sink: int = 0) -> Loss | None:
@@ -108,7 +133,7 @@ def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scal
     squares = logit_errors(error, q, softmax_scale).square()  # [H, n]
     whole = float(squares.mean(1).max().sqrt())
     later = float(squares[:, SINKS:].mean(1).max().sqrt())
-    return Loss(layer, "K", kv_format.name, whole, of_sinks=later < whole / 2)
+    return Loss(layer, "K", kv_format.name, LOGITS, whole, of_sinks=later < whole / 2)
 
 
 def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss | None:
@@ -116,7 +141,24 @@ def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss 
     error = stored_error(kv_format, layer, v)
     if error is None:
         return None
-    return Loss(layer, "V", kv_format.name, float(weighted_error(error, v[:, : error.shape[1]], use).max()))
+    amount = float(weighted_error(error, v[:, : error.shape[1]], use).max())
+    return Loss(layer, "V", kv_format.name, OUTPUT, amount)
+
+
+def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: int = 0) -> Loss | None:
+    """Of some vectors of which nothing else is known; None of too few.
+
+    Args:
+        x: [H, n, D], of positions 0 … n - 1; K after RoPE.
+        sink: first vectors that stay in BF16.
+    """
+    error = stored_error(kv_format, layer, x)
+    if error is None or error.shape[1] <= SINKS:
+        return None
+    error[:, :sink] = 0.0
+    spread = x[:, SINKS:].float().var(1)
+    whole, later = (float(lost_variation(e, spread).max()) for e in (error, error[:, SINKS:]))
+    return Loss(layer, side, kv_format.name, CHANNELS, whole, of_sinks=later < whole / 2)
 
 
 # -- What is said of it ----------------------------------------------------------------------------------------------------
@@ -130,13 +172,13 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
         could_balance: balance was left out, and would help.
     """
     parts = []
-    for side, what in (("K", "logits are off by {:.2g} nats"), ("V", "{:.0%} of the output is error")):
-        if of_side := [loss for loss in losses if loss.side == side]:
-            worst = max(loss.amount for loss in of_side)
-            names = " and ".join(dict.fromkeys(loss.kv_format for loss in of_side))
-            parts.append(f"{side} of {name_layers([loss.layer for loss in of_side])} suffers in {names}: {what.format(worst)}")
+    for side, measure in dict.fromkeys((loss.side, loss.measure) for loss in losses):
+        of_side = [loss for loss in losses if (loss.side, loss.measure) == (side, measure)]
+        names = " and ".join(dict.fromkeys(loss.kv_format for loss in of_side))
+        lost = measure.words.format(max(loss.amount for loss in of_side))
+        parts.append(f"{side} of {name_layers([loss.layer for loss in of_side])} suffers in {names}: {lost}")
     if could_balance:
-        instead = "leave out --balance off"
+        instead = "leave balance on"
     elif all(loss.of_sinks for loss in losses):
         instead = f"keep the first tokens in BF16: --kv-sink {SINKS}"
     else:
@@ -159,7 +201,7 @@ class Guard:
     """
 
     plan: KVPlan
-    moments: tuple[tuple[Moments, Moments], ...]
+    moments: Mapping[int, tuple[Moments, Moments]]
     softmax_scale: float
     could_balance: bool = False
     allow: bool = False
@@ -227,9 +269,8 @@ class Guard:
             key = loss.layer, loss.side
             if key not in worst or loss.amount > worst[key].amount:
                 worst[key] = loss
-        garbage = [loss for loss in worst.values() if loss.garbage]
-        if garbage and not self.allow:
-            line = describe(garbage, could_balance=self.could_balance)
+        if any(loss.garbage for loss in worst.values()) and not self.allow:
+            line = describe(list(worst.values()), could_balance=self.could_balance)
             raise InputError(f"text would be garbage: {line}; --allow-collapse goes on all the same")
         new = [loss for key, loss in worst.items() if key not in self._said]
         self._said |= worst.keys()

@@ -29,17 +29,22 @@ class Moments:
 
     Attributes:
         use: [H, D] fp32, mean square of what meets each channel: queries, or columns of o_proj.
-        size: [H, D] fp32, mean square of the channel itself, if what enters the layer is alike in all directions.
-        constant: [H, D] fp32, what a bias adds to every vector (to K before RoPE); `size` counts it.
+        spread: [H, D] fp32, variance of the channel itself, if what enters the layer is alike in all directions.
+        constant: [H, D] fp32, what a bias adds to every vector; of K, the root mean square of a RoPE pair's.
     """
 
     use: Tensor
-    size: Tensor
+    spread: Tensor
     constant: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """Mean square of each channel [H, D] fp32."""
+        return self.spread + self.constant.square()
 
     def scaled(self, scales: Tensor) -> Moments:
         """The same of channels times scales [H, D]."""
-        return Moments(self.use / scales.square(), self.size * scales.square(), self.constant * scales)
+        return Moments(self.use / scales.square(), self.spread * scales.square(), self.constant * scales)
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,21 @@ def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
         heads, dim: KV heads H and head_dim D.
     """
     if "k_norm" in tensors:
-        use, size = (_squares(tensors[name]).expand(heads, dim) for name in ("q_norm", "k_norm"))
+        use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
+        bias = torch.zeros(heads, dim)
     else:
-        use, size = (_row_squares(tensors, name).view(-1, dim) for name in ("q", "k"))
-        use = use.view(heads, -1, dim).mean(1)
-    return Moments(_in_pairs(use), _in_pairs(size), _bias(tensors, "k_bias", heads, dim))
+        of_queries = _row_squares(tensors, "q_proj") + _bias(tensors, "q_bias", tensors["q_proj"]).square()
+        use = of_queries.view(heads, -1, dim).mean(1)
+        spread = _row_squares(tensors, "k_proj").view(heads, dim)
+        bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
+    return Moments(_in_pairs(use), _in_pairs(spread), _in_pairs(bias.square()).sqrt())
 
 
 def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
     """Of V; arguments as of `key_moments`."""
     use = torch.linalg.vector_norm(tensors["o_proj"], dim=0, dtype=torch.float32).square().view(heads, -1, dim).sum(1)
-    return Moments(use, _row_squares(tensors, "v").view(heads, dim), _bias(tensors, "v_bias", heads, dim))
+    bias = _bias(tensors, "v_bias", tensors["v_proj"]).view(heads, dim)
+    return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
 
 
 def scales_of(moments: Moments) -> tuple[Tensor, float]:
@@ -152,18 +161,15 @@ def by_field(layer: LayerWeights) -> dict[str, Tensor]:
     return {field: tensor for field, _, tensor in layer.named() if "." not in field}
 
 
-def _squares(weight: Tensor) -> Tensor:
-    return weight.float().square()
-
-
-def _bias(tensors: Mapping[str, Tensor], name: str, heads: int, dim: int) -> Tensor:
-    return tensors[name].float().view(heads, dim) if name in tensors else torch.zeros(heads, dim)
+def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:
+    """The bias [rows] fp32 of a projection; zeros where it has none."""
+    return tensors[name].float() if name in tensors else torch.zeros(len(projection), device=projection.device)
 
 
 def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Mean square [rows] fp32 of each row's result: normed vectors have a mean square of 1 in every coordinate."""
-    rows: Tensor = torch.linalg.vector_norm(tensors[f"{name}_proj"].float() * tensors["input_norm"].float(), dim=1).square()
-    return rows + _squares(tensors[f"{name}_bias"]) if f"{name}_bias" in tensors else rows
+    rows: Tensor = torch.linalg.vector_norm(tensors[name].float() * tensors["input_norm"].float(), dim=1)
+    return rows.square()
 
 
 def _in_pairs(squares: Tensor) -> Tensor:

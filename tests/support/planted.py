@@ -37,7 +37,7 @@ def tiny_qwen2():
 
 
 def run(model, ids, ops=reference, kv="bf16"):
-    """Logits [vocab] after some tokens."""
+    """Logits [T, vocab] after each of some tokens."""
     config = model.config
     blocks = -(-len(ids) // 128)
     cache = PagedKVCache(
@@ -46,4 +46,5 @@ def run(model, ids, ops=reference, kv="bf16"):
     paging = PagedSequences(blocks, 128)
     batch = paging.batch([paging.add()], [len(ids)])
     with torch.inference_mode():
-        return model.prefill(torch.tensor(ids), batch, cache, ops)[0]
+        hidden = model.layers(model.embed(torch.tensor(ids)), range(config.num_layers), batch, cache, ops)
+        return model.head(hidden, ops)
