@@ -1,4 +1,4 @@
-"""What planted faults cost: `tiny` with large channels, biases and first tokens, with and without balance, KL to its bf16 cache.
+"""What planted faults cost: `tiny` with large channels, biases and first tokens, with and without balance.
 
 python -m haarkv.benchmarks.planted --text held_out.txt --tokens 20480 --out planted.json
 """
@@ -126,10 +126,8 @@ def main() -> int:
             continue
         for name, row in measure(group, ids, given.tokens):
             share = row.ppl_delta / (row.ppl - row.ppl_delta)
-            print(
-                f"| {planted_what} | {name} | {row.bits_per_value:.3f} | {row.kl_mean:.5f} | {row.kl_p999:.3f} | {row.ppl:.3f} | "
-                f"{share:+.2%} |", flush=True,
-            )  # fmt: skip
+            numbers = f"{row.bits_per_value:.3f} | {row.kl_mean:.5f} | {row.kl_p999:.3f} | {row.ppl:.3f} | {share:+.2%}"
+            print(f"| {planted_what} | {name} | {numbers} |", flush=True)
             rows.append({"planted": planted_what, "cache": name} | asdict(row))
     if given.out:
         given.out.write_text(json.dumps({"tokens": given.tokens, "rows": rows}, indent=1) + "\n", encoding="utf-8")
