@@ -107,6 +107,9 @@ class CudaExecutor:
             return "its decode steps are graphs, which cannot choose experts as they run"
         return unsupported(READS, plan, config.head_dim)
 
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         cache.require_room(batch)

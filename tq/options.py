@@ -149,6 +149,13 @@ _BESIDE = (
 )
 
 
+balance_option = click.option(
+    "--balance", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
+    help="Scale uneven channels of K and V; the model stays the same, and the cache loses less.",
+)  # fmt: skip
+collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
+
+
 def kv_options(kv: bool = True) -> Decorator:
     """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`.
 

@@ -110,7 +110,7 @@ def layer_of(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
 class Grouped:
     """Exact storage of G tokens together; counts the vectors that it is handed."""
 
-    purpose = "for tests"
+    purpose, lossy = "for tests", False
 
     def __init__(self, group):
         self.name, self.group_tokens, self.vectors = f"grouped{group}", group, 0

@@ -15,6 +15,7 @@ import click
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
 from tq.options import (
+    balance_option,
     calibration_option,
     executor_option,
     json_option,
@@ -25,7 +26,7 @@ from tq.options import (
     run_options,
     set_threads,
 )
-from tq.output import loading, print_table, scoring
+from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
@@ -42,6 +43,7 @@ _WIDTH = 120
 @calibration_option
 @kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
+@balance_option
 @executor_option()
 @run_options()
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
@@ -67,6 +69,7 @@ def command(
     threads: int | None,
     resume_file: Path | None,
     plot_file: Path | None,
+    balance: str,
     as_json: bool,
     **kv: Any,
 ) -> None:
@@ -90,6 +93,7 @@ def command(
         raise click.UsageError("--resume and --plot name the same file")
     for file in files:
         check_writable(file)
+    from haarkv.models.balance import describe
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.kv.plan_file import load
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
@@ -115,7 +119,10 @@ def command(
             dtype=dtype,
             layers=layers,
             progress=progress,
+            balance=balance == "auto",
         )
+    if setup.uneven:
+        warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
     with scoring(len(setup.caches) * plan.steps) as on_step:

@@ -13,6 +13,7 @@ import torch
 from haarkv.engine.session import Session, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
+from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -67,6 +68,7 @@ def load_setup(
     dtype: str | None = None,
     layers: int | None = None,
     progress: Progress | None = None,
+    balance: bool = True,
 ) -> Setup:
     """Load a model once for all caches.
 
@@ -80,6 +82,7 @@ def load_setup(
         model, device, dtype, layers, progress: as in `engine.session.load`.
         executor: one for all caches; `auto` is the fastest that reads every one of them. Where no format was asked for and
             no executor of `device` reads them all, it is the fastest there that reads the default format.
+        balance: as in `engine.session.load`, for all caches or, if one of them has learned coordinates, for none.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
@@ -102,6 +105,10 @@ def load_setup(
     for of in (spec, *(plans or {}).values()):
         if of.weights:
             of.require_weights(fingerprint(loaded.weights.named()))
+    uneven: tuple[balancing.Uneven, ...] = ()
+    if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
+        made = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
+        loaded, uneven = made.model, made.uneven
     tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
     # One executor serves every cache; the default format stands for the others until they are known.
     runner = catalog.create(executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(default), config)), device)
@@ -121,7 +128,7 @@ def load_setup(
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
     ends = DecoderModel(config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
-    return Setup(ends, base, caches, weights_fingerprint(loaded))
+    return Setup(ends, base, caches, weights_fingerprint(loaded), uneven)
 
 
 def _all(config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:

@@ -6,7 +6,7 @@ slot of every head, as of an executor on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from haarkv.models.parallel import Ranks, kv_heads_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.trial import Stored, sides, snapshot
 
 
@@ -92,6 +93,9 @@ class Gathered:
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self._part.executor.supports(self._part.executor.config, plan)
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("prefill", token_ids, range(self.config.num_layers), batch, cache)

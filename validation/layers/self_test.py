@@ -49,6 +49,9 @@ class WholeLayers:
         self.supports, self.layers = executor.supports, executor.layers
         self.prefill, self.decode = executor.prefill, executor.decode
 
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
 
 def self_test(
     models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
