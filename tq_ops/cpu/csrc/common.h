@@ -29,9 +29,24 @@ struct Place {
 
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
     const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
-    return {side.codes + block * side.codes_stride + vector * (cache.head_dim / 2),
+    return {side.codes + block * side.codes_stride + vector * (side.levels / 2),
             side.scales + block * side.scales_stride + vector * side.scales_per_vector};
 }
+
+inline int64_t bytes_of(const Side& side) { return side.levels / 2; }
+
+// A stretch of bytes to prefetch, as many with every turn of a loop.
+struct Ahead {
+    const uint8_t* next;
+    int64_t step;
+
+    Ahead(const uint8_t* begin, int64_t bytes, int64_t turns) : next(begin), step((bytes + turns - 1) / turns) {}
+
+    void turn() {
+        for (int64_t byte = 0; byte < step; byte += kLine) fetch(next + byte);
+        next += step;
+    }
+};
 
 inline void fetch_scales(Place at, int n) {
     for (int i = 0; i < n; i += kLine / 2) fetch(at.scales + i);
