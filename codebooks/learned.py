@@ -33,6 +33,10 @@ class Basis:
     back: Tensor
     weights: Tensor
 
+    def heads(self, part: slice) -> Basis:
+        """That of some KV heads."""
+        return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
+
 
 @cache
 def refinements() -> tuple[float, ...]:

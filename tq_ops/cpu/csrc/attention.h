@@ -82,7 +82,7 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         const int next = block + 1 < tile.end_block ? block + 1 : block;
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
         fetch_scales(v, segments * n);
-        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes);
+        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes, next_k.codes);
         widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         int seen[R];
         float shrink[R];

@@ -35,16 +35,26 @@ inline Place place(const Side& side, const Cache& cache, int block, int head) {
 
 inline int64_t bytes_of(const Side& side) { return side.levels / 2; }
 
-// A stretch of bytes to prefetch, as many with every turn of a loop.
-struct Ahead {
-    const uint8_t* next;
-    int64_t step;
+// Bytes of each of the next keys that are prefetched with V's codes; the others follow while V is mixed. Where V's codes are
+// fewer than K's, each phase thus fetches what it has time for.
+inline int64_t early_bytes(const Cache& cache) {
+    const int64_t more = bytes_of(cache.k) - bytes_of(cache.v);
+    return more > 0 ? more : 0;
+}
 
-    Ahead(const uint8_t* begin, int64_t bytes, int64_t turns) : next(begin), step((bytes + turns - 1) / turns) {}
+// Stretches of bytes to prefetch, as many of each with every turn of a loop.
+struct Ahead {
+    const uint8_t *next, *later;
+    int64_t step, later_step;
+
+    Ahead(const uint8_t* begin, int64_t bytes, int64_t turns, const uint8_t* later = nullptr, int64_t later_bytes = 0)
+        : next(begin), later(later), step((bytes + turns - 1) / turns), later_step((later_bytes + turns - 1) / turns) {}
 
     void turn() {
         for (int64_t byte = 0; byte < step; byte += kLine) fetch(next + byte);
         next += step;
+        for (int64_t byte = 0; byte < later_step; byte += kLine) fetch(later + byte);
+        later += later_step;
     }
 };
 

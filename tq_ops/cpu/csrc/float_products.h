@@ -40,11 +40,14 @@ inline void score(const uint32_t* words, int stride, int begin, int end, const f
 // Logits [R, stride] of the block's first n keys; the rest of each row is undefined. Prefetches V's codes of them at `ahead`.
 template <class Simd, int R>
 void score_block(const Cache& cache, Place at, int n, const float* q, float softmax_scale, int stride, uint32_t* words,
-                 float* scale, float* logits, const uint8_t* ahead) {
+                 float* scale, float* logits, const uint8_t* ahead, const uint8_t* later) {
     constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
     const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
-    const int64_t bytes = bytes_of(cache.v);
+    const int64_t bytes = bytes_of(cache.v), early = early_bytes(cache);
     const typename Simd::Table table = Simd::table(cache.k.centroids);
+    auto fetching = [&](int key, int keys) {
+        return Ahead(ahead + key * bytes, keys * bytes, count, later + key * early, keys * early);
+    };
     for (int key = 0; key < n; key += Simd::width)
         Simd::transpose(at.codes + static_cast<int64_t>(key) * count * 4, count, smaller(n - key, Simd::width), words + key,
                         stride);
@@ -54,10 +57,10 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
         int key = 0;
         for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width)
             score<Simd, R, kTiles>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale,
-                                   logits + key, s, Ahead(ahead + key * bytes, kTiles * Simd::width * bytes, count));
+                                   logits + key, s, fetching(key, kTiles * Simd::width));
         for (; key < n; key += Simd::width)
             score<Simd, R, 1>(words + key, stride, begin, end, q, table, scale + s * stride + key, softmax_scale, logits + key,
-                              s, Ahead(ahead + key * bytes, Simd::width * bytes, count));
+                              s, fetching(key, Simd::width));
     }
 }
 
@@ -153,15 +156,16 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
             for (int i = 0; i < cache.k.levels; ++i) q[i * R + r] = tile.q[r][i];
     }
 
-    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits,
-               const uint8_t* ahead) const {
-        score_block<Simd, R>(cache, at, n, q, softmax_scale, stride, words, scale, logits, ahead);
+    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
+               const uint8_t* later) const {
+        score_block<Simd, R>(cache, at, n, q, softmax_scale, stride, words, scale, logits, ahead, later);
     }
 
     // Adds n vectors to the sums, and prefetches K's codes of as many at `ahead`.
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int words = cache.v.levels / 8;
         const int64_t bytes = bytes_of(cache.v);
+        ahead += n * early_bytes(cache);
         if (is_short(cache)) {
             constexpr int64_t kBytes = 4 * Narrow::width;
             for (int key = 0; key < n; ++key) std::memcpy(spaced + key * kBytes, at.codes + key * bytes, bytes);
@@ -184,7 +188,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     template <class Register>
     void mix_at(Words of, int word, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int words = cache.v.levels / 8, segment = words / cache.v.scales_per_vector;
-        const int64_t total = of.n * bytes_of(cache.k), begin = total * (word + of.first) / words;
+        const int64_t total = of.n * (bytes_of(cache.k) - early_bytes(cache)), begin = total * (word + of.first) / words;
         const int64_t end = total * (word + of.last) / words;
         mix_words<Register, R>(of, weights + word / segment * R * stride, stride, Register::table(cache.v.centroids), shrink,
                                sums + word, words, Ahead(ahead + begin, end - begin, of.n));

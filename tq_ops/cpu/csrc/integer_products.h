@@ -139,14 +139,24 @@ template <int WORDS> struct Piece {
         }
     }
 
-    // Lanes of sums that are this piece's own.
-    __mmask16 lanes() const { return static_cast<__mmask16>((1u << WORDS) - (1u << first)); }
-
-    // Sums over the keys of a register: the first WORDS lanes of the result.
-    static __m512i over_keys(__m512i x) {
-        if constexpr (WORDS <= 8) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0x4e));
-        if constexpr (WORDS <= 4) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0xb1));
-        return x;
+    // sum = sum * shrink + step * x, of the WORDS lanes that are left when keys side by side are added. Registers are as wide as
+    // these: a load that overlaps an earlier store, masked or not, waits for it.
+    void add_to(float* sum, __m512i x, float shrink, float step) const {
+        if constexpr (WORDS == 16) {
+            const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink));
+            _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(step), before));
+        } else {
+            const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+            if constexpr (WORDS == 8) {
+                const __m256 before = _mm256_mul_ps(_mm256_loadu_ps(sum), _mm256_set1_ps(shrink));
+                _mm256_storeu_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(half), _mm256_set1_ps(step), before));
+            } else {
+                const __m128i own = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+                const __m128 old = _mm_loadu_ps(sum), before = _mm_mul_ps(old, _mm_set1_ps(shrink));
+                const __m128 now = _mm_fmadd_ps(_mm_cvtepi32_ps(own), _mm_set1_ps(step), before);
+                _mm_storeu_ps(sum, _mm_mask_blend_ps(static_cast<__mmask8>(16 - (1 << first)), old, now));
+            }
+        }
     }
 
   private:
@@ -199,16 +209,10 @@ inline void mix_whole(const Piece<WORDS>& of, __m512i table, const float* shrink
     }
     add(key, of.template halves<kUpper, true>(key));
     to_fetch = ahead;
-    const __mmask16 lanes = of.lanes();
 #pragma GCC unroll 4
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            float* sum = sums + (r * 8 + FIRST + k) * words;
-            const __m512 before = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, sum), _mm512_set1_ps(shrink[r]));
-            const __m512 added = V::to_floats(Piece<WORDS>::over_keys(acc[k][r]));
-            _mm512_mask_storeu_ps(sum, lanes, _mm512_fmadd_ps(added, _mm512_set1_ps(step[r]), before));
-        }
+        for (int r = 0; r < R; ++r) of.add_to(sums + (r * 8 + FIRST + k) * words, acc[k][r], shrink[r], step[r]);
 }
 
 // The products of R rows, as `attend_rows` calls them.
@@ -237,11 +241,11 @@ template <int R> struct IntegerProducts {
             step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
     }
 
-    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits,
-               const uint8_t* ahead) const {
+    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
+               const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
         const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
-        const int64_t bytes = bytes_of(cache.v);
+        const int64_t bytes = bytes_of(cache.v), early = early_bytes(cache);
         const __m512i table = Vnni512::table(cache.k.integers);
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
@@ -253,9 +257,10 @@ template <int R> struct IntegerProducts {
                 Simd::transpose(codes + i * count * 4, count, smaller(n - key - i, Simd::width), words + i, kLanes);
             for (int s = 0; s < segments; ++s) {
                 const int begin = s * count / segments, end = (s + 1) * count / segments;
-                const int64_t share = kLanes * bytes / segments;
+                const int64_t share = kLanes * bytes / segments, later_share = kLanes * early / segments;
                 score_whole<R, kNumber>(words, begin, end, q, table, scale + s * stride + key, factor, logits + key, stride, s,
-                                        Ahead(ahead + key * bytes + s * share, share, end - begin));
+                                        Ahead(ahead + key * bytes + s * share, share, end - begin,
+                                              later + key * early + s * later_share, later_share));
             }
         };
         int key = 0;
@@ -273,9 +278,9 @@ template <int R> struct IntegerProducts {
                 float own[R], steps[R];
                 whole_weights(weights + s * R * stride + key, keys, most, steps);
                 for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r], steps[r] *= cache.v.unit;
-                const int64_t share = keys * bytes_of(cache.k) / segments;
+                const int64_t early = early_bytes(cache), late = bytes_of(cache.k) - early, share = keys * late / segments;
                 mix_stretch(at.codes + key * bytes + s * words * 4, words, keys, own, steps, sums + s * words,
-                            ahead + key * bytes_of(cache.k) + s * share, share);
+                            ahead + n * early + key * late + s * share, share);
             }
     }
 
@@ -313,9 +318,13 @@ template <int R> struct IntegerProducts {
         for (int i = 0; i < 32; ++i) from[i] = static_cast<int16_t>(i / 2 / WORDS + i % 2 * P::kKeys);
         const __m512i order = _mm512_load_si512(from);
         for (int r = 0; r < R; ++r)
-            for (int key = 0; key < n; key += P::kStep)
-                _mm512_storeu_si512(spread + r * kSpread + key / P::kStep * 32,
-                                    _mm512_permutexvar_epi16(order, _mm512_loadu_si512(whole + r * stride + key)));
+            for (int key = 0; key < n; key += P::kStep) {
+                // Four or eight weights and no more: they were stored just now, and a wider load would wait for that.
+                const __m128i* at = reinterpret_cast<const __m128i*>(whole + r * stride + key);
+                const __m512i step = P::kStep == 4 ? _mm512_broadcastq_epi64(_mm_loadl_epi64(at))
+                                                   : _mm512_broadcast_i32x4(_mm_loadu_si128(at));
+                _mm512_storeu_si512(spread + r * kSpread + key / P::kStep * 32, _mm512_permutexvar_epi16(order, step));
+            }
     }
 
     // One segment, `words` words, of each vector; prefetches `share` bytes at `ahead`.

@@ -52,12 +52,18 @@ struct Avx512 {
                 std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
             codes = copy;
         }
-        if (words == 8) return transpose_words<8>(codes, words, out, stride);
-        if (words == 16) return transpose_words<16>(codes, words, out, stride);
-        transpose_words<0>(codes, words, out, stride);
+        transpose_known<4>(codes, words, out, stride);
     }
 
   private:
+    // Where the number of words is known, so are the distances between keys.
+    template <int WORDS> static void transpose_known(const uint8_t* codes, int words, uint32_t* out, int stride) {
+        if (words == WORDS) return transpose_words<WORDS>(codes, words, out, stride);
+        if constexpr (WORDS < 24) return transpose_known<WORDS + 2>(codes, words, out, stride);
+        if (words == 32) return transpose_words<32>(codes, words, out, stride);
+        transpose_words<0>(codes, words, out, stride);
+    }
+
     static __m128i quarter(const uint8_t* codes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)); }
 
     // Four words of 16 keys at a time; the last four overlap those before where their number is no multiple of four. Loads

@@ -9,11 +9,12 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
     for (int i = 0; i < inputs; ++i) {
         const M* row = matrix + static_cast<int64_t>(i) * outputs + column;
         typename Simd::F value[COLUMNS];
+#pragma GCC unroll 8
         for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const typename Simd::F factor = Simd::set1(x[r * inputs + i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
         }
     }
@@ -23,7 +24,10 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
 
 // For a matrix in FP32 or BF16, of a multiple of 16 columns.
 template <class Simd, int R, class M> void rotate_rows(const float* x, const M* matrix, int inputs, int outputs, float* y) {
-    constexpr int kColumns = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
+    constexpr int kColumns = R * 8 <= kAccumulators<Simd>   ? 8
+                             : R * 4 <= kAccumulators<Simd> ? 4
+                             : R * 2 <= kAccumulators<Simd> ? 2
+                                                            : 1;
     int column = 0;
     for (; column + kColumns * Simd::width <= outputs; column += kColumns * Simd::width)
         rotate_columns<Simd, R, kColumns>(x, matrix, inputs, outputs, column, y);
