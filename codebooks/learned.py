@@ -61,6 +61,10 @@ class Basis:
         """D."""
         return self.mean.shape[1]
 
+    def heads(self, part: slice) -> Basis:
+        """That of some KV heads."""
+        return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
+
 
 # -- The closed form -------------------------------------------------------------------------------------------------------
 

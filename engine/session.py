@@ -252,15 +252,17 @@ def shape_of(config: DecoderConfig) -> ModelShape:
     return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
 
 
-def plan_for(spec: KVSpec, config: DecoderConfig) -> KVPlan:
+def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) -> KVPlan:
     """The KV plan that a spec means for a model.
 
+    Args:
+        split: of the plan for a rank's KV heads.
     Raises:
         InputError: it does not fit the model.
     """
     plan = spec.plan(config.num_layers, shape_of(config))
-    plan.require_layout(config.head_dim)
-    return plan
+    plan.require_layout(config.head_dim, num_kv_heads=config.num_kv_heads)
+    return spec.heads(split.kv_heads).plan(config.num_layers) if split and spec.calibration else plan
 
 
 def load(
@@ -305,8 +307,8 @@ def load(
     # What is wrong is said before the weights are read.
     formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
-    plan = plan_for(spec, config)
-    part = Split(config, ranks.rank, ranks.size).part
+    split = Split(config, ranks.rank, ranks.size)
+    part, plan = split.part, plan_for(spec, config, split)
     selected = select(executor, part, [plan], device=device, dtype=dtype)
     check(selected.name, part, plan, device, ranks)
     generation = generation_settings(name)

@@ -64,7 +64,7 @@ class BlockQ4(BlockFormat):
         codes = self._codes(fields)
         return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         blocks = self.split(x)
         value, scale = self._value(blocks)
         value = value.clamp(0, 15.5)
@@ -161,7 +161,7 @@ class BlockQ8(BlockFormat):
         """Codes counted from -127, which is level 0."""
         return (fields["codes"].int() + 127).to(torch.uint8)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, scale = self._value(self.split(x))
         boundaries = torch.arange(-126.5, 127.0, device=x.device)
         # Away from zero: a negative tie belongs to the level below.

@@ -38,7 +38,7 @@ class PagedKVCache:
     Attributes:
         most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
     Raises:
-        InputError: a format has no layout for this head_dim or block size.
+        InputError: a format has no layout for this head_dim, block size or number of KV heads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         pages: Mapping[int, Tensor] | None = None,
     ) -> None:
-        plan.require_layout(head_dim, block_size)
+        plan.require_layout(head_dim, block_size, num_kv_heads)
         self.plan = plan
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.num_blocks, self.block_size = num_blocks, block_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -104,8 +104,8 @@ class KVPlan:
         vectors = sum(self.sink + self.ring_tokens(f, chunk) for f in windows)
         return WINDOW_BYTES * num_kv_heads * head_dim * vectors
 
-    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE) -> None:
-        """Refuse a head_dim or a block size that a format cannot hold.
+    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE, num_kv_heads: int | None = None) -> None:
+        """Refuse a head_dim, a block size or a number of KV heads (where it is given) that a format cannot hold.
 
         Raises:
             InputError: naming the format.
@@ -115,6 +115,10 @@ class KVPlan:
             if block_size % kv_format.group_tokens:
                 group = kv_format.group_tokens
                 raise InputError(f"{kv_format.name} quantizes {group} tokens together, which blocks of {block_size} cut apart")
+            found = kv_format.description(head_dim)
+            heads = found.transform.heads if found else None
+            if heads is not None and num_kv_heads not in (None, heads):
+                raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {num_kv_heads}")
 
     def describe(self) -> str:
         """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
@@ -189,6 +193,10 @@ class KVSpec:
     def __post_init__(self) -> None:
         if self.sink < 0 or (self.tail is not None and self.tail < 0):
             raise InputError(f"tail and sink count tokens and cannot be negative; they are {self.tail} and {self.sink}")
+
+    def heads(self, part: slice) -> KVSpec:
+        """The same for some of the model's KV heads, as a rank holds them."""
+        return replace(self, calibration=self.calibration.heads(part)) if self.calibration else self
 
     def plan(self, num_layers: int, shape: ModelShape | None = None) -> KVPlan:
         """For a model of so many layers.
