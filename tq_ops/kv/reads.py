@@ -24,14 +24,14 @@ class Reads:
         planes: widths of a level's planes, low bits first, each way they take: (4,) is 4 bits in one, (2, 1) is 3 in two.
         most_scales: scales a vector.
         scale_dtype: of a scale.
-        order: (head_dim, width of a plane) -> the coordinates of its levels as they lie in the bytes.
+        order: (levels of a vector, width of a plane) -> the place of each as they lie in the bytes.
         in_one_order: whether the planes of a description lie in one order that the kernels know, where any order will not do.
         matrix_dtype: of the rotation's entries.
         quantizer: how vectors become levels.
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         windows: whether they read tokens in BF16 beside the packed ones.
-        learned: whether they take coordinates of each KV head (`Coordinates`) in place of a rotation.
+        learned: head_dim -> how many levels of learned coordinates (`Coordinates`) they take; None if they take none.
     """
 
     kernels: str
@@ -46,7 +46,7 @@ class Reads:
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     windows: bool = False
-    learned: bool = False
+    learned: Callable[[int], range] | None = None
 
     def built_in(self, head_dim: int) -> Description:
         """The description of `only`, whose tables the kernels hold."""
@@ -95,7 +95,7 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
 
 def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
     """Whether the kernels could read it at all, whatever its tables."""
-    if found is None or found.scale_dtype != reads.scale_dtype or (found.transform.coordinates and not reads.learned):
+    if found is None or found.scale_dtype != reads.scale_dtype or (found.transform.coordinates and reads.learned is None):
         return False
     if tuple(plane.bits for plane in found.planes) not in reads.planes:
         return False
@@ -103,7 +103,9 @@ def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
 
 
 def _misfit_of_tables(reads: Reads, name: str, found: Description) -> str | None:
-    if (order := reads.order) and any(plane.order != order(found.head_dim, plane.bits) for plane in found.planes):
+    if found.transform.coordinates and reads.learned and found.levels not in (taken := reads.learned(found.head_dim)):
+        return f"{reads.kernels} take {taken[0]} to {taken[-1]} learned nibbles in steps of {taken.step}, not {found.levels}"
+    if (order := reads.order) and any(plane.order != order(found.levels, plane.bits) for plane in found.planes):
         return f"{reads.kernels} read another order of coordinates than {name} has"
     if reads.in_one_order and not reads.in_one_order(found):
         return f"{reads.kernels} read planes of one order of coordinates, and {name} has planes of several"
