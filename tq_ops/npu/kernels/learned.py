@@ -110,20 +110,20 @@ class LearnedNibbles(ScaledSide):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
             pypto.set_cube_tile_shapes([16, 16], [64, HEAD_DIM], [64, HEAD_DIM])
-            ready = pypto.matmul(pypto.reshape(own, [rows * group, HEAD_DIM]), self._rows(head), pypto.DT_FP32, b_trans=True)
+            ready = pypto.matmul(pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True)
             pypto.set_vec_tile_shapes(4, group, self.width)
             ready = pypto.cast(pypto.reshape(ready, [rows, group, self.width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
 
     def finish(self, value, head, shape):
         pypto.set_cube_tile_shapes([16, 16], [64, 64], [64, HEAD_DIM])
-        out = pypto.matmul(value, self._rows(head), pypto.DT_FP32)
+        out = pypto.matmul(value, self._coordinates(head), pypto.DT_FP32)
         pypto.set_vec_tile_shapes(16, HEAD_DIM)
         # Probabilities add up to 1, so the mean is added once.
         mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * shape.num_kv_heads + head, 0])
         return pypto.cast(out + mean, pypto.DT_BF16)
 
-    def _rows(self, head):
+    def _coordinates(self, head):
         """[N, 128] FP32 of one head."""
         return pypto.view(self.domain.rows, [self.width, HEAD_DIM], [head * self.width, 0])
 
