@@ -136,13 +136,15 @@ class Broken:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Codes [rows, 64] INT8 to centroids [rows, 128] FP16, without attention around it."""
+    """Codes [rows, width / 2] INT8 to centroids [rows, width] FP16, without attention around it; `tile` rows at a time."""
 
     rows: int
+    width: int = 128
+    tile: int = 128
     name: str = "look_up"
     arguments: tuple = (Argument("codes"), Argument("out", output=True))
 
     def build(self, **options):
         import look_up_kernel
 
-        return look_up_kernel.build(self.rows, options)
+        return look_up_kernel.build(self, options)
