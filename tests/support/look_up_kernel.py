@@ -1,14 +1,16 @@
-"""The look-up of `tq4` alone, as a PyPTO program."""
+"""The look-up of nibbles alone, as a PyPTO program."""
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.tq4 import BLOCK, HALF, HEAD_DIM, centroids
+from haarkv.tq_ops.npu.kernels.tq4 import centroids
 
 
-def build(rows, options):
+def build(program, options):
+    rows, width, tile = program.rows, program.width, program.tile
+
     @pypto.frontend.jit(**options)
-    def look_up(codes: pypto.Tensor([rows, HALF], pypto.DT_INT8), out: pypto.Tensor([rows, HEAD_DIM], pypto.DT_FP16)):
+    def look_up(codes: pypto.Tensor([rows, width // 2], pypto.DT_INT8), out: pypto.Tensor([rows, width], pypto.DT_FP16)):
         for _ in pypto.loop(1, name="LOOK_UP", idx_name="i"):
-            out[:] = centroids(codes, BLOCK)
+            out[:] = centroids(codes, tile, width)
 
     return look_up

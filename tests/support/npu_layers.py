@@ -21,16 +21,18 @@ def stretched(model, positions):
     return DecoderModel(config, model.weights, RopeTable(config))
 
 
-def layer_call(program, new, stored, blocks=12, model=None):
+def layer_call(program, new, stored, blocks=12, model=None, spec=None):
     """A layer about to run: arguments, goldens by argument index, and which rows of the output are padding.
 
     Args:
         blocks: of the cache; tokens may stand behind the positions that the model was made for.
         model: of bfloat16; `tiny` if None.
+        spec: of the cache; the fixed formats of the program's sides if None.
     """
     model = stretched(model or load_model("tiny", "bfloat16"), blocks * 128)
     executor = ReferenceExecutor(model)
-    cache = new_cache(model.config, f"k={program.k.name},v={program.v.name}", block_size=128, num_blocks=blocks)
+    spec = spec or f"k={program.k.name},v={program.v.name}"
+    cache = new_cache(model.config, spec, block_size=128, num_blocks=blocks)
     paging = PagedSequences(blocks, 128, torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist())
     sequences = [paging.add() for _ in new]
     generator = torch.Generator().manual_seed(2)

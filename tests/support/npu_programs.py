@@ -12,7 +12,7 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
-from haarkv.tq_ops.npu.sides import TQ4
+from haarkv.tq_ops.npu.sides import side_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
 
 needs_pypto = [
@@ -43,30 +43,34 @@ def verify(simulator, case):
     return check_verified(case.program, run, {i: tensors[i] for i in goldens}, goldens, case.atol), run
 
 
-def _fields(side, blocks, kv_heads):
+TQ4 = formats.get("tq4")
+
+
+def _fields(kv_format, blocks, kv_heads):
     return {
         name: torch.zeros(blocks, kv_heads, 128, *field.shape, dtype=field.dtype)
-        for name, field in formats.get(side.name).fields(128).items()
+        for name, field in kv_format.fields(128).items()
     }
 
 
-def empty_cache(blocks, kv_heads, side=TQ4):
-    """Cache arguments filled with other people's leftovers."""
+def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
+    """Cache arguments filled with other people's leftovers, and what leads into the domain of what is stored."""
     generator = torch.Generator().manual_seed(99)
     named = {}
-    for prefix in "kv":
-        fields = _fields(side, blocks, kv_heads)
+    for prefix, kv_format in zip("kv", pair, strict=True):
+        side, fields = side_of(kv_format, layer), _fields(kv_format, blocks, kv_heads)
         for tensor in fields.values():
             whole = torch.randint(0, 16 if tensor.shape[3:] == (128,) else 256, tensor.shape, generator=generator)
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         named |= side.tensors(prefix, fields)
+        named |= side.domain_tensors(prefix, kv_format, layer, torch.device("cpu"))
     return named
 
 
-def scatter(case_cache, x, prefix, slots, layer, kv_heads, side=TQ4):
+def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):
     """What a format stores of x [T, Hkv, 128], written into copies of the cache arguments by plain loops."""
-    stored = formats.get(side.name).quantize(x, layer)
+    stored, side = kv_format.quantize(x.transpose(0, 1), layer), side_of(kv_format, layer)
     written = {}
     for argument, field in zip(side.arguments(prefix), (side.vectors, side.scales), strict=True):
         if field is None:
@@ -76,7 +80,7 @@ def scatter(case_cache, x, prefix, slots, layer, kv_heads, side=TQ4):
         for token, slot in enumerate(slots.tolist()):
             block, offset = divmod(slot, 128)
             for head in range(kv_heads):
-                rows[(block * kv_heads + head) * 128 + offset] = stored[field.field][token, head].view(field.dtype)
+                rows[(block * kv_heads + head) * 128 + offset] = stored[field.field][head, token].view(field.dtype)
         written[argument.name] = rows.view_as(case_cache[argument.name])
     return written
 
@@ -94,11 +98,11 @@ def awkward(tokens, kv_heads, seed):
     return x
 
 
-def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, side=TQ4, make=StoreProgram):
+def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4, TQ4), make=StoreProgram):
     """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers."""
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
-    cache = empty_cache(blocks, kv_heads, side)
+    cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
 
     def flat(x):
@@ -107,10 +111,11 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, side=TQ4,
         return out.view(-1, 128)
 
     goldens = {}
-    for name, x in (("k", k), ("v", v)):
-        goldens |= scatter(cache, x, name, slots, layer, kv_heads, side)
+    for name, x, kv_format in (("k", k, pair[0]), ("v", v, pair[1])):
+        goldens |= scatter(cache, x, name, slots, layer, kv_heads, kv_format)
     tensors = {"k": flat(k), "v": flat(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
-    return Case(make(kv_heads, rows, side=side), tensors, goldens)
+    k_side, v_side = (side_of(kv_format, layer) for kv_format in pair)
+    return Case(make(kv_heads, rows, k=k_side, v=v_side), tensors, goldens)
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,15 @@ class Broken:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Codes [rows, 64] INT8 to centroids [rows, 128] FP16, without attention around it."""
+    """Codes [rows, width / 2] INT8 to centroids [rows, width] FP16, without attention around it; `tile` rows at a time."""
 
     rows: int
+    width: int = 128
+    tile: int = 128
     name: str = "look_up"
     arguments: tuple = (Argument("codes"), Argument("out", output=True))
 
     def build(self, **options):
         import look_up_kernel
 
-        return look_up_kernel.build(self.rows, options)
+        return look_up_kernel.build(self, options)

@@ -15,7 +15,7 @@ from haarkv.tq_ops.npu.device import Runner
 from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.scopes import StoreProgram
-from haarkv.tq_ops.npu.sides import side_of
+from haarkv.tq_ops.npu.sides import sides_of
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,14 @@ class StoreByProgram:
         self._runner = runner
 
     def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Store K and V [T, Hkv, 128] fp32 at the batch's slots of a layer, both in K's format, in 128-token blocks."""
-        side = side_of(cache.k_format(layer))
-        program = StoreProgram(cache.num_kv_heads, side=side)
+        """Store K and V [T, Hkv, 128] fp32 at the batch's slots of a layer, in 128-token blocks."""
+        k_side, v_side = sides_of(cache.plan, layer)
+        program = StoreProgram(cache.num_kv_heads, k=k_side, v=v_side)
         matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
-        for prefix, x, fields in (("k", k, cache.k_fields(layer)), ("v", v, cache.v_fields(layer))):
+        given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
+        for prefix, kv_format, (side, x, fields) in zip("kv", cache.plan.layers[layer], given, strict=True):
             missing = -x.shape[0] % program.rows
             tensors[prefix] = pad(x.float().flatten(1), (0, 0, 0, missing)).view(-1, HEAD_DIM)
-            tensors |= side.tensors(prefix, fields)
+            tensors |= side.tensors(prefix, fields) | side.domain_tensors(prefix, kv_format, layer, cache.device)
         self._runner.call(program, ordered(program, tensors))

@@ -1,4 +1,4 @@
-"""What the NPU programs read: a few formats at one head_dim, their tables built into the programs."""
+"""What the NPU programs read: a few formats at one head_dim, their tables built into the programs, and learned nibbles."""
 
 from __future__ import annotations
 
@@ -7,4 +7,7 @@ from haarkv.tq_ops.kv.reads import Reads
 
 HEAD_DIM = 128
 FORMAT = formats.get("tq4")
-READS = Reads("its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")))
+READS = Reads(
+    "its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
+    learned=lambda _: range(64, 257, 64),
+)  # fmt: skip

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import PREFIX
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
 from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.npu.learned import coordinates_of, domain_tensors, stages_of
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
 
@@ -47,12 +49,16 @@ class Side:
         vectors: the field that holds a vector.
         scales: the field that holds one number a vector; None if there is none.
         most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
+        width: numbers of a vector as the cube meets it.
+        stages: nibbles that a learned coordinate owns at most; 0 where nothing is learned.
     """
 
     name: str
     vectors: Stored
     scales: Stored | None
     most_heads: int
+    width: int = HEAD_DIM
+    stages: int = 0
 
     @property
     def scale_row(self) -> Stored:
@@ -67,36 +73,64 @@ class Side:
     def tensors(self, prefix: str, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those arguments, of a layer's fields [blocks, Hkv, 128, …]: the very memory."""
         vectors, scales = self.arguments(prefix)
-        row = self.scales.view(fields) if self.scales else _unread_row(fields[self.vectors.field].device)
+        row = self.scales.view(fields) if self.scales else _unread_row(_NO_SCALES, fields[self.vectors.field].device)
         return {vectors.name: self.vectors.view(fields), scales.name: row}
+
+    @property
+    def domain(self) -> tuple[Stored, ...]:
+        """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`; unread rows without any."""
+        return (
+            Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, HEAD_DIM),
+            Stored("places", torch.float16, self.width // 2), Stored("rows", torch.float32, HEAD_DIM),
+        )  # fmt: skip
+
+    def domain_tensors(self, prefix: str, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
+        """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
+        if self.stages:
+            found = domain_tensors(kv_format, HEAD_DIM, layer, device)
+        else:
+            found = {stored.field: _unread_row(stored, device) for stored in self.domain}
+        return {f"{prefix}_{name}": tensor for name, tensor in found.items()}
+
+    def domain_arguments(self, prefix: str) -> tuple[Argument, ...]:
+        """Those arguments."""
+        return tuple(Argument(f"{prefix}_{stored.field}") for stored in self.domain)
 
 
 _NO_SCALES = Stored("no_scale", torch.float16, BLOCK_SIZE)
 
 
 @cache
-def _unread_row(device: torch.device) -> Tensor:
-    return torch.zeros(1, _NO_SCALES.width, dtype=_NO_SCALES.dtype, device=device)
+def _unread_row(stored: Stored, device: torch.device) -> Tensor:
+    return torch.zeros(1, stored.width, dtype=stored.dtype, device=device)
 
 
 TQ4 = Side(FORMAT.name, Stored("codes", torch.int8, HEAD_DIM // 2), Stored("scale", torch.float16, BLOCK_SIZE), 8)
 PUBLISHED = Side(formats.PUBLISHED.name, Stored("codes", torch.int8, HEAD_DIM), Stored("norm", torch.float32, 1), 4)
 BF16 = Side("bf16", Stored("data", torch.bfloat16, HEAD_DIM), None, 2)
 SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
-"""Every side that programs read, by the name of its format."""
+"""Every side of a fixed format that programs read, by the name of its format."""
+
+
+def learned(nibbles: int, stages: int) -> Side:
+    """The side of a vector of so many learned nibbles, of which a coordinate owns up to `stages`."""
+    codes = Stored("codes", torch.int8, nibbles // 2)
+    return Side(f"{PREFIX}{nibbles}", codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, nibbles, stages)
 
 
 def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
     """A layer's K and V."""
-    return side_of(plan.k(layer)), side_of(plan.v(layer))
+    return side_of(plan.k(layer), layer), side_of(plan.v(layer), layer)
 
 
-def side_of(kv_format: KVFormat) -> Side:
-    """The side that stores what a format stores.
+def side_of(kv_format: KVFormat, layer: int = 0) -> Side:
+    """The side that stores what a format stores in a layer.
 
     Raises:
         ValueError: no program reads it; `tq_ops.kv.reads.unsupported` tells so before there is a program.
     """
     if misfit(READS, kv_format, HEAD_DIM) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
+    if of := coordinates_of(kv_format, HEAD_DIM, layer):
+        return learned(of.owners.shape[1], stages_of(of))
     return SIDES[kv_format.name] if kv_format in READS.also else TQ4

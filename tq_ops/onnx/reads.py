@@ -6,4 +6,4 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.reads import Reads
 
 FORMAT = formats.get("tq4")
-READS = Reads("its graphs", head_dims=(64, 128, 256), only=FORMAT, learned=True)
+READS = Reads("its graphs", head_dims=(64, 128, 256), only=FORMAT, learned=lambda head_dim: range(16, 3 * head_dim + 1, 16))

@@ -15,6 +15,7 @@ from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgra
 from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.sides import sides_of
@@ -118,6 +119,14 @@ def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 
+def domain_arguments(plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
+    """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
+    found: dict[str, Tensor] = {}
+    for prefix, side, kv_format in zip("kv", sides_of(plan, layer), plan.layers[layer], strict=True):
+        found |= side.domain_tensors(prefix, kv_format, layer, device)
+    return found
+
+
 def layer_call(
     program: LayerProgram, constants: dict[str, Tensor], hidden: Tensor, tiling: Tiling, cache: PagedKVCache, layer: int
 ) -> tuple[list[Tensor], Tensor]:
@@ -134,6 +143,7 @@ def layer_call(
     tensors = {
         **constants,
         **tiling.tokens,
+        **domain_arguments(cache.plan, layer, hidden.device),
         **cache_arguments(cache, layer),
         "hidden": hidden,
         "tile_tokens": tiling.tile_tokens,

@@ -10,6 +10,7 @@ import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
 from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
+from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
 _HEADS_PER_VECTOR_TILE = 8
@@ -42,40 +43,40 @@ def _project_qkv(x, projections, norms, cos, sin, outputs, query, layer, tiles):
     outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, HEAD_DIM]))
 
 
-def _quantize(x, rotation, stored, new, layer):
+def _quantize(x, stored, new, layer):
     """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
     count = layer.rows * kv_heads
-    stored.store(pypto.reshape(x, [count, HEAD_DIM]), rotation, count, new)
+    stored.store(pypto.reshape(x, [count, HEAD_DIM]), count, kv_heads, new)
 
 
-def _ready(q, rotation_fp16, stored_k, q_ready, attended, layer):
+def _ready(q, stored_k, q_ready, attended, layer):
     """Bring every query into the domain of K's tiles, once, and clear the rows of `attended` that padding leaves."""
     rows, heads = layer.rows, layer.attention.num_heads
     by_head = (4, heads if heads <= 10 else _HEADS_PER_VECTOR_TILE, HEAD_DIM)
     pypto.set_vec_tile_shapes(*by_head)
-    ready = stored_k.ready(pypto.reshape(q, [rows * heads, HEAD_DIM]), rotation_fp16, rows * heads)
-    q_ready[:] = pypto.clone(pypto.reshape(ready, [rows, heads, HEAD_DIM]))
+    stored_k.ready(q, rows, layer.attention, q_ready)
+    pypto.set_vec_tile_shapes(*by_head)
     attended[:] = pypto.cast(pypto.full([rows, heads, HEAD_DIM], 0.0, pypto.DT_FP32), pypto.DT_BF16)
 
 
-def _queries(q_ready, first_row, first_head, shape):
-    """Queries [unit * group, 128] of one unit, token by token, for each KV head of the iteration."""
-    pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
+def _queries(q_ready, width, first_row, first_head, shape):
+    """Queries [unit * group, width] of one unit, token by token, for each KV head of the iteration."""
+    pypto.set_vec_tile_shapes(16, shape.group, width)
     queries = []
     for head in range(shape.heads_at_once):
         begin = [first_row, (first_head + head) * shape.group, 0]
-        part = pypto.clone(pypto.view(q_ready, [shape.unit_tokens, shape.group, HEAD_DIM], begin))
-        queries.append(pypto.reshape(part, [shape.queries, HEAD_DIM]))
+        part = pypto.clone(pypto.view(q_ready, [shape.unit_tokens, shape.group, width], begin))
+        queries.append(pypto.reshape(part, [shape.queries, width]))
     return queries
 
 
-def _finish(softmax, rotation_fp16, stored_v, attended, first_row, first_head, shape):
+def _finish(softmax, stored_v, attended, first_row, first_head, shape):
     """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`."""
     for head in range(shape.heads_at_once):
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
-        plain = stored_v.finish(softmax[head].result(), rotation_fp16)
+        pypto.set_vec_tile_shapes(16, stored_v.width)
+        plain = stored_v.finish(softmax[head].result(), first_head + head, shape)
         pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
         part = pypto.clone(pypto.reshape(plain, [shape.unit_tokens, shape.group, HEAD_DIM]))
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
@@ -104,7 +105,8 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     heads, kv_heads, at_once = shape.num_heads, shape.num_kv_heads, shape.heads_at_once
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
-    side_k, side_v = kernel_of(layer.k), kernel_of(layer.v)
+    side_k, side_v = layer.k, layer.v
+    kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
     tiles = Tiles(rows)
     finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
@@ -132,21 +134,31 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         position: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sequence: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], pypto.DT_INT32),
-        k_vectors: parameter(layer.k.vectors),
-        k_scales: parameter(layer.k.scale_row),
-        v_vectors: parameter(layer.v.vectors),
-        v_scales: parameter(layer.v.scale_row),
+        k_forward: parameter(side_k.domain[0]),
+        k_numbers: parameter(side_k.domain[1]),
+        k_places: parameter(side_k.domain[2]),
+        k_rows: parameter(side_k.domain[3]),
+        v_forward: parameter(side_v.domain[0]),
+        v_numbers: parameter(side_v.domain[1]),
+        v_places: parameter(side_v.domain[2]),
+        v_rows: parameter(side_v.domain[3]),
+        k_vectors: parameter(side_k.vectors),
+        k_scales: parameter(side_k.scale_row),
+        v_vectors: parameter(side_v.vectors),
+        v_scales: parameter(side_v.scale_row),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
-        stored_k = side_k(k_vectors, k_scales)
-        stored_v = side_v(v_vectors, v_scales)
+        domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows)
+        domain_v = Domain(rotation, rotation_fp16, v_forward, v_numbers, v_places, v_rows)
+        stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k)
+        stored_v = kernel_v(side_v, v_vectors, v_scales, domain_v)
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
             tokens = tile_tokens[tile]
-            q = pypto.tensor([rows, heads, HEAD_DIM], side_k.query_dtype, "q")
+            q = pypto.tensor([rows, heads, HEAD_DIM], stored_k.kept_dtype, "q")
             k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
-            q_ready = pypto.tensor([rows, heads, HEAD_DIM], side_k.query_dtype, "q_ready")
+            q_ready = pypto.tensor([rows, heads, stored_k.width], stored_k.query_dtype, "q_ready")
             new_k = stored_k.room(vectors, "new_k")
             new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
@@ -156,13 +168,13 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 s = pypto.view(sin, [rows, HALF], [base, 0])
                 _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                _quantize(k, rotation, stored_k, new_k, layer)
-                _quantize(v, rotation, stored_v, new_v, layer)
+                _quantize(k, stored_k, new_k, layer)
+                _quantize(v, stored_v, new_v, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)
             for _ in pypto.loop(1, name="ROTATE", idx_name="i4"):
-                _ready(q, rotation_fp16, stored_k, q_ready, attended, layer)
+                _ready(q, stored_k, q_ready, attended, layer)
             # A barrier: PyPTO remembers one writer of a cache of dynamic length, so that of all APPENDs only the last would
             # precede the KEYS that read them.
             units = (tokens + unit - 1) // unit
@@ -171,18 +183,18 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 start = position[first]
                 keys = start + (tokens - u * unit).min(unit)
                 for g in pypto.loop(kv_heads // at_once, name="HEADS", idx_name="g"):
-                    softmax = softmaxes(shape)
+                    softmax = softmaxes(shape, stored_v.width)
                     for t in pypto.loop((keys + step - 1) // step, name="KEYS", idx_name="t"):
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
-                        queries_of_unit = _queries(q_ready, u * unit, g * at_once, shape)
+                        queries_of_unit = _queries(q_ready, stored_k.width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True)
                         else:
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=False)
                         if pypto.is_loop_end(t):
-                            _finish(softmax, rotation_fp16, stored_v, attended, u * unit, g * at_once, shape)
+                            _finish(softmax, stored_v, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, HEAD_DIM)
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * HEAD_DIM]), o_proj)

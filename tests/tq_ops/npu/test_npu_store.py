@@ -4,6 +4,7 @@ import pytest
 from npu_programs import needs_pypto, store_case, verify
 from npu_verify import VerificationError, check_verified
 
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.sides import SIDES, TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
@@ -26,7 +27,7 @@ def test_codes_and_scales_are_those_of_the_format_after_every_pass(simulator, to
 @pytest.mark.parametrize("name", [name for name in SIDES if name != TQ4.name])
 def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, name):
     """Bytes of levels and numbers in BF16 and FP32 alike, to the last bit."""
-    case = store_case(20, side=SIDES[name])
+    case = store_case(20, pair=(formats.get(name),) * 2)
     assert set(case.goldens) == {a.name for prefix in "kv" for a in SIDES[name].arguments(prefix) if a.output}
     worst, run = verify(simulator, case)
     assert worst == 0

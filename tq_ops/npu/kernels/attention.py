@@ -38,13 +38,13 @@ class Place:
 class OnlineSoftmax:
     """Softmax of one KV head over steps of keys: running maximum, sum and weighted values, FP32."""
 
-    def __init__(self, rows, name):
+    def __init__(self, rows, width, name):
         self.total = pypto.tensor([rows, 1], pypto.DT_FP32, f"total{name}")
         self.best = pypto.tensor([rows, 1], pypto.DT_FP32, f"best{name}")
-        self.value = pypto.tensor([rows, HEAD_DIM], pypto.DT_FP32, f"value{name}")
+        self.value = pypto.tensor([rows, width], pypto.DT_FP32, f"value{name}")
 
     def begin(self, score, weigh):
-        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, 128]."""
+        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, width]."""
         highest = pypto.amax(score, dim=-1, keepdim=True)
         p = pypto.exp(score - highest)
         self.total[:] = pypto.sum(p, dim=-1, keepdim=True)
@@ -61,13 +61,13 @@ class OnlineSoftmax:
         self.value[:] = self.value * shrink + weigh(p)
 
     def result(self):
-        """Values [rows, 128] FP32."""
+        """Values [rows, width] FP32."""
         return self.value / self.total
 
 
-def softmaxes(shape):
-    """One `OnlineSoftmax` a head of the iteration; made anew for each unit."""
-    return [OnlineSoftmax(shape.queries, head) for head in range(shape.heads_at_once)]
+def softmaxes(shape, width):
+    """One `OnlineSoftmax` a head of the iteration, of values of that width; made anew for each unit."""
+    return [OnlineSoftmax(shape.queries, width, head) for head in range(shape.heads_at_once)]
 
 
 def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
@@ -75,7 +75,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
 
     Args:
         softmax: of `softmaxes`.
-        queries: one [M, 128] a head, as the cube takes them.
+        queries: one [M, K's width] a head, as the cube takes them.
         keys, values: `CacheSide`s.
         mask: [M, step] FP32, added to the logits.
         first: whether this is the unit's first step.
@@ -85,16 +85,16 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
     key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
     value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
     for head in range(shape.heads_at_once):
-        pypto.set_cube_tile_shapes(*shape.score_cube)
+        pypto.set_cube_tile_shapes(*shape.score_cube(keys.width))
         raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=True)
         pypto.set_vec_tile_shapes(16, step)
-        score = _scaled(raw, key_scales, head, shape, HEAD_DIM**-0.5) + mask
+        score = _scaled(raw, keys.scale_row(key_scales, place, head, shape, HEAD_DIM**-0.5)) + mask
 
         def weigh(p, head=head):
-            scaled = values.probabilities(_scaled(p, value_scales, head, shape, 1.0))
-            pypto.set_cube_tile_shapes(*shape.weigh_cube)
+            scaled = values.probabilities(_scaled(p, values.scale_row(value_scales, place, head, shape, 1.0)))
+            pypto.set_cube_tile_shapes(*shape.weigh_cube(values.width))
             out = pypto.matmul(scaled, value_tiles[head], pypto.DT_FP32)
-            pypto.set_vec_tile_shapes(16, HEAD_DIM)
+            pypto.set_vec_tile_shapes(16, values.width)
             return out
 
         if first:
@@ -103,12 +103,9 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
             softmax[head].go_on(score, weigh)
 
 
-def _scaled(x, scales, head, shape, factor):
-    """x [M, step] FP32 times a head's scales and a factor."""
-    if scales is None:
-        return x if factor == 1.0 else x * factor
-    row = pypto.cast(pypto.view(scales, [1, shape.step_tokens], [head, 0]), pypto.DT_FP32)
-    return x * (row if factor == 1.0 else row * factor)
+def _scaled(x, by):
+    """x [M, step] FP32 times a number or a row of them, None for 1."""
+    return x if by is None else x * by
 
 
 def rotate_queries(query, rotation, rows):

@@ -4,15 +4,12 @@ import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import CacheSide
-from haarkv.tq_ops.npu.sides import BF16
 
 
 class Plain(CacheSide):
     """One side of a `bf16` cache: values [blocks * Hkv * 128, 128] BF16, no scales, nothing rotated."""
 
-    side = BF16
-
-    def quantize(self, x, rotation, count):
+    def quantize(self, x, count, kv_heads):
         """x [count, 128] FP32 -> BF16."""
         pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
         return [pypto.cast(x, pypto.DT_BF16)]

@@ -4,10 +4,12 @@ A cache is the host's own memory, byte for byte, each field as a matrix (`tq_ops
 one block are 128 rows that lie together, its tile; the tiles of a block's heads follow one another.
 """
 
+from dataclasses import dataclass
+
 import pypto
 import torch
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, bf16_as_fp16, rotate_queries, unrotate
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, unrotate
 
 DTYPES = {
     torch.int8: pypto.DT_INT8,
@@ -17,21 +19,41 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Domain:
+    """What leads into the domain of a side's tiles and out of it: arguments of the program, of which a side reads its own.
+
+    Attributes:
+        rotation, rotation_fp16: [128, 128] BF16 and FP16.
+        forward, numbers, places, rows: of learned nibbles, as `tq_ops.npu.learned.domain_tensors` makes them.
+    """
+
+    rotation: object
+    rotation_fp16: object
+    forward: object = None
+    numbers: object = None
+    places: object = None
+    rows: object = None
+
+
 class CacheSide:
     """K or V in a program: the base of every format. Unless overridden, tiles are BF16 in the model's own domain.
 
     Args:
-        vectors, scales: the side's two arguments of the program; without scales the second is not read.
-    Attributes:
         side: how the format lies before a program.
+        vectors, scales: the side's two arguments of the program; without scales the second is not read.
+        domain: of its tiles.
+    Attributes:
+        width: numbers of a vector in a tile.
+        kept_dtype: of queries as they are kept until all of a tile's keys are stored.
         query_dtype: of queries as the cube takes them beside the tiles.
     """
 
-    side = None
-    query_dtype = pypto.DT_BF16
+    kept_dtype = query_dtype = pypto.DT_BF16
 
-    def __init__(self, vectors, scales):
-        self.stored_vectors, self.stored_scales = vectors, scales
+    def __init__(self, side, vectors, scales, domain):
+        self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
+        self.width = side.width
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def room(self, count, name):
@@ -42,17 +64,13 @@ class CacheSide:
             room.append(pypto.tensor([count, 1], DTYPES[scales.dtype], f"{name}_{scales.field}"))
         return room
 
-    def store(self, x, rotation, count, new):
-        """Fill `new`, of `room`, with what is stored of x [count, 128] FP32."""
-        for field, values in zip(new, self.quantize(x, rotation, count), strict=True):
+    def store(self, x, count, kv_heads, new):
+        """Fill `new`, of `room`, with what is stored of x [count, 128] FP32, the KV heads of a token one after the other."""
+        for field, values in zip(new, self.quantize(x, count, kv_heads), strict=True):
             field[:] = values
 
-    def quantize(self, x, rotation, count):
-        """What is stored of x [count, 128] FP32, one tensor for each of `room`.
-
-        Args:
-            rotation: [128, 128] BF16.
-        """
+    def quantize(self, x, count, kv_heads):
+        """What is stored of x [count, 128] FP32, one tensor for each of `room`."""
         raise NotImplementedError
 
     def append(self, row, slot, new, kv_heads):
@@ -94,43 +112,78 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape):
-        """[step, 128] of each head of the iteration, as the cube takes them."""
+        """[step, width] of each head of the iteration, as the cube takes them."""
         raise NotImplementedError
 
     def scales(self, place, shape):
         """[heads_at_once, step] FP16 that belong to the tiles; None if the tiles are complete."""
 
+    def scale_row(self, scales, place, head, shape, factor):
+        """What a head's products with its tiles are multiplied by: [1, step] FP32, a number, or None for 1.
+
+        Args:
+            scales: of `scales`.
+            head: of the iteration.
+            factor: a number that goes into it.
+        """
+        return None if factor == 1.0 else factor
+
     def probabilities(self, p):
         """FP32 -> as the cube takes them beside the tiles."""
-        return pypto.cast(p, pypto.DT_BF16)
+        return pypto.cast(p, self.query_dtype)
 
     # -- Queries in, values out ------------------------------------------------------------------------------------------
     def query(self, values):
         """Queries BF16 -> as they are kept."""
         return values
 
-    def ready(self, query, rotation, rows):
-        """Kept queries [rows, 128] -> as the cube takes them; once a query, whatever the context."""
+    def ready(self, q, rows, shape, out):
+        """Fill `out` [rows, heads, width] with kept queries [rows, heads, 128] as the cube takes them; once a query.
+
+        The vector tile is for [rows, heads, 128].
+        """
+        heads = shape.num_heads
+        ready = self.query_rows(pypto.reshape(q, [rows * heads, HEAD_DIM]), rows * heads)
+        out[:] = pypto.clone(pypto.reshape(ready, [rows, heads, HEAD_DIM]))
+
+    def query_rows(self, query, rows):
+        """Kept queries [rows, 128] -> as the cube takes them."""
         return query
 
-    def finish(self, value, rotation):
-        """What queries attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query."""
+    def finish(self, value, head, shape):
+        """What queries of a KV head attended to, [rows, width] FP32 -> BF16 in the model's own domain; once a query."""
         return pypto.cast(value, pypto.DT_BF16)
+
+
+class ScaledSide(CacheSide):
+    """A side whose tiles are FP16 without their scales, which lie along the logits: [blocks * Hkv, 128] FP16."""
+
+    query_dtype = pypto.DT_FP16
+
+    def scales(self, place, shape):
+        """[heads_at_once, step] FP16: one copy a block brings those of all heads."""
+        out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
+        pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
+        for index in range(shape.step_tokens // BLOCK):
+            tile = place.tile(index, shape)
+            pypto.assemble(pypto.view(self.stored_scales, [shape.heads_at_once, BLOCK], [tile, 0]), [0, index * BLOCK], out)
+        return out
+
+    def scale_row(self, scales, place, head, shape, factor):
+        row = pypto.cast(pypto.view(scales, [1, shape.step_tokens], [head, 0]), pypto.DT_FP32)
+        return row if factor == 1.0 else row * factor
 
 
 class RotatedSide(CacheSide):
     """A side whose tiles are FP16 in the rotated domain."""
 
-    query_dtype = pypto.DT_FP16
-
-    def probabilities(self, p):
-        return pypto.cast(p, pypto.DT_FP16)
+    kept_dtype = query_dtype = pypto.DT_FP16
 
     def query(self, values):
         return bf16_as_fp16(values)
 
-    def ready(self, query, rotation, rows):
-        return rotate_queries(query, rotation, rows)
+    def query_rows(self, query, rows):
+        return rotate_queries(query, self.domain.rotation_fp16, rows)
 
-    def finish(self, value, rotation):
-        return unrotate(pypto.cast(value, pypto.DT_FP16), rotation)
+    def finish(self, value, head, shape):
+        return unrotate(pypto.cast(value, pypto.DT_FP16), self.domain.rotation_fp16)

@@ -3,16 +3,18 @@
 import pypto
 
 from haarkv.tq_ops.npu.kernels.bf16 import Plain
+from haarkv.tq_ops.npu.kernels.learned import LearnedNibbles
 from haarkv.tq_ops.npu.kernels.side import DTYPES
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
 from haarkv.tq_ops.npu.kernels.tq4_seed import SeedBytes
+from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 
-_KERNELS = {kernel.side: kernel for kernel in (Packed, SeedBytes, Plain)}
+_KERNELS = {TQ4: Packed, PUBLISHED: SeedBytes, BF16: Plain}
 
 
 def kernel_of(side):
-    """The `CacheSide` of a `Side`."""
-    return _KERNELS[side]
+    """The class of a `Side`'s `CacheSide`."""
+    return LearnedNibbles if side.stages else _KERNELS[side]
 
 
 def parameter(stored):

@@ -8,15 +8,13 @@ Byte j holds level j in its low half and level j + 64 in its high half.
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
-from haarkv.tq_ops.npu.kernels.side import RotatedSide
+from haarkv.tq_ops.npu.kernels.side import RotatedSide, ScaledSide
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
-from haarkv.tq_ops.npu.sides import TQ4
 
-HALF = 64
 CENTROIDS = READS.built_in(HEAD_DIM).centroids
 BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
-_LEAST_NORM = 1e-30
-_LARGEST_FP16 = 65504.0
+LEAST_NORM = 1e-30
+LARGEST_FP16 = 65504.0
 # The least normal distance below a boundary, times this, is -1.
 _STEEP = 2.0**126
 # Beyond 16,384 FP16 counts in sixteens.
@@ -27,26 +25,16 @@ _STEP = 0.09613037109375
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
 
-class Packed(RotatedSide):
+class Packed(RotatedSide, ScaledSide):
     """One side of a `tq4` cache: codes [blocks * Hkv * 128, 64] INT8, scale [blocks * Hkv, 128] FP16."""
 
-    side = TQ4
-
-    def quantize(self, x, rotation, count):
-        return quantize(x, rotation, count)
+    def quantize(self, x, count, kv_heads):
+        return quantize(x, self.domain.rotation, count)
 
     def tiles(self, place, shape):
         """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
-        return [centroids(self.gather(place, head, shape, "packed"), BLOCK) for head in range(shape.heads_at_once)]
-
-    def scales(self, place, shape):
-        """[heads_at_once, step] FP16: one copy a block brings those of all heads."""
-        out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
-        pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
-        for index in range(shape.step_tokens // BLOCK):
-            tile = place.tile(index, shape)
-            pypto.assemble(pypto.view(self.stored_scales, [shape.heads_at_once, BLOCK], [tile, 0]), [0, index * BLOCK], out)
-        return out
+        heads = range(shape.heads_at_once)
+        return [centroids(self.gather(place, head, shape, "packed"), BLOCK, self.width) for head in heads]
 
 
 def quantize(x, rotation, vectors):
@@ -62,13 +50,14 @@ def quantize(x, rotation, vectors):
     rows = min(vectors, 32)
     pypto.set_vec_tile_shapes(rows, HEAD_DIM)
     norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True))
-    divisor = pypto.maximum(norm, pypto.full([vectors, 1], _LEAST_NORM, pypto.DT_FP32))
+    divisor = pypto.maximum(norm, pypto.full([vectors, 1], LEAST_NORM, pypto.DT_FP32))
     level = rotated_levels(x / divisor, rotation, vectors)
     scale = norm / pypto.sqrt(pypto.sum(_squared_centroid(level), dim=-1, keepdim=True))
-    scale = pypto.minimum(scale, pypto.full([vectors, 1], _LARGEST_FP16, pypto.DT_FP32))
-    low = pypto.view(level, [vectors, HALF], [0, 0])
-    high = pypto.view(level, [vectors, HALF], [0, HALF])
-    pypto.set_vec_tile_shapes(rows, HALF)
+    scale = pypto.minimum(scale, pypto.full([vectors, 1], LARGEST_FP16, pypto.DT_FP32))
+    half = HEAD_DIM // 2
+    low = pypto.view(level, [vectors, half], [0, 0])
+    high = pypto.view(level, [vectors, half], [0, half])
+    pypto.set_vec_tile_shapes(rows, half)
     # The byte as a signed number: high levels from 8 on set the sign bit. `where` takes scalars alone: given a view into a
     # wider tile, the device's headers would read it with the width of the result.
     signed = high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)
@@ -80,13 +69,13 @@ def rotated_levels(unit, rotation, vectors):
     cube = min(vectors, 128)
     pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
     rotated = pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32)
-    level = _reached(rotated, BOUNDARIES[0])
+    level = reached(rotated, BOUNDARIES[0])
     for boundary in BOUNDARIES[1:]:
-        level = level + _reached(rotated, boundary)
+        level = level + reached(rotated, boundary)
     return level
 
 
-def _reached(x, boundary):
+def reached(x, boundary):
     """1.0 where x >= boundary, else 0.0, in FP32. Arithmetic, for a select costs the device a dozen instructions a row."""
     return pypto.clip((x - boundary) * _STEEP + 1.0, 0.0, 1.0)
 
@@ -102,20 +91,20 @@ def _squared_centroid(level):
     return value
 
 
-def centroids(codes, rows):
-    """Codes [n, 64] INT8 -> centroids [n, 128] FP16, still rotated and without their scale; `rows` to a vector tile.
+def centroids(codes, rows, width):
+    """Codes [n, width / 2] INT8 -> centroids [n, width] FP16, rotated and without their scale; `rows` to a vector tile.
 
     Arithmetic alone, because a select costs the device a dozen instructions a row. A byte read as signed is 16 h + l, where h
     is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts in sixteens, rounds byte - 7.5 to 16 h
     (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both levels end as a distance from 7.5.
     """
-    pypto.set_vec_tile_shapes(rows, HALF)
+    pypto.set_vec_tile_shapes(rows, width // 2)
     byte = pypto.cast(codes, pypto.DT_FP16) - 7.5
     upper = (byte + _SIXTEENS) - _SIXTEENS
     shifted = upper + 8.0
     side = pypto.clip(shifted, -8.0, 8.0)
     distance = pypto.concat([byte - upper, shifted * 0.0625 - side], 1)
-    pypto.set_vec_tile_shapes(rows, HEAD_DIM)
+    pypto.set_vec_tile_shapes(rows, width)
     x = distance * _STEP
     square = x * x
     value = square + _POLYNOMIAL[0]

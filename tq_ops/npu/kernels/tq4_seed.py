@@ -9,7 +9,6 @@ from haarkv.tq_ops.formats import SEED_EPS
 from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import RotatedSide
 from haarkv.tq_ops.npu.kernels.tq4 import CENTROIDS, rotated_levels
-from haarkv.tq_ops.npu.sides import PUBLISHED
 
 _ROWS = 64  # of a vector tile of FP32
 
@@ -21,9 +20,7 @@ class SeedBytes(RotatedSide):
     every tile back.
     """
 
-    side = PUBLISHED
-
-    def quantize(self, x, rotation, count):
+    def quantize(self, x, count, kv_heads):
         """As `tq_ops.formats.turboquant.TurboQuant4Seed`.
 
         Args:
@@ -34,7 +31,7 @@ class SeedBytes(RotatedSide):
         """
         pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
         norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True) + SEED_EPS)
-        level = rotated_levels(x / norm, rotation, count)
+        level = rotated_levels(x / norm, self.domain.rotation, count)
         return [pypto.cast(pypto.cast(level, pypto.DT_FP16), pypto.DT_INT8), pypto.clone(norm)]
 
     def tiles(self, place, shape):

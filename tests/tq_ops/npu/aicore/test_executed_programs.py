@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from executed_leaves import ROWS
-from npu_layers import layer_call
+from npu_layers import LAYER, layer_call
+from npu_learned import learned_spec
 from npu_programs import store_case
 from planted_programs import StridedWhere
 
@@ -17,6 +18,7 @@ from haarkv.tq_ops.npu.aicore.build import check_leaves
 from haarkv.tq_ops.npu.aicore.emission import emit
 from haarkv.tq_ops.npu.aicore.leaf import distinct, read_leaves
 from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Simulator
 from haarkv.validation.bounds import LAYER_BF16
 
@@ -58,6 +60,17 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
     call = layer_call(program, [1, 1], [4200, 17], blocks=40)
     executed, _, _ = check_layer("decode", simulator, toolchain, call, program)
     assert executed >= 0.9
+
+
+def test_a_decode_layer_of_learned_nibbles_does_so_too(simulator, toolchain):
+    """Products in FP32 and the cube's adding up of bytes, which no other program has."""
+    config = load_model("tiny", "bfloat16").config
+    spec = learned_spec(config)
+    program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
+    assert (program.k.stages, program.v.stages) == (2, 1)
+    call = layer_call(program, [1, 1], [299, 17], spec=spec)
+    executed, _, _ = check_layer("learned", simulator, toolchain, call, program)
+    assert executed >= 0.8
 
 
 def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):

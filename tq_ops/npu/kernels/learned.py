@@ -1,0 +1,154 @@
+"""Learned nibbles on the device: quantize stage by stage, and attend by each KV head's own coordinates.
+
+The table of 16 levels is that of `tq4`, and so is the way nibbles lie in bytes: byte j holds nibble j in its low half and
+nibble j + N/2 in its high half. What differs by head and layer comes as data, see `tq_ops.npu.learned`.
+"""
+
+import pypto
+
+from haarkv.codebooks.learned import refinements
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
+from haarkv.tq_ops.npu.kernels.side import ScaledSide
+from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, centroids, reached
+from haarkv.tq_ops.npu.learned import LIFT, MEAN, OWNED, WEIGHTS
+
+_VECTORS = 32  # of a vector tile of FP32
+_TILE = BLOCK * 128  # numbers of a vector tile of centroids
+
+
+class LearnedNibbles(ScaledSide):
+    """One side of a cache of N learned nibbles: codes [blocks * Hkv * 128, N / 2] INT8, scale [blocks * Hkv, 128] FP16."""
+
+    # -- Storing -------------------------------------------------------------------------------------------------------
+    def quantize(self, x, count, kv_heads):
+        """As `tq_ops.formats.learned.LearnedFormat`, for all heads at once but for their products.
+
+        Args:
+            x: [count, 128] FP32.
+        Returns:
+            codes [count, N / 2] INT8 and scale [count, 1] FP16.
+        Rounding points: (x - mean) / length to BF16; scale to FP16. A centroid may be off by 1e-9: it is a sum of the gaps
+            below it.
+        """
+        tokens = count // kv_heads
+        shape = [tokens, kv_heads, HEAD_DIM]
+        tile = (_fitting(tokens, _VECTORS // kv_heads), kv_heads, HEAD_DIM)
+        pypto.set_vec_tile_shapes(*tile)
+        weights = self._numbers(WEIGHTS, kv_heads)
+        shifted = pypto.reshape(x, shape) - self._numbers(MEAN, kv_heads)
+        gamma = _length(shifted * shifted)
+        unit = pypto.cast(shifted / _at_least(gamma, LEAST_NORM, tokens, kv_heads), pypto.DT_BF16)
+        y = pypto.tensor(shape, pypto.DT_FP32, "y")
+        for head in range(kv_heads):
+            pypto.assemble(self._into(unit, head, tokens), [0, head, 0], y)
+        pypto.set_vec_tile_shapes(*tile)
+        rho = _length(y * y * weights)
+        levels = pypto.tensor([tokens, kv_heads, self.side.stages * HEAD_DIM], pypto.DT_FP16, "levels")
+        restored = self._choose(y / _at_least(rho, LEAST_NORM, tokens, kv_heads), levels, kv_heads)
+        scale = gamma * rho / _length(restored * restored * weights)
+        scale = pypto.minimum(scale, pypto.full([tokens, kv_heads, 1], LARGEST_FP16, pypto.DT_FP32))
+        codes = pypto.tensor([tokens, kv_heads, self.width // 2], pypto.DT_INT8, "codes")
+        for head in range(kv_heads):
+            pypto.assemble(self._bytes(levels, head, tokens), [0, head, 0], codes)
+        pypto.set_vec_tile_shapes(*tile)
+        scale = pypto.reshape(pypto.cast(scale, pypto.DT_FP16), [count, 1])
+        pypto.set_vec_tile_shapes(_fitting(count, _VECTORS), self.width // 2)
+        return [pypto.reshape(codes, [count, self.width // 2]), scale]
+
+    def _numbers(self, kind, kv_heads):
+        """[1, Hkv, 128] FP32 of `numbers`."""
+        part = pypto.view(self.domain.numbers, [kv_heads, HEAD_DIM], [kind * kv_heads, 0])
+        return pypto.reshape(part, [1, kv_heads, HEAD_DIM])
+
+    def _into(self, unit, head, tokens):
+        """Coordinates [tokens, 1, 128] FP32 of one head of unit [tokens, Hkv, 128] BF16."""
+        pypto.set_vec_tile_shapes(_fitting(tokens, _VECTORS), 1, HEAD_DIM)
+        own = pypto.clone(pypto.view(unit, [tokens, 1, HEAD_DIM], [0, head, 0]))
+        forward = pypto.view(self.domain.forward, [HEAD_DIM, HEAD_DIM], [head * HEAD_DIM, 0])
+        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+        y = pypto.matmul(pypto.reshape(own, [tokens, HEAD_DIM]), forward, pypto.DT_FP32)
+        return pypto.reshape(y, [tokens, 1, HEAD_DIM])
+
+    def _choose(self, y, levels, kv_heads):
+        """Levels of coordinates [tokens, Hkv, 128] fill `levels`, stage after stage; returns what they restore, FP32."""
+        left, restored = y, None
+        for stage, step in enumerate(refinements()[: self.side.stages]):
+            level, centroid = _nearest(left / step if stage else left)
+            pypto.assemble(pypto.cast(level, pypto.DT_FP16), [0, 0, stage * HEAD_DIM], levels)
+            restores = (centroid * step if stage else centroid) * self._numbers(OWNED + stage, kv_heads)
+            restored = restored + restores if stage else restores
+            left = left - restores
+        return restored
+
+    def _bytes(self, levels, head, tokens):
+        """Bytes [tokens, 1, N / 2] INT8 of one head: its levels by where each of them goes, which the cube adds up."""
+        width = self.side.stages * HEAD_DIM
+        pypto.set_vec_tile_shapes(_fitting(tokens, _VECTORS), 1, HEAD_DIM)
+        own = pypto.clone(pypto.view(levels, [tokens, 1, width], [0, head, 0]))
+        places = pypto.view(self.domain.places, [width, self.width // 2], [head * width, 0])
+        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [self.width // 2] * 2)
+        byte = pypto.matmul(pypto.reshape(own, [tokens, width]), places, pypto.DT_FP32)
+        pypto.set_vec_tile_shapes(_fitting(tokens, _VECTORS), 1, self.width // 2)
+        byte = pypto.reshape(byte, [tokens, 1, self.width // 2])
+        signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
+        return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
+
+    # -- Reading -------------------------------------------------------------------------------------------------------
+    def tiles(self, place, shape):
+        """Centroids [step, N] FP16 of each head of the iteration, without their scale; fewer nibbles, more rows to a task."""
+        rows = _fitting(shape.step_tokens, _TILE // self.width)
+        heads = range(shape.heads_at_once)
+        return [centroids(self.gather(place, head, shape, "nibbles"), rows, self.width) for head in heads]
+
+    def scale_row(self, scales, place, head, shape, factor):
+        row = super().scale_row(scales, place, head, shape, factor)
+        return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
+
+    def ready(self, q, rows, shape, out):
+        group = shape.group
+        for head in range(shape.num_kv_heads):
+            pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
+            own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
+            pypto.set_cube_tile_shapes([16, 16], [64, HEAD_DIM], [64, HEAD_DIM])
+            ready = pypto.matmul(pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True)
+            pypto.set_vec_tile_shapes(4, group, self.width)
+            ready = pypto.cast(pypto.reshape(ready, [rows, group, self.width]), pypto.DT_FP16)
+            pypto.assemble(ready, [0, head * group, 0], out)
+
+    def finish(self, value, head, shape):
+        pypto.set_cube_tile_shapes([16, 16], [64, 64], [64, HEAD_DIM])
+        out = pypto.matmul(value, self._coordinates(head), pypto.DT_FP32)
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        # Probabilities add up to 1, so the mean is added once.
+        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * shape.num_kv_heads + head, 0])
+        return pypto.cast(out + mean, pypto.DT_BF16)
+
+    def _coordinates(self, head):
+        """[N, 128] FP32 of one head."""
+        return pypto.view(self.domain.rows, [self.width, HEAD_DIM], [head * self.width, 0])
+
+
+def _fitting(count, most):
+    """The largest power of two up to `most` that divides a count."""
+    size = 1
+    while size * 2 <= most and count % (size * 2) == 0:
+        size *= 2
+    return size
+
+
+def _length(squares):
+    return pypto.sqrt(pypto.sum(squares, dim=-1, keepdim=True))
+
+
+def _at_least(length, least, tokens, kv_heads):
+    return pypto.maximum(length, pypto.full([tokens, kv_heads, 1], least, pypto.DT_FP32))
+
+
+def _nearest(x):
+    """Level and centroid of each number, FP32: `level = #{b : x >= b}`."""
+    over = reached(x, BOUNDARIES[0])
+    level, centroid = over, over * (CENTROIDS[1] - CENTROIDS[0]) + CENTROIDS[0]
+    for index in range(1, len(BOUNDARIES)):
+        over = reached(x, BOUNDARIES[index])
+        level, centroid = level + over, centroid + over * (CENTROIDS[index + 1] - CENTROIDS[index])
+    return level, centroid
