@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
@@ -158,6 +158,9 @@ class KVarN:
         rows = level * fields["scale"].float().unsqueeze(-1) + fields["zero"].float().unsqueeze(-1)
         return _rotate(self._arranged(rows * fields["across"].float().unsqueeze(-2)))
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, then K's scale, zero and across, or V's across, scale and zero, in FP16 little-endian, of one tile."""
         numbers = ("across", "scale", "zero") if self._rows_are_tokens else ("scale", "zero", "across")
@@ -167,7 +170,7 @@ class KVarN:
         """[..., 128, D] uint8."""
         return self._arranged(unpack_stream(fields["codes"], self.bits))
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, _, step, column, row = self._measure(x)
         moved = self._arranged(noise * torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)).double()
         # The number itself, the minimum, and twice through the range; each as far as the row's most uncertain number.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
@@ -105,6 +105,9 @@ class Oscar:
         y = (level - fields["zero"].float().unsqueeze(-1)) * fields["scale"].float().unsqueeze(-1)
         return y.flatten(-2) @ _on(self._bases[layer].back, y.device)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, scales, zeros, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 1), bytes_of(fields["zero"], 1)], dim=-1)
@@ -112,7 +115,7 @@ class Oscar:
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_parts(fields["codes"], _BITS)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, scale, _ = self._measure(x, layer)
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
         # The number itself, the minimum, and twice through the range; a rotation spreads noise evenly.

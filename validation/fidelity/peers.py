@@ -33,6 +33,7 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Field, KVFormat, LevelChoice
+from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
@@ -147,7 +148,10 @@ class AsItComes:
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return None
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
         return None
 
 
