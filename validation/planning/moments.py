@@ -65,15 +65,20 @@ class Sums:
     Args:
         metric_v: [H, D, D] float64, of V.
         config: of the model.
+    Attributes:
+        tokens: that were added.
+        q, k, v: moments of each.
     """
 
     def __init__(self, metric_v: Tensor, config: DecoderConfig) -> None:
         shape = (config.num_kv_heads, config.head_dim)
         self.metric_v, self._heads = metric_v, config.num_kv_heads
+        self.tokens = 0
         self.q, self.k, self.v = (Moments.empty(*shape) for _ in range(3))
 
     def add_kv(self, k: Tensor, v: Tensor) -> None:
         """Add K and V [T, H, D] of some tokens."""
+        self.tokens += len(k)
         keys, values = (x.transpose(0, 1).to("cpu", torch.float64) for x in (k, v))
         length = ((values @ self.metric_v) * values).sum(-1)
         self.k.add(keys)
