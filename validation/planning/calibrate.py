@@ -9,6 +9,7 @@ but not in what is learned: the same sums of theirs say how much worse the coord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def fit_of(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, f
             spread = forward.mT @ moments.spread(basis.mean.double()) @ forward
             of_coordinate = (back @ metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
             costs.append(float(expected_cost(basis.weights, basis.head_dim // 2, of_coordinate).mean()))
-        found.append(costs[1] / costs[0] if min(costs) > 0 else float("nan"))
+        found.append(costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan)
     return found[0], found[1]
 
 

@@ -62,15 +62,19 @@ class Sums:
 
     Args:
         metric_v: [H, D, D] float64, of V.
+    Attributes:
+        tokens: that were added.
+        q, k, v: moments of each.
     """
 
     def __init__(self, metric_v: Tensor) -> None:
         self._heads, dim, _ = metric_v.shape
-        self.metric_v = metric_v
+        self.metric_v, self.tokens = metric_v, 0
         self.q, self.k, self.v = (Moments.empty(self._heads, dim) for _ in range(3))
 
     def add_kv(self, k: Tensor, v: Tensor) -> None:
         """Add K and V [T, H, D] of some tokens."""
+        self.tokens += len(k)
         keys, values = (x.transpose(0, 1).to("cpu", torch.float64) for x in (k, v))
         length = ((values @ self.metric_v) * values).sum(-1)
         self.k.add(keys)
