@@ -54,7 +54,7 @@ def seen_by_attention(layer):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_moments_are_those_of_all_vectors_at_once(layer):
     """In one pass and in float64, of whatever pieces; means and spreads by loops over heads."""
-    seen, sums = seen_by_attention(layer), Sums(metric_of_values(MODEL.weights.layers[layer], CONFIG), CONFIG)
+    seen, sums = seen_by_attention(layer), Sums(metric_of(layer))
     for begin, end in ((0, 1), (1, 50), (50, 120)):
         sums.add_kv(seen["k"][begin:end], seen["v"][begin:end])
         sums.add_q(seen["q"][begin:end])
@@ -87,7 +87,7 @@ def test_a_spread_around_another_mean():
 
 
 def test_recording_changes_nothing():
-    hidden, sums = MODEL.embed(WINDOWS[0]), Sums(metric_of_values(MODEL.weights.layers[0], CONFIG), CONFIG)
+    hidden, sums = MODEL.embed(WINDOWS[0]), Sums(metric_of(0))
     plain, recorded = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, sums)))
     assert torch.equal(plain, recorded)
     assert sums.k.weight.tolist() == [40.0] * CONFIG.num_kv_heads

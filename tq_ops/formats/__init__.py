@@ -77,9 +77,8 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
             raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.oscar` learns of a model")
         return oscar_format(calibration, side)
     if name not in _BY_NAME:
-        raise InputError(
-            f"unknown KV format {name!r}; choose from {', '.join(names())}, or lrN and {OSCAR} with a calibration"
-        )
+        known = ", ".join(names())
+        raise InputError(f"unknown KV format {name!r}; choose from {known}, or lrN and {OSCAR} with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 

@@ -32,7 +32,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import Calibration, Field, KVFormat, LevelChoice
+from haarkv.tq_ops.formats import Field, KVFormat, LevelChoice
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -60,11 +60,13 @@ class Entry:
         label: in tables and in the figure.
         spec: formats, tail and sinks.
         whose: `OURS` or `THEIRS`.
+        learned: whether its formats need a calibration.
     """
 
     label: str
     spec: KVSpec
     whose: str
+    learned: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,19 +95,19 @@ _LEARNED = {
 }  # fmt: skip
 
 
-def comparisons(rotations: Calibration, learned: Calibration) -> list[Comparison]:
-    """Both, with OSCAR in these rotations and learned nibbles of these coordinates."""
+def comparisons() -> list[Comparison]:
+    """Both, and what each compares."""
 
     def entries(tail: int | None, sink: int, ours: Sequence[str], theirs: Mapping[str, str]) -> list[Entry]:
         found = [Entry(kv, KVSpec(kv, tail, sink), OURS) for kv in ours]
-        found += [Entry(label, KVSpec(kv, tail, sink, calibration=learned), OURS) for label, kv in _LEARNED.items()]
+        found += [Entry(label, KVSpec(kv, tail, sink), OURS, learned=True) for label, kv in _LEARNED.items()]
         found += [Entry(label, KVSpec(kv, tail, sink), THEIRS) for label, kv in theirs.items()]
-        return [*found, Entry("OSCAR", KVSpec("oscar2", tail, sink, calibration=rotations), THEIRS)]
+        return [*found, Entry("OSCAR", KVSpec("oscar2", tail, sink), THEIRS, learned=True)]
 
     alone = entries(None, 0, ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8"), _THEIRS | _ALONE)
     window = entries(128, 4, ("tq2", "tq3", "tq4", "tq5"), {k: v for k, v in _THEIRS.items() if k != "tbq4_0"})
     window += [
-        Entry("OSCAR, its own window", KVSpec("oscar2", 256, 64, calibration=rotations), THEIRS),
+        Entry("OSCAR, its own window", KVSpec("oscar2", 256, 64), THEIRS, learned=True),
         Entry("KVarN k4v2, its own window", KVSpec("k=kvarn4,v=kvarn2", 127, 128), THEIRS),
     ]
     return [Comparison("alone", 1024, tuple(alone)), Comparison("window", 4096, tuple(window))]
@@ -214,14 +216,20 @@ def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 
-def learned_from_training(setup: Setup) -> tuple[Calibration, Calibration]:
-    """OSCAR's rotations and the coordinates of learned nibbles, of the same part of the text that `tiny` was trained on."""
+def with_calibrations(setup: Setup, entries: Sequence[Entry]) -> list[Entry]:
+    """The same entries, with OSCAR's rotations or the coordinates of learned nibbles where they need them.
+
+    Both are learned from the same part of the text that `tiny` was trained on.
+    """
+    if not any(entry.learned for entry in entries):
+        return list(entries)
     base, model = setup.base, load_model(MODEL)
     text = base.tokenizer.encode(SEPARATOR.join(train_texts()[::9]))
     plan = make_workload(text, base.config.max_position_embeddings, tokens=LEARNED_FROM, prompts=0)
     windows = [plan.fed(window) for window in plan.windows]
     k, v = zip(*learn_model(model, reference, windows, ()).layers, strict=True)
-    return oscar.learn(model, base, windows), calibration_of(k, v)
+    of = {OURS: calibration_of(k, v), THEIRS: oscar.learn(model, base, windows)}
+    return [replace(e, spec=replace(e.spec, calibration=of[e.whose])) if e.learned else e for e in entries]
 
 
 # -- What is shown ---------------------------------------------------------------------------------------------------------
@@ -279,9 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup = load_setup(MODEL, ["bf16"], executor="reference")
     text = setup.base.tokenizer.encode(SEPARATOR.join(held_out_texts().values()))
     labels = given.entries.split(";") if given.entries else None
-    for comparison in comparisons(*learned_from_training(setup)):
+    for comparison in comparisons():
         entries = [entry for entry in comparison.entries if labels is None or entry.label in labels]
         if given.only in (None, comparison.name) and entries:
+            entries = with_calibrations(setup, entries)
             partial = given.resume.with_name(f"{given.resume.name}.{comparison.name}") if given.resume else None
             rows = measure(setup, text, replace(comparison, entries=tuple(entries)), given.tokens, partial)
             if given.out:
