@@ -77,8 +77,9 @@ def window_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> Atte
     columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32 or head_dim > 128:
         return AttentionTile(columns, 16 if operand == tl.float32 else 32, warps=8)
-    wide = most * group >= _WIDE_FROM
-    return AttentionTile(64 if wide else columns, 32, stages=3)
+    if most * group >= _WIDE_FROM:
+        return AttentionTile(64, 32, stages=3)
+    return AttentionTile(columns, 32, stages=3)
 
 
 @dataclass(frozen=True)

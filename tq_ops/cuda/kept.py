@@ -81,7 +81,8 @@ class Part:
 def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
-    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded; the rest is FP32.
+    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
+    in TF32; the rest is FP32.
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.

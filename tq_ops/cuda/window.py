@@ -8,7 +8,7 @@ are brought into V's rotated domain, where `attention.merge_kernel` and csrc/mer
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import dot, rotate_columns, rounded
+from haarkv.tq_ops.cuda.rotate import dot, rounded
 from haarkv.tq_ops.cuda.schedule import find_column_tile, tiles_of
 
 
@@ -115,7 +115,12 @@ def window_kernel(
         part = tl.where(live, vector, 0)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
-        out = parts + part[:, None] * D + tl.arange(0, WIDTH)[None, :]
+        width = tl.arange(0, WIDTH)[None, :]
+        out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
+        # TF32 keeps as many bits as the FP16 of the rotated queries.
+        precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
         for piece in tl.static_range(D // WIDTH):
-            rotated = rotate_columns(low, high, matrix, piece * WIDTH, COLUMNS, D, WIDTH, tl.float32, False)
+            rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
+            of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
+            rotated = tl.dot(high, of_high, rotated, input_precision=precision)
             tl.store(out + piece * WIDTH, rotated, live[:, None])
