@@ -110,7 +110,9 @@ class LearnedNibbles(ScaledSide):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
             pypto.set_cube_tile_shapes([16, 16], [64, HEAD_DIM], [64, HEAD_DIM])
-            ready = pypto.matmul(pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True)
+            ready = pypto.matmul(
+                pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True
+            )
             pypto.set_vec_tile_shapes(4, group, self.width)
             ready = pypto.cast(pypto.reshape(ready, [rows, group, self.width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
