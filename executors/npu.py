@@ -123,6 +123,8 @@ class NpuExecutor:
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
         constants = {**self._layers[index], "mask": self._mask(program.attention)}
+        for tensor in inputs.domain_arguments(cache.plan, index, self.device).values():
+            self._runner.constant(tensor)
         if self._model.ranks.size == 1:
             arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
             self._runner.call(program, arguments)

@@ -9,7 +9,7 @@ import pypto
 from haarkv.codebooks.learned import refinements
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import ScaledSide
-from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, centroids, reached
+from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, centroids, levels_of
 from haarkv.tq_ops.npu.learned import LIFT, MEAN, OWNED, WEIGHTS
 
 _VECTORS = 32  # of a vector tile of FP32
@@ -27,8 +27,8 @@ class LearnedNibbles(ScaledSide):
             x: [count, 128] FP32.
         Returns:
             codes [count, N / 2] INT8 and scale [count, 1] FP16.
-        Rounding points: (x - mean) / length to BF16; scale to FP16. A centroid may be off by 1e-9: it is a sum of the gaps
-            below it.
+        Rounding points: (x - mean) / length to BF16; scale to FP16. The centroid of level 7 is
+            off by 1e-9, as a sum of the gaps below it.
         """
         tokens = count // kv_heads
         shape = [tokens, kv_heads, HEAD_DIM]
@@ -73,8 +73,9 @@ class LearnedNibbles(ScaledSide):
         """Levels of coordinates [tokens, Hkv, 128] fill `levels`, stage after stage; returns what they restore, FP32."""
         left, restored = y, None
         for stage, step in enumerate(refinements()[: self.side.stages]):
-            level, centroid = _nearest(left / step if stage else left)
+            level = levels_of(left / step if stage else left)
             pypto.assemble(pypto.cast(level, pypto.DT_FP16), [0, 0, stage * HEAD_DIM], levels)
+            centroid = _centroid(level)
             restores = (centroid * step if stage else centroid) * self._numbers(OWNED + stage, kv_heads)
             restored = restored + restores if stage else restores
             left = left - restores
@@ -146,11 +147,12 @@ def _at_least(length, least, tokens, kv_heads):
     return pypto.maximum(length, pypto.full([tokens, kv_heads, 1], least, pypto.DT_FP32))
 
 
-def _nearest(x):
-    """Level and centroid of each number, FP32: `level = #{b : x >= b}`."""
-    over = reached(x, BOUNDARIES[0])
-    level, centroid = over, over * (CENTROIDS[1] - CENTROIDS[0]) + CENTROIDS[0]
+def _centroid(level):
+    """c[level] in FP32: the least one and the gaps up to the level.
+
+    Of the level alone: if its steps were used here too, all would wait in the unified buffer and spill.
+    """
+    value = pypto.clip(level, 0.0, 1.0) * (CENTROIDS[1] - CENTROIDS[0]) + CENTROIDS[0]
     for index in range(1, len(BOUNDARIES)):
-        over = reached(x, BOUNDARIES[index])
-        level, centroid = level + over, centroid + over * (CENTROIDS[index + 1] - CENTROIDS[index])
-    return level, centroid
+        value = value + pypto.clip(level - float(index), 0.0, 1.0) * (CENTROIDS[index + 1] - CENTROIDS[index])
+    return value

@@ -68,14 +68,18 @@ def rotated_levels(unit, rotation, vectors):
     """Vectors of norm 1, [vectors, 128] FP32 -> `level = #{b : bf16(unit) @ rotation >= b}`, FP32 too."""
     cube = min(vectors, 128)
     pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-    rotated = pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32)
-    level = reached(rotated, BOUNDARIES[0])
+    return levels_of(pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32))
+
+
+def levels_of(x):
+    """`#{b : x >= b}`, FP32."""
+    level = _reached(x, BOUNDARIES[0])
     for boundary in BOUNDARIES[1:]:
-        level = level + reached(rotated, boundary)
+        level = level + _reached(x, boundary)
     return level
 
 
-def reached(x, boundary):
+def _reached(x, boundary):
     """1.0 where x >= boundary, else 0.0, in FP32. Arithmetic, for a select costs the device a dozen instructions a row."""
     return pypto.clip((x - boundary) * _STEEP + 1.0, 0.0, 1.0)
 

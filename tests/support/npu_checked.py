@@ -1,0 +1,70 @@
+"""Layers of a small model by the NPU programs in the interpreter, held against the reference."""
+
+from dataclasses import replace
+
+import torch
+from small_models import SMALL, cache_tensors, new_cache, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.bounds import LAYER_BF16
+
+TQ4_SPEC = KVSpec("tq4")
+CONFIG = replace(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
+
+
+def filled(config, spec, lengths, seed):
+    """A cache that holds so many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
+    cache = new_cache(config, spec, block_size=128, num_blocks=16)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
+    paging = PagedSequences(16, 128, order)
+    sequences = [paging.add() for _ in lengths]
+    generator = torch.Generator().manual_seed(seed)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if length:
+            batch = paging.batch([sequence], [length])
+            for layer in range(config.num_layers):
+                k, v = (torch.randn(length, config.num_kv_heads, 128, generator=generator) for _ in "kv")
+                cache.write(layer, k, v, batch)
+    return cache, paging, sequences
+
+
+LAYER_CASES = {
+    "decode, GQA 5": ((10, 2), [1, 1, 1], [299, 0, 640]),
+    "decode, GQA 1": ((3, 3), [1, 1], [127, 128]),
+    "decode, GQA 8": ((8, 1), [1], [4]),
+    "prefill after a stored prefix, GQA 5": ((10, 2), [33, 5], [250, 0]),
+    "prefill over two tiles, GQA 2": ((4, 2), [130], [3]),
+}
+
+
+DECODE, PREFILL = LAYER_CASES["decode, GQA 5"], LAYER_CASES["prefill after a stored prefix, GQA 5"]
+
+
+def same_bytes(ours, theirs, field):
+    """Whether a field of two caches holds the same; an FP32 norm may be off by its last bit: K was summed otherwise."""
+    return torch.allclose(ours, theirs, rtol=2.0**-22, atol=0) if field == "norm" else torch.equal(ours, theirs)
+
+
+def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2)):
+    """A cache and a hidden state, by the programs and by the reference."""
+    config = replace(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
+    model = small_model(config, seed=3, dtype=torch.bfloat16)
+    hidden = torch.randn(sum(new), config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
+    results = []
+    for executor in (ReferenceExecutor(model), catalog.create("npu", model, spec.plan(config.num_layers), "sim")):
+        cache, paging, sequences = filled(config, spec, stored, seed=7)
+        before = [tensor.clone() for *_, tensor in cache_tensors(cache)]
+        out = executor.layers(hidden, layers, paging.batch(sequences, new), cache)
+        results.append((out.float(), list(cache_tensors(cache))))
+        # The layers that ran have stored something.
+        ran = [(old, tensor) for old, (layer, *_, tensor) in zip(before, results[-1][1], strict=True) if layer in layers]
+        assert not any(torch.equal(*pair) for pair in ran)
+    (reference, reference_cache), (ours, our_cache) = results
+    error = (ours - reference).norm(dim=1) / reference.norm(dim=1)
+    assert error.max() < LAYER_BF16.rel_l2
+    # Every slot of every layer: the new ones as the reference stores them, all others as they were.
+    for (*_, field, theirs), (*_, tensor) in zip(reference_cache, our_cache, strict=True):
+        assert same_bytes(tensor, theirs, field), field
