@@ -23,6 +23,10 @@ WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
 RUN = {"model": "m", "text": "t"}
 
 
+def metric_of(layer):
+    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.num_kv_heads, CONFIG.head_dim)
+
+
 @pytest.fixture(scope="module")
 def whole():
     return learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:])
