@@ -1,6 +1,6 @@
 """What planted faults cost: `tiny` with large channels, biases and first tokens, with and without balance.
 
-python -m haarkv.benchmarks.planted --text held_out.txt --tokens 20480 --out planted.json
+python -m haarkv.validation.fidelity.planted --text held_out.txt --without-norms qwen2 --tokens 20480 --out planted.json
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Group:
     first: tuple[int, ...] = ()
 
 
-def groups(token_ids: list[int]) -> dict[str, Group]:
+def groups(token_ids: list[int], model_type: str | None) -> dict[str, Group]:
     """All models by what was planted.
 
     Args:
-        token_ids: a text, of which `tiny` is made a Qwen2.
+        token_ids: a text, whose first tokens say how large Q and K are before their norms.
+        model_type: of a family with biases and without norms of Q and K, for faults that norms would take away; None for none.
     """
     tiny, tq4, tq3 = load_model("tiny"), KVSpec("tq4"), KVSpec("tq3")
     outliers: dict[str, DecoderModel] = {
@@ -61,17 +62,21 @@ def groups(token_ids: list[int]) -> dict[str, Group]:
         for spec in (tq4, tq3):
             caches[f"{name}: {spec.kv}"], caches[f"{name}: {spec.kv} balanced"] = (model, spec), (balanced, spec)
     found = {"outlier channels": Group(caches, tiny)}
+    return found | _without_norms(tiny, token_ids, model_type) if model_type else found
 
-    qwen2 = planted.without_norms(tiny, *planted.measured_rms(tiny, token_ids[:128]))
-    found["a Qwen2"] = Group({"nothing: tq4": (qwen2, tq4)}, qwen2)
+
+def _without_norms(tiny: DecoderModel, token_ids: list[int], model_type: str) -> dict[str, Group]:
+    tq4 = KVSpec("tq4")
+    plain = planted.without_norms(tiny, model_type, *planted.measured_rms(tiny, token_ids[:128]))
+    found = {"no norms": Group({"nothing: tq4": (plain, tq4)}, plain)}
     for norm in (400, 600, 900):
-        biased = planted.key_biases(qwen2, norm, BIASED)
+        biased = planted.key_biases(plain, norm, BIASED)
         exact = replace(tq4, layers=dict.fromkeys(BIASED, "k=bf16,v=tq4"))
         found[f"K biases of norm {norm} in layers {BIASED}"] = Group(
             {"tq4": (biased, tq4), "tq4 balanced": (balance(biased).model, tq4), "tq4, their K in bf16": (biased, exact)},
             biased,
         )
-    sink = planted.sink_token(qwen2, SINK, SINK_NORM)
+    sink = planted.sink_token(plain, SINK, SINK_NORM)
     found["a first token x 100"] = Group(
         {"tq4": (sink, tq4), "tq4 balanced": (balance(sink).model, tq4), "tq4, 4 sinks": (sink, replace(tq4, sink=4))},
         sink, (SINK,),
@@ -113,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a UTF-8 file that the model has not seen")
     parser.add_argument("--tokens", type=int, default=20480, help="tokens to score")
+    parser.add_argument("--without-norms", metavar="MODEL_TYPE", help="plant biases and a first token in such a model, too")
     parser.add_argument("--only", help="groups whose name has this in it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
@@ -121,7 +127,7 @@ def main() -> int:
     ids = load_tokenizer("tiny", load_model("tiny").config).encode(Path(given.text).read_text(encoding="utf-8"))
     rows = []
     print("| planted | cache | bits a value | KL mean | 99.9 % | perplexity | above bf16 |\n|---|---|---|---|---|---|---|")
-    for planted_what, group in groups(ids).items():
+    for planted_what, group in groups(ids, given.without_norms).items():
         if given.only and given.only not in planted_what:
             continue
         for name, row in measure(group, ids, given.tokens):
