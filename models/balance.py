@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
-from haarkv.models.weights import LayerWeights
+from haarkv.models.catalog import folder_of, read_config
+from haarkv.models.checkpoint import stored_tensors
+from haarkv.models.weights import LayerWeights, layer_tensors
 
 LEAST_RATIO = 1.1
 """A side is left as it is unless balance makes so many times less error: one rotation or another differs as much."""
@@ -94,6 +97,39 @@ def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moment
     use = torch.linalg.vector_norm(tensors["o_proj"], dim=0, dtype=torch.float32).square().view(heads, -1, dim).sum(1)
     bias = _bias(tensors, "v_bias", tensors["v_proj"]).view(heads, dim)
     return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
+
+
+_READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm", *(f"{name}_bias" for name in "qkv")}
+
+
+def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
+    """K's and V's moments of each layer of a checkpoint, of which no other tensor is read; {} of a random model.
+
+    Args:
+        name: as `models.catalog.folder_of` takes it.
+    Raises:
+        InputError: no such model, one that no family builds, or a damaged file.
+    """
+    config, folder = read_config(name), folder_of(name)
+    if folder is None:
+        return {}
+    places = {
+        part.name: (layer, field)
+        for layer in range(config.num_layers)
+        for field, part in layer_tensors(config, layer).items()
+        if field in _READ
+    }
+    found: dict[int, tuple[Moments, Moments]] = {}
+    read: dict[str, Tensor] = {}
+    last = {layer: tensor for tensor, (layer, _) in places.items()}
+    for tensor_name, tensor in stored_tensors(folder, config, torch.bfloat16, wanted=places.__contains__):
+        layer, field = places[tensor_name]
+        read[field] = tensor
+        if tensor_name == last[layer]:  # one layer at a time is held
+            heads, dim = config.num_kv_heads, config.head_dim
+            found[layer] = key_moments(read, heads, dim), value_moments(read, heads, dim)
+            read = {}
+    return found
 
 
 def scales_of(moments: Moments) -> tuple[Tensor, float]:

@@ -58,15 +58,16 @@ def _changed(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWei
     return replace(model, weights=replace(model.weights, layers=layers))
 
 
-def without_norms(model: DecoderModel, query_rms: Tensor, key_rms: Tensor) -> DecoderModel:
-    """A Qwen2 of a Qwen3: norms of Q and K become fixed scales of their projections, biases are 0. Its function differs.
+def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_rms: Tensor) -> DecoderModel:
+    """Norms of Q and K become fixed scales of their projections, beside which stand biases of 0. The function differs.
 
     Args:
         model: a dense Qwen3.
+        model_type: to make of it, of a family with biases and without those norms.
         query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
         key_rms: [layers, num_kv_heads] of K.
     """
-    config = replace(model.config, model_type="qwen2", qkv_bias=True)
+    config = replace(model.config, model_type=model_type, qkv_bias=True)
     layers = []
     for layer, of_q, of_k in zip(model.weights.layers, query_rms, key_rms, strict=True):
         tensors = {field: tensor for field, _, tensor in layer.named()}

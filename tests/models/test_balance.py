@@ -9,7 +9,7 @@ from small_models import CONFIGS, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models import planted
-from haarkv.models.balance import balance, describe, key_moments, name_layers, value_moments
+from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
 from haarkv.models.balance import by_field as fields_of
 from haarkv.tq_ops import formats
 
@@ -122,8 +122,8 @@ class TestModel:
         ids = list(range(40))
         assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
         for layer, moments in zip(made.model.weights.layers, made.moments, strict=True):
-            for moments_of, of in zip((key_moments, value_moments), moments, strict=True):
-                now = moments_of(fields_of(layer), config.num_kv_heads, config.head_dim)
+            for of_side, of in zip((key_moments, value_moments), moments, strict=True):
+                now = of_side(fields_of(layer), config.num_kv_heads, config.head_dim)
                 assert torch.allclose(now.use, of.use, rtol=1e-4)
                 assert torch.allclose(now.size, of.size, rtol=1e-4)
 
@@ -154,3 +154,19 @@ def test_what_is_said_of_it():
 )
 def test_layers_in_words(layers, words):
     assert name_layers(layers) == words
+
+
+@pytest.mark.parametrize("name", ["norms", "biases"])
+def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
+    model = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 100, (1,))
+    folder = planted.save(model, tmp_path / "m")
+    of_file, config = moments_of(folder), model.config
+    assert len(of_file) == config.num_layers
+    for layer, pair in of_file.items():
+        tensors = fields_of(model.weights.layers[layer])
+        for of, moments in zip(pair, (key_moments, value_moments), strict=True):
+            expected = moments(tensors, config.num_kv_heads, config.head_dim)
+            assert torch.allclose(of.use, expected.use, rtol=0.02)
+            assert torch.allclose(of.size, expected.size, rtol=0.02)
+            assert torch.allclose(of.constant, expected.constant, rtol=0.02)
+    assert moments_of("random:0.6b") == {}

@@ -33,7 +33,7 @@ def token_ids(count):
 @cache
 def tiny_qwen2():
     """`tiny` as a Qwen2: its norms of Q and K are fixed where they are on average, its biases are 0."""
-    return planted.without_norms(tiny(), *planted.measured_rms(tiny(), token_ids(128)))
+    return planted.without_norms(tiny(), "qwen2", *planted.measured_rms(tiny(), token_ids(128)))
 
 
 def run(model, ids, ops=reference, kv="bf16"):

@@ -1,6 +1,6 @@
 """What planted faults cost: `tiny` with large channels, biases and first tokens, with and without balance.
 
-python -m haarkv.benchmarks.planted --text held_out.txt --tokens 20480 --out planted.json
+python -m haarkv.validation.fidelity.planted --text held_out.txt --kv tq4 --kv tq3 --without-norms qwen2 --out rows.json
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from haarkv.models.balance import balance
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate, make_workload
 
 BIASED = (1, 4)
-SINK_NORM, SINK = 1300.0, 0
+SINK_NORM = 1300.0
 """Of the K of one token: a hundred times that of the others."""
 
 
@@ -43,38 +44,44 @@ class Group:
     first: tuple[int, ...] = ()
 
 
-def groups(token_ids: list[int]) -> dict[str, Group]:
+def groups(token_ids: list[int], kvs: Sequence[str], model_type: str | None) -> dict[str, Group]:
     """All models by what was planted.
 
     Args:
-        token_ids: a text, of which `tiny` is made a Qwen2.
+        token_ids: a text, whose first tokens say how large Q and K are before their norms.
+        kvs: formats for the first group; the others are measured in the first of them.
+        model_type: of a family with biases and without norms of Q and K, for faults that norms would take away; None for none.
     """
-    tiny, tq4, tq3 = load_model("tiny"), KVSpec("tq4"), KVSpec("tq3")
+    tiny, specs = load_model("tiny"), [KVSpec(kv) for kv in kvs]
     outliers: dict[str, DecoderModel] = {
         "two pairs x 30": planted.outlier_channels(tiny, 30),
         "other pairs x 50": planted.outlier_channels(tiny, 50, pairs=(3, 60), channels=(0, 127)),
         "two pairs x 100": planted.outlier_channels(tiny, 100),
     }
-    caches = {"nothing: tq4": (tiny, tq4), "nothing: tq3": (tiny, tq3)}
+    caches = {f"nothing: {spec.kv}": (tiny, spec) for spec in specs}
     for name, model in outliers.items():
         balanced = balance(model).model
-        for spec in (tq4, tq3):
+        for spec in specs:
             caches[f"{name}: {spec.kv}"], caches[f"{name}: {spec.kv} balanced"] = (model, spec), (balanced, spec)
     found = {"outlier channels": Group(caches, tiny)}
+    return found | _without_norms(tiny, token_ids, specs[0], model_type) if model_type else found
 
-    qwen2 = planted.without_norms(tiny, *planted.measured_rms(tiny, token_ids[:128]))
-    found["a Qwen2"] = Group({"nothing: tq4": (qwen2, tq4)}, qwen2)
+
+def _without_norms(tiny: DecoderModel, token_ids: list[int], spec: KVSpec, model_type: str) -> dict[str, Group]:
+    kv, unseen = spec.kv, min(set(range(tiny.config.vocab_size)) - set(token_ids))
+    plain = planted.without_norms(tiny, model_type, *planted.measured_rms(tiny, token_ids[:128]))
+    found = {"no norms": Group({f"nothing: {kv}": (plain, spec)}, plain)}
     for norm in (400, 600, 900):
-        biased = planted.key_biases(qwen2, norm, BIASED)
-        exact = replace(tq4, layers=dict.fromkeys(BIASED, "k=bf16,v=tq4"))
+        biased = planted.key_biases(plain, norm, BIASED)
+        exact = replace(spec, layers=dict.fromkeys(BIASED, f"k=bf16,v={kv}"))
         found[f"K biases of norm {norm} in layers {BIASED}"] = Group(
-            {"tq4": (biased, tq4), "tq4 balanced": (balance(biased).model, tq4), "tq4, their K in bf16": (biased, exact)},
+            {kv: (biased, spec), f"{kv} balanced": (balance(biased).model, spec), f"{kv}, their K in bf16": (biased, exact)},
             biased,
         )
-    sink = planted.sink_token(qwen2, SINK, SINK_NORM)
+    sink = planted.sink_token(plain, unseen, SINK_NORM)
     found["a first token x 100"] = Group(
-        {"tq4": (sink, tq4), "tq4 balanced": (balance(sink).model, tq4), "tq4, 4 sinks": (sink, replace(tq4, sink=4))},
-        sink, (SINK,),
+        {kv: (sink, spec), f"{kv} balanced": (balance(sink).model, spec), f"{kv}, 4 sinks": (sink, replace(spec, sink=4))},
+        sink, (unseen,),
     )  # fmt: skip
     return found
 
@@ -113,6 +120,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a UTF-8 file that the model has not seen")
     parser.add_argument("--tokens", type=int, default=20480, help="tokens to score")
+    parser.add_argument("--kv", action="append", help="a format; repeatable [default: the default format]")
+    parser.add_argument("--without-norms", metavar="MODEL_TYPE", help="plant biases and a first token in such a model, too")
     parser.add_argument("--only", help="groups whose name has this in it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
@@ -121,7 +130,7 @@ def main() -> int:
     ids = load_tokenizer("tiny", load_model("tiny").config).encode(Path(given.text).read_text(encoding="utf-8"))
     rows = []
     print("| planted | cache | bits a value | KL mean | 99.9 % | perplexity | above bf16 |\n|---|---|---|---|---|---|---|")
-    for planted_what, group in groups(ids).items():
+    for planted_what, group in groups(ids, given.kv or formats.names()[:1], given.without_norms).items():
         if given.only and given.only not in planted_what:
             continue
         for name, row in measure(group, ids, given.tokens):
