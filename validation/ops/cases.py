@@ -198,16 +198,17 @@ class Store(_OnCache):
     op: ClassVar[str] = "store_kv"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones and one along an axis."""
+        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned."""
         made = poisoned_cache(self.cache, device)
         paging = PagedSequences(made.num_blocks, self.cache.block_size, order=list(reversed(range(made.num_blocks))))
         batch = paging.batch([paging.add() for _ in self.cache.new], self.cache.new)
-        shape = (2, len(batch.positions), self.cache.kv_heads, self.cache.head_dim)
-        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        k, v = self.cache.vectors(len(batch.positions), torch.Generator().manual_seed(2))
         k[0, 0] = 0.0
         v[0, 0] *= 1e-12  # its scale is below FP16
         v[-1, 0] = 0.0
         v[-1, 0, 3] = -2.5
+        if learned := self.cache.calibration:
+            k[-1, -1] = learned.k[LAYER].mean[-1]
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
