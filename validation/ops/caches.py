@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats import Calibration, made_up
+from haarkv.tq_ops.formats.learned import nibbles_of
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -24,7 +26,7 @@ class CacheCase:
     """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
-        kv: formats, as `--kv` takes them.
+        kv: formats, as `--kv` takes them; `lrN` of made-up coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
         tail, sink: tokens that stay in BF16.
@@ -50,7 +52,23 @@ class CacheCase:
     @cached_property
     def plan(self) -> KVPlan:
         """Of as many layers as `LAYER` needs."""
-        return KVSpec(self.kv, tail=self.tail or None, sink=self.sink).plan(LAYER + 1)
+        return KVSpec(self.kv, tail=self.tail or None, sink=self.sink, calibration=self.calibration).plan(LAYER + 1)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """Made-up coordinates of its KV heads, where a format needs them."""
+        names = (part.split("=")[-1] for part in self.kv.split(","))
+        return made_up.calibration(LAYER + 1, self.kv_heads, self.head_dim) if any(map(nibbles_of, names)) else None
+
+    def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
+        if (learned := self.calibration) is None:
+            k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
+            return k, v
+        k, v = (
+            made_up.vectors(side[LAYER], tokens, generator).transpose(0, 1).contiguous() for side in (learned.k, learned.v)
+        )
+        return k, v
 
 
 def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
@@ -97,7 +115,7 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
     older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
     for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
         batch = paging.batch(*zip(*pairs, strict=True))
-        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=generator)
+        k, v = case.vectors(len(batch.positions), generator)
         reference.store_kv(k, v, made, LAYER, batch)
     if torch.device(device).type == "cpu":
         return made, batch

@@ -198,7 +198,7 @@ class Store(_OnCache):
     op: ClassVar[str] = "store_kv"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones and one along an axis.
+        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
 
         Tokens before the new ones have their slots, in which nothing is.
         """
@@ -209,12 +209,13 @@ class Store(_OnCache):
         if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored, strict=True) if tokens]:
             paging.batch(*zip(*older, strict=True))
         batch = paging.batch(ids, self.cache.new)
-        shape = (2, len(batch.positions), self.cache.kv_heads, self.cache.head_dim)
-        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        k, v = self.cache.vectors(len(batch.positions), torch.Generator().manual_seed(2))
         k[0, 0] = 0.0
         v[0, 0] *= 1e-12  # its scale is below FP16
         v[-1, 0] = 0.0
         v[-1, 0, 3] = -2.5
+        if learned := self.cache.calibration:
+            k[-1, -1] = learned.k[LAYER].mean[-1]
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:

@@ -103,139 +103,150 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
     }
 }
 
-// WORDS words of a vector, and of as many vectors as one register holds beside each other: 16 / WORDS.
-//
-// Two registers make a step: a lane holds the same level of a key of each. So a step takes 2, 4 or 8 keys, and no lane is idle
-// however short a vector is. Where a register holds several keys, each lane block gets its own key's weight, and blocks are
-// added at the end.
-template <int WORDS> struct Piece {
-    static constexpr int kKeys = 16 / WORDS, kStep = 2 * kKeys;
-
+// Some words of n vectors, `bytes` apart, and the weights of row r at weights[r * stride].
+struct Words {
     const uint8_t* codes;
-    int64_t bytes;      // from a vector to the next
-    int n;              // vectors
-    int first;          // lanes before this one were summed by another piece
-    const int16_t* weights;  // of row r and two keys at weights[r * stride + key]; spread out where a register holds several
+    int64_t bytes;
+    int n;
+    const int16_t* weights;
     int stride;
-
-    // The weights of a step of row r, beginning at `key`.
-    __m512i weight(int r, int key) const {
-        if constexpr (kKeys == 1) return Vnni512::pair(weights + r * stride + key);
-        return _mm512_loadu_si512(weights + r * stride + key / kStep * 32);
-    }
-
-    // The lower (or upper) halves of the words of a step, the second register's above the first's.
-    template <bool UPPER, bool CLAMP> __m512i halves(int key) const {
-        if constexpr (kKeys == 1) {
-            const uint8_t* a = codes + key * bytes;
-            // The cache may end right after the last vector. An odd one out is paired with itself, at weight zero.
-            const uint8_t* b = CLAMP && key + 1 >= n ? a : a + bytes;
-            if constexpr (!UPPER) return Vnni512::lower_halves(Vnni512::load(a), b);
-            return Vnni512::upper_halves(CLAMP ? Vnni512::upper(Vnni512::load(a)) : Vnni512::load(a + 2), b);
-        } else {
-            const __m512i a = keys<CLAMP>(key), b = keys<CLAMP>(key + kKeys);
-            if constexpr (!UPPER) return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
-            return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
-        }
-    }
-
-    // sum = sum * shrink + step * x, of the WORDS lanes that are left when keys side by side are added. Registers are as wide as
-    // these: a load that overlaps an earlier store, masked or not, waits for it.
-    void add_to(float* sum, __m512i x, float shrink, float step) const {
-        if constexpr (WORDS == 16) {
-            const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink));
-            _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), _mm512_set1_ps(step), before));
-        } else {
-            const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-            if constexpr (WORDS == 8) {
-                const __m256 before = _mm256_mul_ps(_mm256_loadu_ps(sum), _mm256_set1_ps(shrink));
-                _mm256_storeu_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(half), _mm256_set1_ps(step), before));
-            } else {
-                const __m128i own = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-                const __m128 old = _mm_loadu_ps(sum), before = _mm_mul_ps(old, _mm_set1_ps(shrink));
-                const __m128 now = _mm_fmadd_ps(_mm_cvtepi32_ps(own), _mm_set1_ps(step), before);
-                _mm_storeu_ps(sum, _mm_mask_blend_ps(static_cast<__mmask8>(16 - (1 << first)), old, now));
-            }
-        }
-    }
-
-  private:
-    // The words of kKeys vectors from `key` on; CLAMP repeats the last vector, whose weights are zero then.
-    template <bool CLAMP> __m512i keys(int key) const {
-        auto at = [&](int i) { return codes + (CLAMP ? smaller(key + i, n - 1) : key + i) * bytes; };
-        if constexpr (WORDS == 8) {
-            const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(0))));
-            return _mm512_inserti64x4(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(1))), 1);
-        } else {
-            auto four = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(i))); };
-            __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(four(0)), four(1), 1);
-            x = _mm512_inserti32x4(x, four(2), 2);
-            return _mm512_inserti32x4(x, four(3), 3);
-        }
-    }
 };
 
-// sums[r] = sums[r] * shrink[r] + step[r] * (weights[r] @ integer centroids of the vectors), for PLANES of the eight levels of
-// a word.
-template <int R, int WORDS, int FIRST, int PLANES>
-inline void mix_whole(const Piece<WORDS>& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
-                      Ahead& to_fetch) {
+// Adds integer products of two keys at a time: a lane holds the same level of both. `halves(key, last)` are the 16-bit halves
+// of their words, in the lanes of `acc`; plane k is their levels k places up.
+template <int R, int FIRST, int PLANES, class H>
+inline void add_keys(const Words& of, __m512i table, __m512i (&acc)[PLANES][R], Ahead& to_fetch, H halves) {
     using V = Vnni512;
     Ahead ahead = to_fetch;  // in registers
-    __m512i acc[PLANES][R];
 #pragma GCC unroll 4
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) acc[k][r] = V::zero();
-    auto add = [&](int key, __m512i halves) __attribute__((always_inline)) {
+    auto add = [&](int key, __m512i both) __attribute__((always_inline)) {
         __m512i value[PLANES];
         auto expand = [&](auto k) __attribute__((always_inline)) {
             constexpr int kPlane = decltype(k)::value;
-            if constexpr (kPlane < PLANES) value[kPlane] = V::lookup(table, V::shift<(FIRST + kPlane) % 4 * 4>(halves));
+            if constexpr (kPlane < PLANES) value[kPlane] = V::lookup(table, V::shift<(FIRST + kPlane) % 4 * 4>(both));
         };
         expand(Int<0>{}), expand(Int<1>{}), expand(Int<2>{}), expand(Int<3>{});
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m512i weight = of.weight(r, key);
+            const __m512i weight = V::pair(of.weights + r * of.stride + key);
 #pragma GCC unroll 4
             for (int k = 0; k < PLANES; ++k) acc[k][r] = V::dot(value[k], weight, acc[k][r]);
         }
     };
-    constexpr bool kUpper = FIRST >= 4;
     int key = 0;
-    for (; key + Piece<WORDS>::kStep < of.n; key += Piece<WORDS>::kStep) {
+    for (; key + 2 < of.n; key += 2) {
         ahead.turn();
-        add(key, of.template halves<kUpper, false>(key));
+        add(key, halves(key, Int<0>{}));
     }
-    add(key, of.template halves<kUpper, true>(key));
+    add(key, halves(key, Int<1>{}));
     to_fetch = ahead;
+}
+
+// sums[r] = sums[r] * shrink[r] + step[r] * (weights[r] @ integer centroids of the vectors), for PLANES of the eight levels of
+// 16 words.
+template <int R, int FIRST, int PLANES>
+inline void mix_wide(const Words& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
+                     Ahead& ahead) {
+    using V = Vnni512;
+    __m512i acc[PLANES][R];
+    add_keys<R, FIRST, PLANES>(of, table, acc, ahead, [&](int key, auto last) __attribute__((always_inline)) {
+        constexpr bool kLast = decltype(last)::value;
+        const uint8_t* a = of.codes + key * of.bytes;
+        // The cache may end right after the last vector. An odd one out is paired with itself, at weight zero.
+        const uint8_t* b = kLast && key + 1 >= of.n ? a : a + of.bytes;
+        if constexpr (FIRST < 4) return V::lower_halves(V::load(a), b);
+        return V::upper_halves(kLast ? V::upper(V::load(a)) : V::load(a + 2), b);
+    });
 #pragma GCC unroll 4
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) of.add_to(sums + (r * 8 + FIRST + k) * words, acc[k][r], shrink[r], step[r]);
+        for (int r = 0; r < R; ++r) {
+            float* sum = sums + (r * 8 + FIRST + k) * words;
+            const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink[r]));
+            _mm512_storeu_ps(sum, _mm512_fmadd_ps(V::to_floats(acc[k][r]), _mm512_set1_ps(step[r]), before));
+        }
+}
+
+// The lanes of a register for WORDS words, 8, 4 or 2, so that none is idle: the lower halves of all words, then the upper ones,
+// then both again moved down by the levels that the planes before have, and so on.
+template <int WORDS> struct Lanes {
+    static constexpr int kPlanes = WORDS / 2;
+    int16_t from[32] = {};  // where the half of a lane and key lies in the words of two keys
+    int16_t down[32] = {};  // bits that it is moved down
+
+    constexpr Lanes() {
+        for (int i = 0; i < 32; ++i) {
+            const int key = i % 2, word = i / 2 % WORDS, block = i / 2 / WORDS;
+            from[i] = static_cast<int16_t>(key * 2 * WORDS + word * 2 + block % 2);
+            down[i] = static_cast<int16_t>(block / 2 * kPlanes * 4);
+        }
+    }
+    // The level of plane k in a block of WORDS lanes.
+    static constexpr int level(int block, int k) { return block % 2 * 4 + block / 2 * kPlanes + k; }
+};
+
+// Two keys' words beside each other.
+template <int WORDS> inline __m512i side_by_side(const uint8_t* a, const uint8_t* b) {
+    if constexpr (WORDS == 8) {
+        const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+        return _mm512_inserti64x4(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+    } else if constexpr (WORDS == 4) {
+        const __m256i x = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
+        return _mm512_castsi256_si512(_mm256_inserti128_si256(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1));
+    } else {
+        const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(a));
+        return _mm512_castsi128_si512(_mm_unpacklo_epi64(x, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b))));
+    }
+}
+
+// As `mix_wide`, for all levels of WORDS words in PLANES planes from FIRST on.
+template <int R, int WORDS, int FIRST, int PLANES>
+inline void mix_narrow(const Words& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
+                       Ahead& ahead) {
+    static constexpr Lanes<WORDS> kLanes;
+    const __m512i from = _mm512_loadu_si512(kLanes.from), down = _mm512_loadu_si512(kLanes.down);
+    __m512i acc[PLANES][R];
+    add_keys<R, FIRST, PLANES>(of, table, acc, ahead, [&](int key, auto last) __attribute__((always_inline)) {
+        const uint8_t* a = of.codes + key * of.bytes;
+        const uint8_t* b = decltype(last)::value && key + 1 >= of.n ? a : a + of.bytes;
+        const __m512i halves = _mm512_permutexvar_epi16(from, side_by_side<WORDS>(a, b));
+        return WORDS == 8 ? halves : _mm512_srlv_epi16(halves, down);
+    });
+#pragma GCC unroll 4
+    for (int k = 0; k < PLANES; ++k)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m512 added = _mm512_mul_ps(Vnni512::to_floats(acc[k][r]), _mm512_set1_ps(step[r]));
+            alignas(64) float blocks[16];
+            _mm512_store_ps(blocks, added);
+            for (int block = 0; block < 16 / WORDS; ++block) {
+                float* sum = sums + (r * 8 + Lanes<WORDS>::level(block, FIRST + k)) * words;
+                for (int w = 0; w < WORDS; ++w) sum[w] = sum[w] * shrink[r] + blocks[block * WORDS + w];
+            }
+        }
 }
 
 // The products of R rows, as `attend_rows` calls them.
 template <int R> struct IntegerProducts {
     using Simd = Avx512;
     static constexpr int kPlanes = R * 4 <= kAccumulators<Simd> ? 4 : 2;
-    static constexpr int kSpread = kStretch / 4 * 32;  // integers of a row's weights, a register for every four keys
 
     const Cache& cache;
-    const int stride;       // keys of a row in scratch
-    int16_t* const q;       // [R, kQueryStride]
-    int16_t* const spread;  // [R, kSpread]
-    int16_t* const whole;   // [R, stride], a stretch's weights
+    const int stride;      // keys of a row in scratch
+    int16_t* const q;      // [R, kQueryStride]
+    int16_t* const whole;  // [R, stride], a stretch's weights
     float step[R];
 
-    static int64_t floats(const Cache& cache) { return R * (kQueryStride + kSpread + padded(cache.block_size)) / 2; }
+    static int64_t floats(const Cache& cache) { return R * (kQueryStride + padded(cache.block_size)) / 2; }
 
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache),
           stride(stride),
           q(reinterpret_cast<int16_t*>(scratch)),
-          spread(q + R * kQueryStride),
-          whole(spread + R * kSpread) {
+          whole(q + R * kQueryStride) {
         const float most = most_total(cache.k.integers, 8 * kGroupWords);
         for (int r = 0; r < R; ++r)
             step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
@@ -311,53 +322,29 @@ template <int R> struct IntegerProducts {
                                     to_whole(Simd::load(weights + r * stride + i), inverse[r]));
     }
 
-    // Writes each row's weights as `Piece` reads them: a register a step, in whose lane blocks lie the weights of their keys.
-    template <int WORDS> void spread_weights(int n) const {
-        using P = Piece<WORDS>;
-        alignas(64) int16_t from[32];
-        for (int i = 0; i < 32; ++i) from[i] = static_cast<int16_t>(i / 2 / WORDS + i % 2 * P::kKeys);
-        const __m512i order = _mm512_load_si512(from);
-        for (int r = 0; r < R; ++r)
-            for (int key = 0; key < n; key += P::kStep) {
-                // Four or eight weights and no more: they were stored just now, and a wider load would wait for that.
-                const __m128i* at = reinterpret_cast<const __m128i*>(whole + r * stride + key);
-                const __m512i step = P::kStep == 4 ? _mm512_broadcastq_epi64(_mm_loadl_epi64(at))
-                                                   : _mm512_broadcast_i32x4(_mm_loadu_si128(at));
-                _mm512_storeu_si512(spread + r * kSpread + key / P::kStep * 32, _mm512_permutexvar_epi16(order, step));
-            }
-    }
-
-    // One segment, `words` words, of each vector; prefetches `share` bytes at `ahead`.
+    // One segment, `words` words, of each vector; prefetches `share` bytes at `at`.
     void mix_stretch(const uint8_t* codes, int words, int n, const float* shrink, const float* steps, float* sums,
                      const uint8_t* at, int64_t share) const {
-        const int64_t turns = 8 / kPlanes * (words / 16 * (n / 2) + words % 16 / 8 * (n / 4) + (words % 8 > 0) * (n / 8));
-        const int64_t bytes = bytes_of(cache.v);
-        Ahead ahead(at, share, turns > 0 ? turns : 1);
+        const __m512i table = Vnni512::table(cache.v.integers);
+        const int all = cache.v.levels / 8, passes = words / 16 * 8 / kPlanes + (words % 16 / 8 * 4 + kPlanes - 1) / kPlanes +
+                                                    words % 8 / 4 + words % 4 / 2;
+        Ahead ahead(at, share, n > 1 ? passes * (n / 2) : 1);
+        auto from = [&](int word) { return Words{codes + word * 4, bytes_of(cache.v), n, whole, stride}; };
         int word = 0;
-        for (; word + 16 <= words; word += 16)
-            mix_piece<16>({codes + word * 4, bytes, n, 0, whole, stride}, shrink, steps, sums + word, ahead);
-        if (word + 8 <= words) {
-            spread_weights<8>(n);
-            mix_piece<8>({codes + word * 4, bytes, n, 0, spread, kSpread}, shrink, steps, sums + word, ahead);
+        for (; word + 16 <= words; word += 16) {
+            auto pass = [&](auto first) __attribute__((always_inline)) {
+                constexpr int kFirst = decltype(first)::value;
+                if constexpr (kFirst % kPlanes == 0)
+                    mix_wide<R, kFirst, kPlanes>(from(word), table, shrink, steps, sums + word, all, ahead);
+            };
+            pass(Int<0>{}), pass(Int<2>{}), pass(Int<4>{}), pass(Int<6>{});
+        }
+        if (words - word >= 8) {
+            mix_narrow<R, 8, 0, kPlanes>(from(word), table, shrink, steps, sums + word, all, ahead);
+            if constexpr (kPlanes == 2) mix_narrow<R, 8, 2, 2>(from(word), table, shrink, steps, sums + word, all, ahead);
             word += 8;
         }
-        if (word == words) return;
-        spread_weights<4>(n);
-        for (; word < words; word += 4) {
-            // The last piece overlaps the one before, whose words it leaves alone.
-            const int from = smaller(word, words - 4);
-            mix_piece<4>({codes + from * 4, bytes, n, word - from, spread, kSpread}, shrink, steps, sums + from, ahead);
-        }
-    }
-
-    template <int WORDS>
-    void mix_piece(const Piece<WORDS>& of, const float* shrink, const float* steps, float* sums, Ahead& ahead) const {
-        const __m512i table = Vnni512::table(cache.v.integers);
-        auto pass = [&](auto first) __attribute__((always_inline)) {
-            constexpr int kFirst = decltype(first)::value;
-            if constexpr (kFirst % kPlanes == 0)
-                mix_whole<R, WORDS, kFirst, kPlanes>(of, table, shrink, steps, sums, cache.v.levels / 8, ahead);
-        };
-        pass(Int<0>{}), pass(Int<2>{}), pass(Int<4>{}), pass(Int<6>{});
+        if (words - word >= 4) mix_narrow<R, 4, 0, 2>(from(word), table, shrink, steps, sums + word, all, ahead), word += 4;
+        if (words - word >= 2) mix_narrow<R, 2, 0, 1>(from(word), table, shrink, steps, sums + word, all, ahead);
     }
 };
