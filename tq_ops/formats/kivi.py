@@ -80,6 +80,10 @@ class _Kivi:
         boundaries = torch.arange(0.5, 2**self.bits - 1, device=x.device)
         return value, reach.expand_as(value), boundaries
 
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """As `KVFormat.dequantize`, each side in its own axes."""
+        raise NotImplementedError
+
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         return lengths_of(self.dequantize(fields, layer))
 
