@@ -262,8 +262,8 @@ def _search(
     changed = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
     partial = open_partial(resume_file, changed, places)
     with scoring(len(changed.caches) * places.scored) as on_step:
-        costs = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
-    costs = request.completed(costs)
+        measured = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
+    costs = request.completed(measured)
     choices = request.choices(costs)
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)
