@@ -102,6 +102,17 @@ def test_a_budget_may_be_spent_to_the_last_byte(tail):
     ) == (bits_per_value(one, SMALL, 512))
 
 
+@pytest.mark.parametrize("tail", [0, 7])
+def test_sinks_are_paid_for(tail):
+    costs = {place: {"tq3": 1.0} for place in places(SMALL)}
+    only = KVSpec("tq3", tail=tail or None, sink=5).plan(SMALL.num_layers)
+    bits = bits_per_value(only, SMALL, 512)
+    assert choose(costs, SMALL, budget=bits, tail=tail, sink=5, context=512).plan == only
+    assert choose(costs, SMALL, budget=bits - 1e-6, tail=tail, sink=5, context=512) is None
+    found = choices_within(costs, SMALL, budget=bits, tails=(tail,), sinks=(0, 5, 6), context=512)
+    assert [choice.plan.sink for choice in found] == [0, 5]
+
+
 # -- Costs ------------------------------------------------------------------------------------------------------------------
 def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
     run = windows_of(TEXT)

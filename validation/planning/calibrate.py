@@ -19,7 +19,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.session import Session, plan_for, shape_of
-from haarkv.executors.catalog import AUTO, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -28,6 +28,7 @@ from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
@@ -203,11 +204,15 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
-    plan_for(KVSpec("tq4"), config)
+    if config.head_dim % MULTIPLE:
+        raise InputError(
+            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.head_dim} numbers; use tq4"
+        )
+    name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
     try:
-        plan, name = bf16, select(executor, config, [bf16], device=device, dtype=dtype).name
+        check(name, config, bf16, device)
     except InputError:
-        plan, name = tq4, select(executor, config, [tq4], device=device, dtype=dtype).name
+        plan = tq4
     loaded = load_model(model, dtype or default_dtype(name), layers, progress)
     runner = create(name, loaded, plan, device)
     if runner.ops is None:
