@@ -1,6 +1,7 @@
 """KL against bytes beside others: what is counted, what is seen, and what is drawn."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from haarkv.engine.session import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import peers
@@ -82,6 +84,23 @@ def test_entries_are_measured_on_the_same_windows(tmp_path):
     # A second run finds them, and needs no model.
     without = replace(setup, model=SimpleNamespace(dtype=setup.model.dtype))
     assert peers.measure(without, text, comparison, 256, tmp_path / "run") == rows
+
+
+def test_rows_of_an_evaluation_are_taken_over(tmp_path):
+    given = {"model": "tiny", "tokens": 2048, "window": 1024, "rows": [asdict(replace(ROW, kv="plan3"))]}
+    file, out = tmp_path / "rows.json", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(given))
+    for _ in range(2):  # the later row of a label counts
+        peers.main(["--tokens", "2048", "--rows", str(file), "--out", str(out)])
+    (row,) = peers.recorded(out)["alone"]
+    assert (row["kv"], row["whose"], row["kl_mean"], row["tokens"]) == ("lr plan3", "ours", 0.1, 2048)
+    for wrong in ({"tokens": 1024}, {"window": 512}, {"model": "random:14b"}):
+        file.write_text(json.dumps(given | wrong))
+        with pytest.raises(InputError, match="is not of 2,048 tokens of tiny"):
+            peers.evaluated(file, 2048)
+    file.write_text("{}")
+    with pytest.raises(InputError, match="holds no rows"):
+        peers.evaluated(file, 2048)
 
 
 def row_of(label, bits, kl, whose="ours"):

@@ -272,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--entries", metavar="LIST", help="labels, separated by semicolons; all unless given")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="score so many")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line for each row, or draw what it holds")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="add the rows of `tq eval --json` to --out: plans, say")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what --out holds, as SVG, and measure nothing")
     given = parser.parse_args(arguments)
     if given.plot:
@@ -282,6 +283,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows_by_name = recorded(given.out)
         show(rows_by_name)
         _write(given.plot, svg(rows_by_name))
+        return
+    if given.rows:
+        if given.out is None:
+            parser.error("--rows adds to --out FILE, which is not given")
+        _append(given.out, evaluated(given.rows, given.tokens))
         return
     torch.set_num_threads(1)
     setup = load_setup(MODEL, ["bf16"], executor="reference")
@@ -294,19 +300,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
             partial = given.resume.with_name(f"{given.resume.name}.{comparison.name}") if given.resume else None
             rows = measure(setup, text, replace(comparison, entries=tuple(entries)), given.tokens, partial)
             if given.out:
-                with given.out.open("a", encoding="utf-8") as file:
-                    file.writelines(
-                        _line(comparison, entry, row, given.tokens) for entry, row in zip(entries, rows, strict=True)
-                    )
+                _append(given.out, [_line(comparison, e, asdict(r), given.tokens) for e, r in zip(entries, rows, strict=True)])
             show({comparison.name: [asdict(row) | {"window": comparison.window} for row in rows]})
 
 
-def _line(comparison: Comparison, entry: Entry, row: FidelityRow, tokens: int) -> str:
+def _line(comparison: Comparison, entry: Entry, row: Mapping[str, Any], tokens: int) -> str:
     about = {"date": datetime.now(UTC).date().isoformat(), "model": MODEL, "torch": torch.__version__, "tokens": tokens}
-    return (
-        json.dumps({**about, "comparison": comparison.name, "window": comparison.window, "whose": entry.whose, **asdict(row)})
-        + "\n"
-    )
+    return json.dumps(about | {"comparison": comparison.name, "window": comparison.window, "whose": entry.whose} | dict(row))
+
+
+def _append(file: Path, lines: Sequence[str]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.writelines(line + "\n" for line in lines)
+
+
+def evaluated(file: Path, tokens: int) -> list[str]:
+    """Lines of what `tq eval --json` has measured, as ours.
+
+    Raises:
+        InputError: other windows than those of a comparison, another model or another number of tokens.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        same = [c for c in comparisons() if c.window == found["window"]]
+        if not same or (found["model"], found["tokens"]) != (MODEL, tokens):
+            raise InputError(f"{file} is not of {tokens:,} tokens of {MODEL} in windows of 1,024 or 4,096")
+        return [
+            _line(same[0], Entry(f"lr {row['kv']}", KVSpec(), OURS), row | {"kv": f"lr {row['kv']}"}, tokens)
+            for row in found["rows"]
+        ]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{file} holds no rows of `tq eval --json`: {error}") from None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from haarkv.validation.fidelity.plot import require_matplotlib
+from haarkv.validation.fidelity.plot import require_matplotlib, write_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,14 +46,13 @@ def svg(comparisons: Mapping[str, Sequence[Row]]) -> str:
 
     # A fixed salt and no date: the same rows give the same file.
     with rc_context({"svg.hashsalt": "haarkv", "font.size": 10, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(13.6, 6.4), layout="constrained")
+        figure = Figure(figsize=(7.2 * len(comparisons), 6.0), layout="constrained")
         for axes, (name, rows) in zip(
             figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons.items(), strict=True
         ):
             _panel(axes, _TITLES[name], [row for row in rows if row["bits_per_value"] < _MOST_BITS and row["kl_mean"] > 0])
-        figure.suptitle(
-            "Held-out text of tiny, 20,480 tokens; others' formats as written here after their papers", fontsize=11
-        )
+        tokens = max(row["tokens"] for rows in comparisons.values() for row in rows)
+        figure.suptitle(f"tiny, {tokens:,} held-out tokens; others' formats as written here after their papers", fontsize=11)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
     return text.getvalue()
@@ -73,13 +72,10 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
             [row["bits_per_value"] for row in own], [row["kl_mean"] for row in own],
             color=color, marker=mark, linestyle="-" if joined else "none", linewidth=1.3, markersize=6, label=name, zorder=3,
         )  # fmt: skip
-        for row in own:
-            axes.annotate(
-                row["kv"], (row["bits_per_value"], row["kl_mean"]), xytext=(6, 5), textcoords="offset points", fontsize=8,
-                color=color,
-            )  # fmt: skip
     axes.set_xticks([2, 2.5, 3, 3.5, 4, 5, 6, 8], ["2", "2.5", "3", "3.5", "4", "5", "6", "8"])
     axes.minorticks_off()
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6, zorder=0)
     axes.margins(0.1)
-    axes.legend(frameon=False, loc="lower left")
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    named = sorted(rows, key=lambda row: row["kl_mean"])
+    write_names(axes, [(r["bits_per_value"], r["kl_mean"], r["kv"], _FAMILIES[family(r["kv"])][0]) for r in named], fontsize=8)

@@ -104,20 +104,36 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
 
 
 def _name(axes: Axes, shown: Sequence[FidelityRow], front: Sequence[FidelityRow]) -> None:
-    """Write each row's name beside its point, where it covers no other name and no point as far as there is such a place."""
+    """Write each row's name beside its point."""
+    write_names(
+        axes,
+        [
+            (row.bytes_per_token, row.kl_mean, row.kv, "#222222" if row in front else "#5b6470")
+            for row in sorted(shown, key=lambda row: (row.kl_mean, row.kv))
+        ],
+        fontsize=9,
+    )
+
+
+def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
+    """Write names beside points, where each covers no other name and no point as far as there is such a place.
+
+    Args:
+        points: x, y, name and color of each; the first have the first choice of a place.
+    """
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
     assert isinstance(axes.figure, Figure)
     axes.figure.draw_without_rendering()  # lays out the axes, without which nothing has a place
-    points = [axes.transData.transform((row.bytes_per_token, row.kl_mean)) for row in shown]
-    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
+    places = [axes.transData.transform(point[:2]) for point in points]
+    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
     legend = axes.get_legend()
     taken = [*marks, legend.get_window_extent()] if legend else list(marks)
-    for row, own in sorted(zip(shown, marks, strict=True), key=lambda pair: (pair[0].kl_mean, pair[0].kv)):
+    for (left, height, name, color), own in zip(points, marks, strict=True):
         label = axes.annotate(
-            row.kv, (row.bytes_per_token, row.kl_mean), xytext=(0, 0), textcoords="offset points", va="center", fontsize=9,
-            color="#222222" if row in front else "#5b6470", annotation_clip=False,
+            name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
+            annotation_clip=False,
         )  # fmt: skip
         best: tuple[float, int] | None = None
         for number, (x, y, side) in enumerate(_PLACES):
