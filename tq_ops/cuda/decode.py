@@ -162,7 +162,7 @@ def attend(
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: [B, Hq, D] fp16, in layout.kernel_order.
         scale: softmax_scale * log2(e).
-        in_bf16: what `kept.attend_kept` makes of the tokens in BF16, where some stay in it.
+        in_bf16: what `ops.attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
         [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
 

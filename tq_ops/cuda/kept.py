@@ -1,17 +1,12 @@
-"""The tokens of a layer that stay in BF16, as kernels are given them, and the launch that attends to them (`window`)."""
+"""The tokens of a layer that stay in BF16, as kernels are given them (`window`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.layout import into_rotated
-from haarkv.tq_ops.cuda.window import window_kernel
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -76,29 +71,3 @@ class Part:
     parts: Tensor
     maxima: Tensor
     sums: Tensor
-
-
-def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
-    """Attention over the tokens in BF16, one launch, without waiting for the device.
-
-    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
-    in TF32; the rest is FP32.
-
-    Args:
-        q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        scale: softmax_scale * log2(e).
-    """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.num_kv_heads, batch.seq_lens.shape[0]
-    group, one_each, operand = q_heads // heads, tokens == sequences, choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
-    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    window_kernel[(column_tiles, heads)](
-        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences,
-        batch.seq_lens, into_rotated(cache.v_format(layer), layer, head_dim, q.device), scale,
-        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens,
-        SIZE=triton.next_power_of_2(sequences), ONE_EACH=one_each, RING=kept.ring, TYPE=operand, WIDTH=choices.WINDOW_WIDTH,
-        num_warps=tile.warps, num_stages=tile.stages, **seen_in_bf16(kept),
-    )  # fmt: skip
-    return Part(parts, maxima, sums)

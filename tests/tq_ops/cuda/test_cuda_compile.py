@@ -66,6 +66,8 @@ BOUNDS = {
     (90, "rotate 128"): Bounds(64, 13 * 1024, 8),
     # measured                48 / 56          1,024; a program rotates one vector, with which tensor cores can do nothing
     (90, "merge 128"): Bounds(64, 2 * 1024, 0),
+    # measured                118             38,144     80; rotated in three TF32 products it took 216
+    (90, "tail of one token 128"): Bounds(144, 40 * 1024, 64),
     # measured                 168 / 216      73,728     64      8        1.89 / 1.89     0.0577 / 0.0565
     (80, "decode 128"): Bounds(224, 74 * 1024, 64, 8, 2.1, 0.062, 2, 2),
     # measured                  167 / 165     39,200     32      4        1.95 / 1.96     0.0442 / 0.0469; 128 tokens spill
