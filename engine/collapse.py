@@ -183,7 +183,7 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
         instead = f"keep the first tokens in BF16: --kv-sink {SINKS}"
     else:
         layers = ",".join(str(layer) for layer in sorted({loss.layer for loss in losses}))
-        instead = f"keep what suffers in BF16 (--kv-skip-layers {layers}), or calibrate the model (tq calibrate)"
+        instead = f"keep what suffers in BF16 (--kv-skip-layers {layers}), or find formats for it with tq plan or tq calibrate"
     return f"{'; '.join(parts)}; {instead}"
 
 

@@ -145,8 +145,9 @@ def save(model: DecoderModel, folder: Path) -> Path:
     """
     folder.mkdir(parents=True)
     settings = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    if settings["model_type"] != model.config.model_type:
+        del settings["architectures"]  # readers know it by the model type
     settings |= {"model_type": model.config.model_type, "hidden_size": model.config.hidden_size, "dtype": "float32"}
-    settings.pop("architectures")
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(TINY / name, folder / name)

@@ -44,13 +44,14 @@ class Group:
     first: tuple[int, ...] = ()
 
 
-def groups(token_ids: list[int], kvs: Sequence[str], model_type: str | None) -> dict[str, Group]:
+def groups(token_ids: list[int], kvs: Sequence[str], model_type: str | None, instead: Sequence[str] = ()) -> dict[str, Group]:
     """All models by what was planted.
 
     Args:
         token_ids: a text, whose first tokens say how large Q and K are before their norms.
         kvs: formats for the first group; the others are measured in the first of them.
         model_type: of a family with biases and without norms of Q and K, for faults that norms would take away; None for none.
+        instead: formats of the layers that have biases, in a balanced model.
     """
     tiny, specs = load_model("tiny"), [KVSpec(kv) for kv in kvs]
     outliers: dict[str, DecoderModel] = {
@@ -64,20 +65,23 @@ def groups(token_ids: list[int], kvs: Sequence[str], model_type: str | None) -> 
         for spec in specs:
             caches[f"{name}: {spec.kv}"], caches[f"{name}: {spec.kv} balanced"] = (model, spec), (balanced, spec)
     found = {"outlier channels": Group(caches, tiny)}
-    return found | _without_norms(tiny, token_ids, specs[0], model_type) if model_type else found
+    return found | _without_norms(tiny, token_ids, specs[0], model_type, instead) if model_type else found
 
 
-def _without_norms(tiny: DecoderModel, token_ids: list[int], spec: KVSpec, model_type: str) -> dict[str, Group]:
+def _without_norms(
+    tiny: DecoderModel, token_ids: list[int], spec: KVSpec, model_type: str, instead: Sequence[str]
+) -> dict[str, Group]:
     kv, unseen = spec.kv, min(set(range(tiny.config.vocab_size)) - set(token_ids))
     plain = planted.without_norms(tiny, model_type, *planted.measured_rms(tiny, token_ids[:128]))
     found = {"no norms": Group({f"nothing: {kv}": (plain, spec)}, plain)}
     for norm in (400, 600, 900):
         biased = planted.key_biases(plain, norm, BIASED)
-        exact = replace(spec, layers=dict.fromkeys(BIASED, f"k=bf16,v={kv}"))
-        found[f"K biases of norm {norm} in layers {BIASED}"] = Group(
-            {kv: (biased, spec), f"{kv} balanced": (balance(biased).model, spec), f"{kv}, their K in bf16": (biased, exact)},
-            biased,
-        )
+        balanced = balance(biased).model
+        caches = {kv: (biased, spec), f"{kv} balanced": (balanced, spec)}
+        exact = f"k=bf16,v={kv}"
+        for model, other in ((biased, exact), *((balanced, given) for given in instead)):
+            caches[f"{kv}, in these layers {other}"] = model, replace(spec, layers=dict.fromkeys(BIASED, other))
+        found[f"K biases of norm {norm} in layers {BIASED}"] = Group(caches, biased)
     sink = planted.sink_token(plain, unseen, SINK_NORM)
     found["a first token x 100"] = Group(
         {kv: (sink, spec), f"{kv} balanced": (balance(sink).model, spec), f"{kv}, 4 sinks": (sink, replace(spec, sink=4))},
@@ -121,6 +125,7 @@ def main() -> int:
     parser.add_argument("--text", required=True, help="a UTF-8 file that the model has not seen")
     parser.add_argument("--tokens", type=int, default=20480, help="tokens to score")
     parser.add_argument("--kv", action="append", help="a format; repeatable [default: the default format]")
+    parser.add_argument("--instead", action="append", default=[], help="formats of the layers with biases, beside K in BF16")
     parser.add_argument("--without-norms", metavar="MODEL_TYPE", help="plant biases and a first token in such a model, too")
     parser.add_argument("--only", help="groups whose name has this in it")
     parser.add_argument("--threads", type=int, default=1)
@@ -130,7 +135,7 @@ def main() -> int:
     ids = load_tokenizer("tiny", load_model("tiny").config).encode(Path(given.text).read_text(encoding="utf-8"))
     rows = []
     print("| planted | cache | bits a value | KL mean | 99.9 % | perplexity | above bf16 |\n|---|---|---|---|---|---|---|")
-    for planted_what, group in groups(ids, given.kv or formats.names()[:1], given.without_norms).items():
+    for planted_what, group in groups(ids, given.kv or formats.names()[:1], given.without_norms, given.instead).items():
         if given.only and given.only not in planted_what:
             continue
         for name, row in measure(group, ids, given.tokens):
