@@ -126,7 +126,8 @@ def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
 
 def lengths_of(x: Tensor) -> Tensor:
     """Lengths [...] fp64 of vectors [..., D]."""
-    return torch.linalg.vector_norm(x.double(), dim=-1)
+    lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
+    return lengths
 
 
 def stored_bytes(fields: dict[str, Field]) -> int:

@@ -49,4 +49,5 @@ def vectors(of: Basis, tokens: int, generator: torch.Generator) -> Tensor:
     """Vectors [H, tokens, D] fp32 as a basis expects them."""
     heads, dim = of.mean.shape
     y = torch.randn(heads, tokens, dim, generator=generator)
-    return (y @ of.back) / dim**0.5 + of.mean.unsqueeze(1)
+    found: Tensor = (y @ of.back) / dim**0.5 + of.mean.unsqueeze(1)
+    return found
