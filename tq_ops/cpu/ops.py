@@ -101,8 +101,8 @@ class CpuOps:
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
-        Of learned coordinates the rotation is `rows.T` of the query's KV head, the way back `rows`, and V's mean is added once:
-        probabilities sum to 1. What q makes of K's mean is the same for every key and drops out.
+        Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
+        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out.
 
         K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not
         depend on the number of threads, on the rest of the batch or on how a prompt was split.
