@@ -25,13 +25,13 @@ Call = Callable[[int], object]
 
 _COLD_BYTES = 128 * 2**20
 """Far more than a processor's cache holds."""
-_MOST_COPIES = 64
+MOST_COPIES = 64
 """As many layers as there are rotations; a short context stays within the cache all the same."""
 
 
 def copies(layer_bytes: float) -> int:
     """How many copies of a layer's K and V take turns."""
-    return max(1, min(_MOST_COPIES, int(_COLD_BYTES // layer_bytes)))
+    return max(1, min(MOST_COPIES, int(_COLD_BYTES // layer_bytes)))
 
 
 def attention_rows(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.attention import Sides, attention_rows
+from haarkv.benchmarks.attention import MOST_COPIES, Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
@@ -24,12 +24,14 @@ from haarkv.engine.session import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
 from haarkv.models.parallel import ALONE, Ranks
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -101,6 +103,15 @@ def _steps(request: Request) -> int:
     return request.repeats + 2
 
 
+def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
+    """One format for all layers; learned nibbles are of made-up coordinates, other ones in each copy of a layer."""
+    if not formats.needs_calibration(kv):
+        return plan_for(KVSpec(kv), config)
+    layers = max(config.num_layers, MOST_COPIES)
+    pair = formats.parse(kv, made_up.calibration(layers, config.num_kv_heads, config.head_dim))
+    return KVPlan.uniform(*pair, config.num_layers)
+
+
 def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> Sides:
     """Every executor with every plan that it supports, by the name of its rows; `on_turn` is told what is compiled."""
     sides: Sides = {}
@@ -108,7 +119,7 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
     for name in request.executors:
         executor: Executor | None = None
         for kv in request.kvs:
-            plan = plan_for(KVSpec(kv), model.config)
+            plan = plan_of(kv, model.config)
             try:
                 executor = executor or _executor(request, name, model, plan, on_turn)
             except InputError as error:

@@ -102,7 +102,7 @@ def test_copies_exceed_every_cache_but_are_no_more_than_the_rotations():
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
 def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
-    monkeypatch.setattr(attention, "_MOST_COPIES", 3)
+    monkeypatch.setattr(attention, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
     q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)

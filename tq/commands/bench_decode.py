@@ -139,14 +139,13 @@ def _request(given: dict[str, Any], **more: Any) -> Request:
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
     """The fastest executor here that reads at least one of the formats."""
-    from haarkv.engine.session import plan_for
+    from haarkv.benchmarks.decode import plan_of
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.plan import KVSpec
 
     config = read_config(given["model"], given["layers"])
-    plans = [plan_for(KVSpec(kv), config) for kv in kvs]
+    plans = [plan_of(kv, config) for kv in kvs]
     found: list[str] = []
     refused: list[InputError] = []
     for plan in plans:

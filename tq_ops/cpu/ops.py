@@ -101,6 +101,9 @@ class CpuOps:
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
+        Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
+        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out.
+
         K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not
         depend on the number of threads, on the rest of the batch or on how a prompt was split.
 
@@ -121,6 +124,12 @@ class CpuOps:
         square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
         BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,767 = 2e-3 of the largest
         weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
+
+        Learned coordinates differ in size, and second and third levels meet 0.18 and 0.06 of the first's query: max|q| is 3 to
+        7 times their root mean square, where behind a rotation it is 2.8. That costs 3.1e-5 (N = 64), 3.9e-5 (128), 4.8e-5
+        (208) and 6.4e-5 (384) of the logits' standard deviation, 3.2e-5 behind a rotation measured alike, at head_dim 128 and
+        weights that fall by 100; by a million, 5.1e-5. No query can lose more than sqrt(N / 12) / 32,767 where max|q| decides
+        the step: 1e-4 at N = 128, 1.7e-4 at 384.
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()

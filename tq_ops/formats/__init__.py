@@ -99,6 +99,11 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
     return get(sides["k"], "k", calibration), get(sides["v"], "v", calibration)
 
 
+def needs_calibration(spec: str) -> bool:
+    """Whether `NAME` or `k=NAME,v=NAME` asks for a format of learned nibbles."""
+    return any(nibbles_of(part.split("=")[-1].strip()) for part in spec.split(","))
+
+
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:
     """The inverse of `parse`."""
     return k_format.name if k_format.name == v_format.name else f"k={k_format.name},v={v_format.name}"
@@ -116,6 +121,7 @@ __all__ = [
     "describe",
     "get",
     "names",
+    "needs_calibration",
     "parse",
     "stored_bytes",
 ]

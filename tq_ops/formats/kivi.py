@@ -80,13 +80,6 @@ class _Kivi:
         boundaries = torch.arange(0.5, 2**self.bits - 1, device=x.device)
         return value, reach.expand_as(value), boundaries
 
-    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """As `KVFormat.dequantize`, each side in its own axes."""
-        raise NotImplementedError
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Packed levels, then scales, then zeros as FP32 little-endian, of one vector or one group of keys."""
         codes = bytes_of(fields["codes"], self._code_axes)
@@ -137,6 +130,9 @@ class KiviKeys(_Kivi):
         """[..., G, D] fp32."""
         return self._restore(unpack_stream(fields["codes"], self.bits), fields).transpose(-1, -2)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., G, D] uint8."""
         return unpack_stream(fields["codes"], self.bits).transpose(-1, -2)
@@ -182,6 +178,9 @@ class KiviValues(_Kivi):
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.group)
         return self._restore(level, fields).flatten(-2)
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], self.bits)

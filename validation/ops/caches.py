@@ -9,9 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, made_up
-from haarkv.tq_ops.formats.learned import nibbles_of
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -57,8 +56,9 @@ class CacheCase:
     @property
     def calibration(self) -> Calibration | None:
         """Made-up coordinates of its KV heads, where a format needs them."""
-        names = (part.split("=")[-1] for part in self.kv.split(","))
-        return made_up.calibration(LAYER + 1, self.kv_heads, self.head_dim) if any(map(nibbles_of, names)) else None
+        if not formats.needs_calibration(self.kv):
+            return None
+        return made_up.calibration(LAYER + 1, self.kv_heads, self.head_dim)
 
     def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""

@@ -46,7 +46,7 @@ def test_a_query_with_one_coordinate_a_hundred_times_the_others(table, rotated):
     q = queries(CASE).float()
     q[..., 17] *= 100
     if rotated:  # so in the domain that the codes are in, where a rotation does not spread it
-        q = q @ layout(formats.get("tq4"), LAYER, 128).rotate.T
+        q = q @ layout(formats.get("tq4"), LAYER, 128).rotate[0].T
     check(table, (0.05 * q).bfloat16(), cache, batch)
 
 
@@ -79,6 +79,21 @@ def test_scales_from_1e_minus_4_to_1e4_in_one_block(table):
     check(table, queries(CASE), cache, batch)
 
 
+LEARNED = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr128,v=lr64", "k=lr208,v=lr112")]
+
+
+@every_table
+@pytest.mark.parametrize("case", LEARNED, ids=str)
+def test_learned_coordinates_of_very_different_size(table, case):
+    """A query along one head's first row: levels that refine meet 0.18 and 0.06 of it, the others little."""
+    cache, batch = filled(case)
+    rows = cache.k_format(LAYER).description(128).transform.coordinates(LAYER).rows
+    q = queries(case)
+    q[0, 0] = (0.3 * rows[0, 0] / rows[0, 0].norm() ** 2 * 128).bfloat16()
+    q[1, 9] = (3 * rows[1, 127] / rows[1, 127].norm() ** 2).bfloat16()
+    check(table, q / 30, cache, batch)
+
+
 @every_table
 def test_scales_of_zero(table):
     cache, batch = filled(CASE)
@@ -98,7 +113,7 @@ def test_the_largest_sums_there_can_be(table, code):
     for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):
         fields["codes"].fill_(code)
         fields["scale"].fill_(1.0)
-    q = torch.ones(2, 10, 128) @ layout(formats.get("tq4"), LAYER, 128).rotate.T
+    q = torch.ones(2, 10, 128) @ layout(formats.get("tq4"), LAYER, 128).rotate[0].T
     check(table, q.bfloat16(), cache, batch)
 
 

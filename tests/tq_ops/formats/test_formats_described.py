@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from bases import calibration
 from op_tables import TABLES, relative
 from places import ROOT
 
@@ -200,13 +201,13 @@ def test_a_made_up_format_runs_on_a_gpu(description):
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
-    """Formats that the append kernel could quantize, each by itself: it holds one set of tables."""
+    """In one call of the append kernel."""
     tq4 = formats.get("tq4")
     other = RotatedFormat("tq4_other", "", 4, lambda d: replace(
         tq4.description(d), transform=Transform(lambda layer, dim: own_rotation(layer, dim).bfloat16(), True, torch.bfloat16)
     ))  # fmt: skip
-    assert cpu_layout.one_quantizer((other, other), 128)
-    assert not cpu_layout.one_quantizer((tq4, other), 128)
+    by = [cpu_layout.tables(kv_format, LAYER, 128) for kv_format in (tq4, other)]
+    assert not torch.equal(by[0].matrix, by[1].matrix)
     plan = KVPlan.uniform(tq4, other, LAYER + 1)
     ours, theirs = (PagedKVCache(plan, num_kv_heads=2, head_dim=128, num_blocks=2) for _ in range(2))
     paging = PagedSequences(2, 128)
@@ -260,6 +261,19 @@ def test_windows_are_refused_by_all_but_the_gpu(backend):
         assert reason is None
         return
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
+
+
+def test_learned_formats_are_read_where_kernels_take_them():
+    learned = calibration(heads=2, dim=64)
+    for nibbles in (32, 48, 192):
+        assert misfit(cpu_layout.READS, learned.format("k", nibbles), 64) is None
+        assert cpu_layout.tables(learned.format("v", nibbles), LAYER, 64) is not None
+    reason = "the CPU kernels take 32 to 192 learned nibbles in steps of 16, not 16"
+    assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
+    assert cpu_layout.tables(learned.format("k", 16), LAYER, 64) is None
+    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
+    for reads in (cuda_layout.READS, NPU_READS, ONNX_READS):
+        assert "not lr32" in misfit(reads, learned.format("k", 32), 64)
 
 
 @pytest.mark.parametrize(

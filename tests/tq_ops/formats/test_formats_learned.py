@@ -1,13 +1,17 @@
 """Learned nibbles: their bytes by a slow path in float64, what they cost in error, and tq4 as their special case."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from bases import calibration, vectors_of
+from small_models import SMALL
 
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.codebooks.learned import Basis, errors, refinements, stages
+from haarkv.engine.session import plan_for
+from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.learned import Calibration
@@ -157,3 +161,27 @@ def test_the_cache_stores_each_head_in_its_own_coordinates():
         whole = x.transpose(0, 1)
         assert torch.equal(read[0, :, :20], kv_format.dequantize(kv_format.quantize(whole, 1), 1))
     assert cache.nbytes == 2 * HEADS * 32 * (64 + 2 + 32 + 2)
+
+
+def test_a_rank_stores_its_heads_as_the_whole_does():
+    whole, x = calibration(heads=4, seed=9), vectors_of(calibration(heads=4, seed=9), 1, "v", 30)
+    spec, config = KVSpec("k=lr128,v=lr64", calibration=whole), replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=4)
+    stored = whole.format("v", 64).quantize(x, 1)
+    for rank in range(2):
+        split = Split(config, rank, 2)
+        ours = plan_for(spec, config, split).v(1).quantize(x[split.kv_heads], 1)
+        assert all(torch.equal(ours[name], stored[name][split.kv_heads]) for name in stored)
+    with pytest.raises(InputError, match="lr128 was learned of 4 KV heads, and this model has 2"):
+        plan_for(spec, split.part)
+    with pytest.raises(InputError, match="learned of 4 KV heads"):
+        PagedKVCache(spec.plan(2), num_kv_heads=2, head_dim=DIM, num_blocks=1)
+
+
+def test_the_length_that_the_scale_keeps_is_the_weighted_one():
+    x, of = vectors_of(MADE_UP, 1, "k", 50), MADE_UP.k[1]
+    kv_format = MADE_UP.format("k", 208)
+    kept = kv_format.lengths(kv_format.quantize(x, 1), 1)
+    shifted = x - of.mean.unsqueeze(1)
+    unit = (shifted / shifted.norm(dim=-1, keepdim=True)).bfloat16().float()
+    y = unit.double() @ of.forward.double() * of.weights.double().sqrt().unsqueeze(1)
+    torch.testing.assert_close(kept, shifted.double().norm(dim=-1) * y.norm(dim=-1), rtol=2**-10, atol=0)
