@@ -283,6 +283,52 @@ def residual() -> list[Claim]:
     ]
 
 
+def two_bits() -> list[Claim]:
+    """OSCAR's 2.28 bits and eight times less memory; KVarN's three to five times the capacity."""
+    per, window, published = 128, 64 + 256, 2.28
+
+    def bits(packed: float, context: int, in_bf16: int) -> float:
+        return packed + (16 - packed) * in_bf16 / context
+
+    with_16, with_32 = (2 + 2 * number / per for number in (16, 32))
+    long, short = 2**17, 4096
+    oscar, held = bits(with_16, long, window), bits(with_32, long, window)
+    kvarn = 8 * (formats.get("kvarn4", "k").bytes_per_vector(128) + formats.get("kvarn2", "v").bytes_per_vector(128)) / 256
+    # The first tile stays as it is, and of the last one half is full on average.
+    whole = {context: 16 / bits(kvarn, context, 128 + 64) for context in (short, long)}
+    return [
+        Claim(
+            "2.28 bits counted",
+            "2.28 bits a value at a context of 128k",
+            judge(round(oscar, 2) == published),
+            {"bits at 128k": oscar, "bits without a window": with_16, "bits at 4096": bits(with_16, short, window)},
+        ),
+        Claim(
+            "2.28 bits held",
+            "a KV cache of 2.28 bits a value",
+            judge(round(held, 2) == published),
+            {"bits at 128k": held, "bits without a window": with_32, "bits at 4096": bits(with_32, short, window)},
+        ),
+        Claim(
+            "8x less memory",
+            "KV memory reduced by about 8x",
+            judge(round(16 / oscar) >= 8),
+            {"times smaller at 128k": 16 / oscar, "without a window": 16 / with_16},
+        ),
+        Claim(
+            "3-5x capacity",
+            "3 to 5x the KV cache capacity with 4-bit K and 2-bit V",
+            judge(all(3 <= times <= 5 for times in whole.values())),
+            {
+                "bits a value": kvarn,
+                "times smaller": 16 / kvarn,
+                "with its window, at 4096": whole[short],
+                "with its window, at 128k": whole[long],
+            },
+        ),
+    ]
+
+
 def shown(value: float) -> str:
     """Four digits, and all of a whole number."""
     return str(int(value)) if value == int(value) else f"{value:.4g}"
@@ -290,7 +336,7 @@ def shown(value: float) -> str:
 
 def claims() -> list[Claim]:
     """Every headline, computed."""
-    parts = (decode_speed, cosine_of_16_levels, sizes, lossless, uniform_quantizer, residual)
+    parts = (decode_speed, cosine_of_16_levels, sizes, lossless, uniform_quantizer, residual, two_bits)
     return [claim for part in parts for claim in part()]
 
 

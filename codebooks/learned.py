@@ -61,6 +61,10 @@ class Basis:
         """D."""
         return self.mean.shape[1]
 
+    def heads(self, part: slice) -> Basis:
+        """That of some KV heads."""
+        return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
+
 
 # -- The closed form -------------------------------------------------------------------------------------------------------
 
@@ -192,12 +196,17 @@ def stages(weights: Tensor, nibbles: int) -> Tensor:
     return torch.stack([(chosen // dim == stage).sum(1) for stage in range(STAGES)], dim=1)
 
 
-def expected_cost(weights: Tensor, nibbles: int) -> Tensor:
-    """What N nibbles leave of the cost of storing nothing, by the model of `stages`: [H] fp64, between 0 and 1."""
-    dim = weights.shape[1]
-    owners, left_by = stages(weights, nibbles), errors()
-    place, total = torch.arange(dim), weights.double()
-    left = total.clone()
-    for stage in range(STAGES):
-        left -= total * (left_by[stage] - left_by[stage + 1]) * (place < owners[:, stage : stage + 1])
-    return left.sum(1) / total.sum(1)
+def expected_cost(weights: Tensor, nibbles: int, spent: Tensor | None = None) -> Tensor:
+    """What N nibbles leave of the cost of storing nothing but the mean, by the model of `stages`.
+
+    Args:
+        weights: [H, D] fp32, descending; they decide who owns nibbles.
+        nibbles: N.
+        spent: [H, D], what each coordinate costs without nibbles, on another text perhaps; the weights' own unless given.
+    Returns:
+        [H] fp64, between 0 and 1.
+    """
+    owners, left_by = stages(weights, nibbles), torch.tensor(errors(), dtype=torch.float64)
+    owned = (torch.arange(weights.shape[1]) < owners.unsqueeze(-1)).sum(1)  # [H, D] nibbles of each
+    costs = weights.double() if spent is None else spent.double()
+    return (costs * left_by[owned]).sum(1) / costs.sum(1)

@@ -115,6 +115,7 @@ def generate(
     chunk: int = PREFILL_CHUNK,
     on_prefill: OnPrefill | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
+    prefiller: Executor | None = None,
 ) -> tuple[list[Completion], Timing]:
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
@@ -123,6 +124,7 @@ def generate(
         max_new_tokens: at most so many for each prompt.
         max_context: at most so many tokens of prompt and text together.
         on_token: called with (index of the prompt, token) as tokens come; not for the end of text. True ends the sequence.
+        prefiller: the same executor, looking on; it runs the prefill.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
@@ -133,7 +135,7 @@ def generate(
     sequences = [paging.add() for _ in prompts]
     running = list(range(len(prompts)))
     try:
-        logits = prefill_in_chunks(executor, prompts, sequences, paging, cache, chunk, on_prefill)
+        logits = prefill_in_chunks(prefiller or executor, prompts, sequences, paging, cache, chunk, on_prefill)
         while True:
             drawn, before = sampler.next(logits, running), running
             # Here the host waits for the device, for one id a sequence.

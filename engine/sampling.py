@@ -126,7 +126,7 @@ class BatchSampler:
             sums = weights.cumsum(-1)
             # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
             place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
-            found.append(ids.gather(1, place).squeeze(1))
+            found.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
         return torch.cat(found)
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,6 +193,15 @@ def _at_hand(logits: Tensor) -> Tensor:
 def _parts(batch: Tensor) -> tuple[Tensor, ...]:
     """A batch whole on a GPU, row by row on the CPU, where each row sorts as much as it needs."""
     return (batch,) if batch.is_cuda else torch.split(batch, 1)
+
+
+def _last_with_weight(weights: Tensor, place: Tensor) -> Tensor:
+    """[n, 1] int64, the last token at or before `place` that has weight, which is `place` itself but for rounding.
+
+    A GPU adds up `weights` [n, m] in parallel, so a sum may exceed the one before it though nothing was added.
+    """
+    index = torch.arange(weights.shape[1], device=weights.device)
+    return torch.where((weights > 0) & (index <= place), index, 0).amax(-1, keepdim=True)
 
 
 def _lowest_of_largest(logits: Tensor) -> Tensor:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from haarkv.engine.collapse import Guard
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
-from haarkv.models.base import DecoderConfig
+from haarkv.models import balance as balancing
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
@@ -71,6 +75,8 @@ class Session:
         ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
             make the same calls; each gets the whole result.
         weight_bytes: of the weights that are here.
+        uneven: the layers whose K or V was balanced as the model was loaded.
+        guard: looks for K and V that the cache would lose; None looks for nothing.
     """
 
     name: str
@@ -82,6 +88,8 @@ class Session:
     passed_over: str = ""
     ranks: Ranks = ALONE
     weight_bytes: int = 0
+    uneven: tuple[balancing.Uneven, ...] = ()
+    guard: Guard | None = None
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping."""
@@ -151,8 +159,10 @@ class Session:
             on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
             on_token: called with (index of the prompt, token) as tokens come.
             on_text: called with (index of the prompt, text) as text becomes certain; the pieces add up to the text.
-            on_warning: called with a sentence before the prefill if the context will cut a text short.
+            on_warning: called with a sentence before the prefill if the context will cut a text short, and in the first
+                prefill if the cache loses what text suffers from; the latter is a Python warning unless this is given.
         Raises:
+            InputError: the first tokens show that text from this cache would be garbage (see `load`).
             InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
                 message that cannot be.
         """
@@ -176,10 +186,19 @@ class Session:
 
         cache, paging = self.new_cache(len(ids), context)
         sampling = sampling or self.sampling_with()
+        guard = self.guard
+        watched = self.executor.over(guard.table) if guard else None
+
+        def prefilled(done: int, total: int) -> None:
+            if guard and watched and done:
+                guard.after_prefill(on_warning or _warn)
+            if on_prefill:
+                on_prefill(done, total)
+
         completions, timing = generate(
             self.executor, cache, paging, ids,
             max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-            sampling=sampling, on_prefill=on_prefill, on_token=push,
+            sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched,
         )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):
@@ -223,20 +242,27 @@ def _cut_short(prompt: int, wanted: int, context: int, limit: int) -> str:
     return f"the context ends after {tokens}: the prompt has {prompt} tokens, the context {context}; {remedy}"
 
 
+def _warn(message: str) -> None:
+    """A Python warning, in the name of whoever called this module's caller."""
+    warnings.warn(message, stacklevel=4)
+
+
 def shape_of(config: DecoderConfig) -> ModelShape:
     """The shapes that a plan file names its model by."""
     return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
 
 
-def plan_for(spec: KVSpec, config: DecoderConfig) -> KVPlan:
+def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) -> KVPlan:
     """The KV plan that a spec means for a model.
 
+    Args:
+        split: of the plan for a rank's KV heads.
     Raises:
         InputError: it does not fit the model.
     """
     plan = spec.plan(config.num_layers, shape_of(config))
-    plan.require_layout(config.head_dim)
-    return plan
+    plan.require_layout(config.head_dim, num_kv_heads=config.num_kv_heads)
+    return spec.heads(split.kv_heads).plan(config.num_layers) if split and spec.calibration else plan
 
 
 def load(
@@ -250,6 +276,9 @@ def load(
     progress: Progress | None = None,
     on_program: OnProgram | None = None,
     ranks: Ranks = ALONE,
+    balance: bool = True,
+    allow_collapse: bool = False,
+    on_warning: Callable[[str], object] | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -265,20 +294,36 @@ def load(
         progress: called with (tensors done, tensors in all).
         on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
         ranks: run the model together with other processes, from `engine.ranks.join`; each holds a part of it.
+        balance: where channels of K or V are uneven, scale them by powers of two, and in the weights what meets them by the
+            inverse. The model computes the same, and a rotated cache loses less of it. False, or learned coordinates, leave
+            every channel as it is.
+        allow_collapse: warn where text from this cache would be garbage, instead of refusing.
+        on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
     Raises:
+        InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
         InputError: one of these does not exist, or they do not fit together.
     """
     spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
     # What is wrong is said before the weights are read.
     formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
-    plan = plan_for(spec, config)
-    part = Split(config, ranks.rank, ranks.size).part
+    split = Split(config, ranks.rank, ranks.size)
+    part, plan = split.part, plan_for(spec, config, split)
     selected = select(executor, part, [plan], device=device, dtype=dtype)
     check(selected.name, part, plan, device, ranks)
     generation = generation_settings(name)
     _check_generation(generation, name)
     loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress, ranks)
+    if spec.weights and ranks.size == 1:  # a rank holds a part of every tensor
+        spec.require_weights(fingerprint(loaded.weights.named()))
+    made = balanced_for(loaded, plan, spec, balance)
+    loaded, on_warning = made.model, on_warning or _warn
+    if made.uneven and ranks.rank == 0:
+        on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
+    guard = None
+    if spec.calibration is None:
+        guard = Guard(plan, dict(enumerate(made.moments)), loaded.config.softmax_scale, not balance, allow_collapse, ranks)
+        guard.at_load(on_warning)
     return Session(
         name=name,
         config=loaded.config,
@@ -289,7 +334,20 @@ def load(
         passed_over=selected.passed_over,
         ranks=ranks,
         weight_bytes=loaded.weights.nbytes,
+        uneven=made.uneven,
+        guard=guard,
     )
+
+
+def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.Balanced:
+    """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates.
+
+    Args:
+        spec: that the plan was made of.
+        balance: False balances nothing.
+    """
+    may = balance and spec.calibration is None
+    return balancing.balance(model, lambda layer, side: may and plan.layers[layer][side == "V"].lossy)
 
 
 def _check_generation(generation: Mapping[str, Any], model: str) -> None:

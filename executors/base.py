@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -43,6 +43,9 @@ class Executor(Protocol):
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache."""
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
+        """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Logits [B, vocab] fp32 after each sequence's last of T new tokens [T] int64."""

@@ -107,8 +107,12 @@ class CudaExecutor:
             return "its decode steps are graphs, which cannot choose experts as they run"
         return unsupported(READS, plan, config.head_dim)
 
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        cache.require_room(batch)
         with self._current():
             logits = self._run.prefill(token_ids, batch, cache)
             return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))

@@ -48,6 +48,7 @@ class DecodeStep:
             query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
             rows=torch.zeros(size, dtype=torch.int64, device=device),
         )
+        self._windowed = cache.plan.windowed
         self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._batch)
 
     def _captured(self, step: Step, pool: Any) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -77,5 +78,7 @@ class DecodeStep:
         self._batch.seq_lens.zero_()[:count] = batch.seq_lens
         # Padding of a shorter table is -1, which nobody reads; what lies beyond it is another sequence's, nor that.
         self._batch.block_table[:count, :blocks] = batch.block_table[:, :blocks]
+        if self._windowed:
+            self._batch.rows[:count] = batch.rows
         logits, sound = self._run()
         return logits[:count], sound

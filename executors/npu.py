@@ -20,6 +20,7 @@ from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.table import OpTable
 
 
 class NpuExecutor:
@@ -92,6 +93,9 @@ class NpuExecutor:
         for forward, tokens in ((self.prefill, 2), (self.decode, 1)):
             batch = paging.batch([sequence], [tokens]).to(self.device)
             forward(torch.zeros(tokens, dtype=torch.int64, device=self.device), batch, cache)
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

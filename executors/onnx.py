@@ -38,6 +38,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.reference import pad_queries
+from haarkv.tq_ops.table import OpTable
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
@@ -121,6 +122,9 @@ class OnnxExecutor:
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config) or mixed(plan, config.head_dim)
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops import reference
@@ -42,6 +44,11 @@ class ReferenceExecutor:
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return None
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor:
+        wrapped = copy(self)
+        wrapped.ops = wrap(self.ops)
+        return wrapped
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

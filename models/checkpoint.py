@@ -80,10 +80,16 @@ def load_weights(
 
 
 def stored_tensors(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype, split: Split | None = None
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    split: Split | None = None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
+    Args:
+        wanted: of a tensor's name, whether it is read; all are unless given.
     Raises:
         InputError: as `load_weights`.
     """
@@ -96,6 +102,8 @@ def stored_tensors(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
         for name, axes in checkpoint_axes(config).items():
+            if wanted and not wanted(name):
+                continue
             file = opened[files[name]]
             if split is None:
                 yield name, file.get_tensor(name).to(dtype)

@@ -21,6 +21,7 @@ DecoderConfig   The shapes of a model.
 InputError      An error that the caller can correct; its one line says how.
 TQCache         A cache for a model of transformers; needs haarkv[hf].
 generate        Generate with a model of transformers and a TQCache; needs haarkv[hf].
+calibrate       Learn coordinates of a model of transformers for formats lrN; needs haarkv[hf].
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.cache import PagedKVCache
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from tq.hf.cache import TQCache as TQCache
+    from tq.hf.calibrate import calibrate as calibrate
     from tq.hf.generate import generate as generate
 
 try:
@@ -62,10 +64,11 @@ _PUBLIC = {
     "InputError": "haarkv.tq_ops.errors",
     "TQCache": "tq.hf.cache",
     "generate": "tq.hf.generate",
+    "calibrate": "tq.hf.calibrate",
 }
-_NEEDS_TRANSFORMERS = ("TQCache", "generate")
+_NEEDS_TRANSFORMERS = ("TQCache", "generate", "calibrate")
 
-# Without TQCache and generate, so that `from tq import *` needs no extra.
+# Without those of transformers, so that `from tq import *` needs no extra.
 __all__ = [
     "Batch",
     "DecoderConfig",

@@ -17,7 +17,8 @@ from tq.output import drop_output
 from tq.ranks import LOST, Started
 
 _COMMANDS = (
-    "generate", "validate", "diff", "eval", "plan", "bringup", "compile", "export", "bench", "serve", "formats", "info",
+    "generate", "validate", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export", "bench", "serve", "formats",
+    "info",
 )  # fmt: skip
 
 

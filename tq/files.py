@@ -33,15 +33,15 @@ def check_writable(path: Path) -> None:
             _beside(target).unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one step: a reader finds the old file or the new one, never a part.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, text as UTF-8: a reader finds the old file or the new one, never a part.
 
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
     """
     target = path.resolve()
     try:
-        _beside(target).write_text(text, encoding="utf-8", newline="")
+        _beside(target).write_bytes(content.encode() if isinstance(content, str) else content)
         _beside(target).replace(target)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,9 @@ def set_threads(threads: int | None) -> None:
 
 kv_option = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
 _PLAN = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
+calibration_option = click.option(
+    "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lrN."
+)
 _BESIDE = (
     click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
     click.option("--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."),
@@ -145,15 +149,22 @@ _BESIDE = (
 )
 
 
+balance_option = click.option(
+    "--balance", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
+    help="Scale uneven channels of K and V; the model stays the same, and the cache loses less.",
+)  # fmt: skip
+collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
+
+
 def kv_options(kv: bool = True) -> Decorator:
     """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`.
 
     Args:
-        kv: `--kv` and `--kv-plan` as well.
+        kv: `--kv`, `--calibration` and `--kv-plan` as well.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed((kv_option, *_BESIDE, _PLAN) if kv else _BESIDE):
+        for option in reversed((kv_option, calibration_option, *_BESIDE, _PLAN) if kv else _BESIDE):
             function = option(function)
         return function
 
@@ -169,14 +180,17 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         click.UsageError: a plan file together with an option that it already sets.
         InputError: a file that is not a plan.
     """
+    from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.plan_file import load
 
     if (file := given.get("kv_plan")) is None:
-        return KVSpec(given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"])
+        learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
+        kv, tail, sink, skipped = given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"]
+        return replace(learned, kv=kv, tail=tail, sink=sink, skip_layers=skipped)
     context = click.get_current_context()
     for option in context.command.params:
-        if option.name in ("kv", "kv_tail", "kv_sink", "kv_skip_layers"):
+        if option.name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             source = context.get_parameter_source(option.name)
             if source is not click.core.ParameterSource.DEFAULT:
                 raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option.opts[0]}")

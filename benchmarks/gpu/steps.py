@@ -1,13 +1,14 @@
 """Whole decode steps as graphs: over packed codes, and the same step with the fastest SDPA over 16-bit K and V.
 
-Both run the same launches but for attention: the bf16 step, too, norms, rotates and stores in one fused launch.
+The bf16 step makes the same launches, norms, rotates and stores in one of them, too, and calls SDPA where the packed one
+attends. SDPA may launch several kernels; one more pads its output where the batch is no power of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -137,36 +138,38 @@ class Steps:
         backend = next(way for word, way in decode_peers.sdpa_backends(self.device).items() if best.endswith(word))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = q.to(k.dtype).view(len(k), -1, 1, q.shape[-1]) if gqa else q.to(k.dtype).view(*k.shape[:2], -1, q.shape[-1])
+            rows = q.view(len(k), -1, 1, q.shape[-1]) if gqa else q.view(*k.shape[:2], -1, q.shape[-1])
             with sdpa_kernel(backend) if backend is not None else nullcontext():
                 return scaled_dot_product_attention(rows, k, v, enable_gqa=gqa).reshape(q.shape)
 
         return attend, best
 
 
+@dataclass(frozen=True)
 class DenseOps(CudaFused):
     """The executor's fused ops with SDPA over K and V [B, Hkv, context, D] of each layer in place of attention over codes.
 
-    What it computes means nothing, since the queries come rotated; it takes what such a step takes.
+    What it computes means nothing: the queries come rotated, and their 16 bits are read as another type. It takes the time
+    that such a step takes.
+
+    Attributes:
+        kv: K and V of every layer.
+        attend: SDPA.
     """
 
-    def __init__(self, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa, device: torch.device) -> None:
-        super().__init__(ops.new_fault(device))
-        object.__setattr__(self, "_kv", kv)  # the class is frozen
-        object.__setattr__(self, "_attend", attend)
-
-    _kv: Sequence[tuple[Tensor, Tensor]]
-    _attend: Sdpa
+    kv: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
+    attend: Sdpa = field(kw_only=True)
 
     def attention(
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
     ) -> Tensor:  # fmt: skip
-        rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        k, v = self._kv[layer]
-        out = self._attend(rotated[: len(k)], k, v).to(heads.dtype)
-        # A step is padded to a power of two.
-        return pad(out, (0, 0, 0, 0, 0, len(rotated) - len(k))).flatten(1)
+        _, rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        k, v = self.kv[layer]
+        # Converted, they would take a launch that a bf16 step does not make.
+        out = self.attend(rotated[: len(k)].view(k.dtype), k, v)
+        padding = len(rotated) - len(k)
+        return (pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).flatten(1)
 
 
 class DenseStep:
@@ -182,7 +185,7 @@ class DenseStep:
         attend: Sdpa,
     ) -> None:  # fmt: skip
         self._batch, self._tokens = batch, tokens
-        dense = DenseOps(kv, attend, tokens.device)
+        dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
 
         def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             logits = model.decode(token_ids, batch, cache, dense)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 KV = "tq4"
 """The format that the pages hold."""
+BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
+"""Keys of vLLM's `--additional-config`: false leaves uneven channels as they are; true warns where text would be garbage."""
 PER_LAYER = "haarkv_metrics_per_layer"
 """Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
 

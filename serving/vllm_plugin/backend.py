@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import KV
+from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.serving.vllm_plugin.kernels import kernels_on
 from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
@@ -57,6 +58,11 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
         require_supported(vllm_config)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
+        scales = scales_here(vllm_config)
+        for name in layer_names:
+            k, v = scales.get(extract_layer_index(name), (None, None))
+            if k is not None or v is not None:
+                vllm_config.compilation_config.static_forward_context[name].impl.balance(k, v, device)
         self._buffers = Buffers(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, device)
 
     def build(
@@ -155,11 +161,23 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._pages: Tensor | None = None
         self._cache: PagedKVCache | None = None
         self._index: int | None = None
+        self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def balance(self, k: Tensor | None, v: Tensor | None, device: torch.device) -> None:
+        """Multiply K and V by scales [Hkv, D] before they are stored, and by their inverse what meets them; None is 1."""
+        one = torch.ones(self.num_kv_heads, self.head_size)
+        # Powers of two: BF16 holds them, and takes no other dtype's digits away.
+        k, v = (of.to(device, torch.bfloat16) for of in (one if k is None else k, one if v is None else v))
+        group = self.num_heads // self.num_kv_heads
+        of_queries, of_outputs = ((1 / of).repeat_interleave(group, dim=0) for of in (k, v))
+        self._balance = k, v, of_queries, of_outputs
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
         tokens, index = slot_mapping.shape[0], self._index_of(layer)
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
+        if self._balance:
+            k, v = k * self._balance[0], v * self._balance[1]
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
 
     def forward(
@@ -182,7 +200,10 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         batch, index = attn_metadata.batch, self._index_of(layer)
         tokens = batch.positions.shape[0]
         paged = self._view(kv_cache, index)
-        out = kernels_on(kv_cache.device).attend(_taken(query[:tokens]), paged, index, batch, self.scale)
+        q = _taken(query[:tokens])
+        out = kernels_on(kv_cache.device).attend(q * self._balance[2] if self._balance else q, paged, index, batch, self.scale)
+        if self._balance:
+            out = out * self._balance[3]
         output[:tokens].copy_(out)
         return output
 

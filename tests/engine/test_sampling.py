@@ -205,6 +205,21 @@ def test_the_ends_of_the_random_numbers_draw_tokens_that_may_be_drawn(monkeypatc
     assert token == ((5 if sampling == Sampling(1.0) else 19) if u == 0 else token)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, top_k=15, min_p=0.5)])
+def test_sums_that_rise_by_rounding_alone_draw_no_token_without_weight(monkeypatch, sampling):
+    """A GPU sums in parallel: of tokens without weight, too, a sum may be another than the one before."""
+    cumsum = torch.Tensor.cumsum
+    rounded = 1 + 2.0**-52 * torch.arange(40, dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * rounded[: x.shape[-1]])
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2.0**-53, dtype=torch.float64))
+    logits = torch.full((40,), -torch.inf)
+    logits[5:20] = torch.linspace(0, 1, 15).flip(0)
+    token = Sampler(sampling).next(logits)
+    assert token == (19 if sampling == Sampling(1.0) else 14)
+    assert Sampler(sampling).probabilities(logits)[token] > 0
+
+
 def test_of_equally_likely_tokens_greedy_takes_the_lowest():
     logits = torch.zeros(2, 9)
     logits[0, [4, 7]] = logits[1, [0, 8]] = 2.5

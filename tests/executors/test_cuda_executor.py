@@ -24,8 +24,10 @@ pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.executors.cuda import CudaExecutor
 
 GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
-PLAN = KVSpec("tq4").plan(CONFIG.num_layers)
+TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
+PLAN = TQ4.plan(CONFIG.num_layers)
 
 
 def executor(model, **options) -> CudaExecutor:
@@ -57,17 +59,57 @@ def run(one, cache) -> torch.Tensor:
     return torch.cat([*logits, decode(one, cache, paging, ids[::2], [3, 1])])
 
 
-@pytest.mark.parametrize(("dtype", "folded"), [("float32", None), ("float32", PLAN), ("bfloat16", None), ("bfloat16", PLAN)])
-def test_forwards_equal_the_references(dtype, folded):
+@pytest.mark.parametrize(
+    ("dtype", "folded", "spec"),
+    [
+        ("float32", None, TQ4), ("float32", PLAN, TQ4), ("bfloat16", None, TQ4), ("bfloat16", PLAN, TQ4),
+        ("float32", None, TAIL), ("float32", PLAN, TAIL), ("bfloat16", None, TAIL),
+    ],
+    ids=lambda given: "folded" if given is PLAN else "packed" if given is TQ4 else "tail" if given is TAIL else str(given),
+)  # fmt: skip
+def test_forwards_equal_the_references(dtype, folded, spec):
     """Padded decode steps, and rotations folded into the output projections, which costs a rounding of bf16 weights."""
     model = small_model(CONFIG, dtype=getattr(torch, dtype))
-    caches = [new_cache(CONFIG, "tq4", num_blocks=6) for _ in range(2)]
+    caches = [new_cache(CONFIG, spec, num_blocks=6) for _ in range(2)]
     theirs = run(ReferenceExecutor(model), caches[0])
     ours = run(OnHost(executor(model, folded=folded), caches[1]), caches[1])
     error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
     assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
     if dtype == "float32":
         assert error.max() <= bounds.LAYER_FP32.logits
+
+
+def test_prompts_in_chunks_and_rows_of_others_change_nothing_in_a_tail():
+    """Chunks as long as the ring has room for, which begins anew; then sequences that take the rows of those before."""
+    model, logits = small_model(CONFIG), []
+    tokens = random_tokens(CONFIG, 13)
+    for make in (ReferenceExecutor, executor):
+        cache = PagedKVCache(
+            KVSpec("tq4", tail=3, sink=2).plan(1), num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim, num_blocks=8,
+            block_size=8, chunk=4, num_rows=2, device=DEVICE if make is executor else "cpu",
+        )  # fmt: skip
+        one, paging = make(model), PagedSequences(8, 8, num_rows=2)
+        found = []
+        for round_tokens, chunks in ((tokens, 3), (tokens[::-1], 1)):
+            ids = [paging.add(), paging.add()]
+            for begin in range(0, 4 * chunks, 4):
+                batch = paging.batch(ids, [4, 3]).to(cache.device)
+                rows = [*round_tokens[begin : begin + 4], *round_tokens[begin : begin + 3]]
+                found.append(one.prefill(torch.tensor(rows, device=cache.device), batch, cache).cpu())
+            last = torch.tensor(round_tokens[-1:], device=cache.device)
+            found.append(one.decode(last, paging.batch(ids[1:], [1]).to(cache.device), cache).cpu())
+            for sequence in ids:
+                paging.free(sequence)
+        logits.append(torch.cat(found))
+    error = (logits[1] - logits[0]).abs().amax(-1) / logits[0].std(dim=-1)
+    assert error.max() <= bounds.LAYER_FP32.logits
+
+
+def test_more_new_tokens_than_a_tail_has_room_for_are_refused():
+    ours, cache = executor(small_model(CONFIG)), new_cache(CONFIG, KVSpec("tq4", tail=3), num_blocks=12)
+    host, paging = OnHost(ours, cache), new_paging(cache)
+    with pytest.raises(ValueError, match="at most 64 new tokens"):
+        prefill(host, cache, paging, [paging.add()], [[1] * 65])
 
 
 def test_the_validator_passes():
@@ -152,7 +194,7 @@ def test_memory_of_a_decode_step_does_not_grow_with_the_context():
             ours.decode(torch.tensor([token], device=ours.device), paging.batch(ids, [1]).to(ours.device), cache)
         scratch.append(torch.cuda.max_memory_allocated() - before - cache.nbytes)
         del cache
-    # 199 parts of 2 x 16 columns of 128 numbers are 3.1 MiB; the room is for cuBLAS' and the graph's own.
+    # 512 parts of 8 columns of 128 numbers are 2 MiB; the room is for cuBLAS' and the graph's own.
     assert max(scratch) <= 64 * 2**20
     assert scratch[1] <= scratch[0] + 2 * 2**20
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative
+from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
 from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -33,6 +33,7 @@ from haarkv.tq_ops.cuda.layout import layout_of
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
+TQ4 = KVSpec("tq4")
 FAMILIES = {
     "qwen3": {}, "llama": {"model_type": "llama"}, "qwen2": {"model_type": "qwen2", "qkv_bias": True},
 }  # fmt: skip
@@ -43,14 +44,13 @@ def config_of(family: str, **changed):
 
 
 # -- Launches ----------------------------------------------------------------------------------------------------------
-def added_by_a_layer(config, monkeypatch, prompts, **options) -> tuple[list[str], list[str]]:
+def added_by_a_layer(config, monkeypatch, prompts, spec=TQ4, **options) -> tuple[list[str], list[str]]:
     """What a layer adds to a decode step, in order, and what a step of one layer launches beside it."""
     steps = []
     for layers in (1, 2):
         model = small_model(replace(config, num_layers=layers), dtype=BF16)
-        plan = KVSpec("tq4").plan(layers)
-        options = dict.fromkeys(options, plan)
-        steps.append(launches(executor_on_meta(model, monkeypatch, **options), "tq4", prompts, monkeypatch)[1])
+        options = dict.fromkeys(options, spec.plan(layers))
+        steps.append(launches(executor_on_meta(model, monkeypatch, **options), spec, prompts, monkeypatch)[1])
     one, two = steps
     added, begin = len(two) - len(one), one.index("mm")
     assert two[:begin] + two[begin + added :] == one
@@ -71,6 +71,16 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(monkeypa
     assert {"rms_norm_kernel", "mm"} <= set(around)
 
 
+@pytest.mark.parametrize("attention", [["decode"], ["attend_kernel", "merge_kernel"]], ids=["nvrtc", "triton"])
+def test_tokens_in_bf16_take_one_launch_more(monkeypatch, attention):
+    monkeypatch.setattr(nvrtc, "missing", lambda: None if attention == ["decode"] else "it is not there")
+    spec = KVSpec("tq4", tail=5, sink=2)
+    layer, around = added_by_a_layer(config_of("qwen3"), monkeypatch, [40, 7, 1], spec)
+    assert layer[1 : 4 + (len(attention) > 1)] == ["prologue_kernel", "window_kernel", *attention]
+    assert len(layer) == 9 + len(attention)
+    assert len(around) <= 21  # the rows are copied, too
+
+
 def test_folded_rotations_launch_no_more(monkeypatch):
     plain, _ = added_by_a_layer(config_of("qwen3"), monkeypatch, [40])
     assert added_by_a_layer(config_of("qwen3"), monkeypatch, [40], folded=None)[0] == plain
@@ -78,10 +88,11 @@ def test_folded_rotations_launch_no_more(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype):
+@pytest.mark.parametrize("spec", [TQ4, KVSpec("tq4", tail=5, sink=2)], ids=["packed", "tail"])
+def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype, spec):
     """On a device without numbers; `launches` would raise."""
     model = small_model(config_of(family), dtype=dtype)
-    prefill, decode = launches(executor_on_meta(model, monkeypatch), "tq4", [40, 7, 1], monkeypatch)
+    prefill, decode = launches(executor_on_meta(model, monkeypatch), spec, [40, 7, 1], monkeypatch)
     assert prefill.count("prologue_kernel") == decode.count("prologue_kernel") == 2
 
 
@@ -138,7 +149,13 @@ CASES = [
     (Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)), NORMED),
     (Case("k=tbq4_0,v=tq4", 128, 3, 1, 16, (5,), (2,)), PLAIN),
     (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
+    (Case("tq4", 64, 2, 3, 8, (0, 9), (11, 4), tail=3, sink=2), BIASED),
+    (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
 ]
+
+
+def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def given_to_attention(case: Case, dtype: torch.dtype, biased: bool, normed: bool):
@@ -154,8 +171,10 @@ def given_to_attention(case: Case, dtype: torch.dtype, biased: bool, normed: boo
     block, offset = batch.slot_mapping // case.block_size, batch.slot_mapping % case.block_size
     for _, _, name, tensor in cache_tensors(made):
         tensor[block, :, offset] = float("nan") if name == "scale" else 255
+    for window in filter(None, made.windows(LAYER)):
+        window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
     copy = poisoned_cache(case, DEVICE)
-    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
         ours.copy_(theirs)
     norms = [(drawn(dim) * 0.3 + 1).to(dtype) for _ in range(2)] if normed else [None, None]
     made_of = Heads(heads, dtype, drawn(width).to(dtype) if biased else None, *norms, eps=1e-6)
@@ -200,6 +219,10 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, d
             untouched = torch.ones(tensor.shape[:3], dtype=torch.bool)
             untouched[block, :, offset] = False
             assert torch.equal(tensor[untouched].view(torch.uint8), other[name][untouched].view(torch.uint8))
+    for mine, other in zip(windows_of(copy), windows_of(made), strict=True):
+        # K and V as two computations of them round to BF16: here and there to the other neighbour. NaN stays where it was.
+        torch.testing.assert_close(mine.cpu(), other, rtol=2.0**-7, atol=1e-6, equal_nan=True)
+        assert (mine.cpu().view(torch.int16) != other.view(torch.int16)).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
     shape = (len(qkv), heads.num_heads, case.head_dim)
     within = (bounds.LAYER_FP32 if dtype == FP32 else bounds.LAYER_BF16).attention
     assert relative(ours.view(shape), wanted.view(shape)) <= within
@@ -212,23 +235,24 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
     wanted = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), layout_of(copy.k_format(LAYER), LAYER, 128, DEVICE))
     given = qkv.to(DEVICE), moved(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    ours = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    _, ours = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
     assert ours.dtype == wanted.dtype
     off = ((ours - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.
     assert off.median() <= (1e-6 if dtype == FP32 else 1e-4)
 
 
-def test_dead_rows_store_nothing_and_a_refused_vector_is_noted():
-    case = Case("tq4", 64, 2, 3, 8, (0, 0), (1, 1))
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}], ids=str)
+def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kept):
+    case = Case("tq4", 64, 2, 3, 8, (0, 0), (1, 1), **kept)
     _, copy, qkv, heads, rope, batch = given_to_attention(case, BF16, False, False)
-    before = [tensor.clone() for *_, tensor in cache_tensors(copy)]
+    before = [tensor.clone() for tensor in everything_in(copy)]
     rest = ([x.to(DEVICE) for x in rope], copy, LAYER)
     fault = ops.new_fault(DEVICE)
     dead = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1)).to(DEVICE)
     ops.rotate_and_append((qkv * torch.nan).to(DEVICE), moved(heads), *rest, dead, fault)
     ops.raise_fault(fault, copy, batch)
-    for was, (*_, tensor) in zip(before, cache_tensors(copy), strict=True):
+    for was, tensor in zip(before, everything_in(copy), strict=True):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
@@ -252,9 +276,15 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width):
 
 
 # -- Whole layers ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("family", "dtype", "steps"), [("qwen3", BF16, 1), ("qwen2", BF16, 0), ("llama", FP32, 0)])
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
-    model = small_model(config_of(family), dtype=dtype)
+ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+"""Half of the interpreter's work."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "steps", "heads"), [("qwen3", BF16, 1, {}), ("qwen2", BF16, 0, ONE_HEAD), ("llama", FP32, 0, ONE_HEAD)]
+)
+def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, heads):
+    model = small_model(config_of(family, **heads), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
     candidate = CudaExecutor(model, interpreted=not GPU)
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(2))
@@ -264,7 +294,7 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
 
 def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
     """Also where the table's ops, which the validator replays, are sound: layer 1 leaves out its second residual."""
-    model, calls = small_model(config_of("qwen3")), []
+    model, calls = small_model(config_of("qwen3", **ONE_HEAD)), []
     sound = CudaFused.add_norm
 
     def faulty(self, hidden, update, weight, eps):
@@ -281,7 +311,7 @@ def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
 
 
 def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
-    model, sound = small_model(config_of("qwen3")), CudaFused.attention
+    model, sound = small_model(config_of("qwen3", **ONE_HEAD)), CudaFused.attention
 
     def faulty(self, qkv, heads, rope, *rest):
         return sound(self, qkv, heads, (rope[0], -rope[1]), *rest)

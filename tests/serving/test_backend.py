@@ -263,3 +263,21 @@ def test_a_quantized_output_is_refused():
     q, k, v = qkv(batch, shape, torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"^a quantized attention output is not supported by a tq4 KV cache$"):
         worker.impls[0].forward(None, q, k, v, worker.views[0], None, q.clone(), output_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_balanced_channels_are_stored_scaled_and_met_by_the_inverse(dtype):
+    shape, [batch] = SHAPES["d128"], batches([(16, 33, 7)])
+    scales = torch.ones(2, shape.kv_heads, shape.head_dim)
+    scales[0, :, 5], scales[0, 1, 69], scales[1, 0, 3] = 2.0**-5, 2.0**-4, 2.0**-6
+    of_queries, of_outputs = (s.repeat_interleave(shape.heads // shape.kv_heads, dim=0).to(dtype) for s in scales)
+    q, k, v = qkv(batch, shape, dtype)
+    metadata = RotatedMetadata(batch)
+    ours, plain = (Worker(shape, (0,), KVCacheLayout.LBHNC) for _ in range(2))
+    ours.impls[0].balance(scales[0], scales[1], torch.device("cpu"))
+    ours.store(0, k, v, batch.slot_mapping)
+    scaled = k * scales[0].to(dtype), v * scales[1].to(dtype)
+    plain.store(0, *scaled, batch.slot_mapping)
+    assert torch.equal(ours.pages(0), plain.pages(0))
+    expected = plain.attend(0, q / of_queries, *scaled, metadata) / of_outputs
+    assert torch.equal(ours.attend(0, q, k, v, metadata), expected)

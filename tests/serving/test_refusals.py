@@ -15,8 +15,10 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
 from vllm_paged import Shape, described, spec_of
 
-from haarkv.models.catalog import TINY
+from haarkv.models import planted
+from haarkv.models.catalog import TINY, load_model
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
+from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 QWEN = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
@@ -194,3 +196,29 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
     config.cache_config.cache_dtype = "fp8"
     with pytest.raises(ValueError, match="--kv-cache-dtype fp8 names another format"):
         RotatedMetadataBuilder(spec_of(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+
+
+@pytest.mark.vllm_short
+def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
+    folder = planted.save(planted.outlier_channels(load_model("tiny"), 100), tmp_path / "model")
+
+    def config(**options: object) -> VllmConfig:
+        args = EngineArgs(
+            model=str(folder), skip_tokenizer_init=True, attention_backend="CUSTOM", kv_cache_memory_bytes=2**24,
+            max_model_len=128, additional_config=options,
+        )  # fmt: skip
+        return args.create_engine_config()
+
+    scales = scales_here(config())
+    assert scales.keys() == set(range(6))
+    for k, v in scales.values():
+        assert k is not None
+        assert v is not None
+        assert (k < 0.1).sum(1).tolist() == [4, 4]
+        assert (v < 0.1).sum(1).tolist() == [2, 2]
+    with pytest.raises(ValueError, match="garbage: K of layers 0 to 5 suffers in tq4"):
+        scales_here(config(haarkv_balance=False))
+    told = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
+    assert set(told.values()) == {(None, None)}
+    even = EngineArgs(model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", max_model_len=128)
+    assert set(scales_here(even.create_engine_config()).values()) == {(None, None)}

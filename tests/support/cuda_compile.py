@@ -1,9 +1,10 @@
 """Compiles the Triton kernels as they are launched, for GPUs that need not be here, and prints what came of it as JSON.
 
     python tests/support/cuda_compile.py CAPABILITY[,CAPABILITY …] [KERNEL …] [--keep FOLDER]
-    python tests/support/cuda_compile.py CAPABILITY --everything
+    python tests/support/cuda_compile.py CAPABILITY --everything [--head-dim HEAD_DIM]
 
 The first compiles one launch of each kernel (`decode 128`); the second every launch that differs, as the first card would.
+Triton keeps what it has compiled: once interrupted, a second run goes on where the first one ended.
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 import triton
-from cuda_launches import SHAPES, Asked, everything, recorded, serve, shaped_model
+from cuda_launches import SHAPES, TAIL, TQ4, Asked, everything, recorded, serve, shaped_model
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
@@ -27,8 +28,12 @@ _COUNTED = ("LDL", "STL", "PRMT", "LOP3", "SHF")
 _TENSOR_CORES = ("HGMMA", "HMMA", "UTCHMMA")
 
 
-def compiled(asked: Asked, keep: Path | None = None) -> dict:
-    """Registers, spills, shared memory and instructions of a launch; its hottest loop per coordinate of K and V."""
+def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> dict:
+    """Registers, spills, shared memory and instructions of a launch; its hottest loop per coordinate of K and V.
+
+    Args:
+        read: False leaves out what takes reading the machine code, unless there is a stack: without one nothing is spilled.
+    """
     began = time.monotonic()
     binary = triton.compile(asked.source, target=asked.target, options=asked.options)
     seconds = time.monotonic() - began
@@ -36,20 +41,33 @@ def compiled(asked: Asked, keep: Path | None = None) -> dict:
         path = keep or Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
         usage = subprocess.run([_BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        row = {
+            "registers": int(found[1]), "stack": int(found[2]), "shared": binary.metadata.shared, "seconds": round(seconds, 2),
+            "warps": binary.metadata.num_warps,
+        }  # fmt: skip
+        if not read and not row["stack"]:
+            return row | {"LDL": 0, "STL": 0}
         text = sass.disassemble(path)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     code, _ = sass.parse(text)
     counts = sass.count(code)
-    row = {
-        "registers": int(found[1]), "stack": int(found[2]), "shared": binary.metadata.shared, "seconds": round(seconds, 2),
-        "warps": binary.metadata.num_warps, "tensor": sum(counts[op] for op in _TENSOR_CORES),
+    row |= {
+        "tensor": sum(counts[op] for op in _TENSOR_CORES),
         "copies_of_16_bytes": sum(one.op == "LDGSTS" and one.modifiers.endswith(".128") for one in code),
         **{op: counts[op] for op in _COUNTED},
     }  # fmt: skip
     constants = asked.named_constants()
     if asked.source.fn.__name__ == "attend_kernel":
         row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * constants["D"] * 2, row["warps"])
+        row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
+
+
+def _ahead(layouts: str, ptx: str) -> dict:
+    """Tiles of codes that have a place in shared memory, and copies that may be on their way when the loop goes on."""
+    places = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+xi8", layouts)
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)
+    return {"buffers": min(map(int, places), default=0), "in_flight": max(map(int, waits), default=0)}
 
 
 def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
@@ -67,7 +85,8 @@ def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
 def named(capability: int, head_dim: int) -> dict[str, Asked]:
     """A launch of each kernel of a BF16 model of two layers, by a name such as `decode 128`."""
     with recorded(capability) as asked:
-        serve(shaped_model(head_dim, torch.bfloat16, 2), "tq4", 128, [130], 1)
+        for spec in (TQ4, TAIL):
+            serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 128, [130], 1)
     found = {}
     for one in asked.values():
         kernel, constants = one.source.fn.__name__, one.named_constants()
@@ -75,16 +94,19 @@ def named(capability: int, head_dim: int) -> dict[str, Asked]:
             "attend_kernel": "decode" if constants.get("ONE_EACH") else "prefill",
             "quantize_kernel": "store" if constants.get("WRITE") else "look for faults",
             "merge_kernel": "merge" if constants.get("ROWS") == 1 else "merge of one part",
+            "window_kernel": "tail of one token" if constants.get("ONE_EACH") else "tail of a chunk",
         }.get(kernel, kernel.removesuffix("_kernel"))
+        if kernel != "window_kernel" and (constants.get("TAIL") or constants.get("RING")):
+            name += " beside a tail"
         found[f"{name} {head_dim}"] = one
     return found
 
 
-def report(name: str, capability: int, asked: Asked, keep: Path | None = None) -> None:
+def report(name: str, capability: int, asked: Asked, keep: Path | None = None, *, read: bool = True) -> None:
     """Compile and print; what is refused is a row as well."""
     row = {"kernel": name, "capability": capability, "triton": triton.__version__}
     try:
-        row |= compiled(asked, keep)
+        row |= compiled(asked, keep, read=read)
     except Exception as error:
         row["refused"] = " ".join(str(error).split())[-400:]
     print(json.dumps(row), flush=True)
@@ -95,12 +117,13 @@ def main() -> None:
     parser.add_argument("capabilities", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("kernels", nargs="*")
     parser.add_argument("--everything", action="store_true")
+    parser.add_argument("--head-dim", type=int, choices=tuple(SHAPES), help="with --everything: of these models alone")
     parser.add_argument("--keep", type=Path, help="a folder for the cubins")
     given = parser.parse_args()
     for capability in given.capabilities:
         if given.everything:
-            for name, asked in everything(capability).items():
-                report(name, capability, asked)
+            for name, asked in everything(capability, [given.head_dim] if given.head_dim else tuple(SHAPES)).items():
+                report(name, capability, asked, read=False)
             continue
         for head_dim in SHAPES:
             if given.kernels and not any(name.endswith(f" {head_dim}") for name in given.kernels):

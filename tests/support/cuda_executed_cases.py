@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 import triton
 from cuda_executed import executed
 from cuda_faults import FAULTS
-from op_tables import LAYER, Case, cache_tensors, filled, relative
+from op_tables import LAYER, Case, cache_tensors, filled, relative, windows_of
 from ptx import far
 from small_models import SMALL, decode, new_cache, new_paging, prefill, small_model
 
@@ -38,6 +39,7 @@ from haarkv.validation.ops.cases import Attention, OpCase, Plain, Store
 from haarkv.validation.ops.tables import CUDA
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+TQ4 = KVSpec("tq4")
 # Blocks of 33 KiB: the last of them lie beyond 2**31 bytes, as do their codes in one field.
 FAR_BLOCKS, FAR_BLOCK = 70_000, 128
 
@@ -107,9 +109,9 @@ def far_store(capability: int) -> str | None:
     return None if not any(different) else f"{different} bytes differ"
 
 
-def dead_sequences(capability: int) -> str | None:
+def dead_sequences(capability: int, tail: int = 0, sink: int = 0) -> str | None:
     """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
-    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1)))
+    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), tail=tail, sink=sink))
     pad = torch.nn.functional.pad
     padded = replace(
         batch, positions=pad(batch.positions, (0, 2)), slot_mapping=pad(batch.slot_mapping, (0, 2), value=-1),
@@ -117,7 +119,7 @@ def dead_sequences(capability: int) -> str | None:
         query_start_loc=torch.arange(5, dtype=torch.int32), rows=pad(batch.rows, (0, 2)),
     )  # fmt: skip
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
-    before = [tensor.clone() for *_, tensor in cache_tensors(made)]
+    before = [tensor.clone() for tensor in everything_in(made)]
     with executed(capability):
         ours = ops.paged_attention(q, made, LAYER, padded, 128**-0.5)
         fault = ops.new_fault(CPU)
@@ -129,10 +131,12 @@ def dead_sequences(capability: int) -> str | None:
         return f"error {error}"
     if not (ours[2:] == 0).all():
         return "a dead sequence's output is not 0"
-    same = all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, (*_, b) in zip(before, cache_tensors(made), strict=True)
-    )
+    same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, everything_in(made), strict=True))
     return None if same else "a dead sequence was stored"
+
+
+def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def in_any_order(case: OpCase) -> Check:
@@ -142,7 +146,7 @@ def in_any_order(case: OpCase) -> Check:
         given = case.arguments(CPU)
         with executed(capability, order=order, together=together):
             result = getattr(ops, case.op)(*given)
-        tensors = [result] if result is not None else [tensor for *_, tensor in cache_tensors(given[2])]
+        tensors = [result] if result is not None else everything_in(given[2])
         return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
     def check(capability: int) -> str | None:
@@ -152,12 +156,12 @@ def in_any_order(case: OpCase) -> Check:
     return f"{case} in any order of programs", check
 
 
-def executor(dtype: torch.dtype, layers: int) -> Check:
+def executor(dtype: torch.dtype, layers: int, spec: KVSpec) -> Check:
     """Logits of a ragged prefill and two decode steps that are padded."""
     config = replace(SMALL, hidden_size=64, num_layers=layers, num_heads=10, num_kv_heads=2, head_dim=128)
 
     def run(one: object, model: DecoderModel) -> torch.Tensor:
-        cache = new_cache(config, "tq4", num_blocks=6)
+        cache = new_cache(config, spec, num_blocks=6)
         paging = new_paging(cache, order=range(5, -1, -1))
         ids = [paging.add() for _ in range(3)]
         found = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
@@ -172,7 +176,7 @@ def executor(dtype: torch.dtype, layers: int) -> Check:
         bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
         return None if error <= bound else f"error {error}, bound {bound}"
 
-    return f"prefill and decode of a model of {layers} layers in {dtype}", check
+    return f"prefill and decode of a model of {layers} layers in {dtype} with {spec.plan(layers).describe()}", check
 
 
 def planted(name: str) -> Check:
@@ -216,9 +220,22 @@ GROUPS: dict[str, list[Check]] = {
         contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
         *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
     ],
+    "short tail": [
+        contract(Attention(Case("tq4", 64, 2, 1, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
+        contract(Store(Case("tq4", 64, 1, 1, 8, (30, 12), (5, 1), tail=4, sink=3))),
+    ],
+    "tail": [
+        *(executor(dtype, 1, KVSpec("tq4", tail=2, sink=1)) for dtype in (BF16, FP32)),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (200, 3, 0, 11), (1,) * 4, tail=9, sink=4), BF16)),
+        ("dead sequences beside a tail", partial(dead_sequences, tail=128, sink=4)),
+        contract(Attention(Case("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
+        contract(Store(Case("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3))),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
+        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), tail=9, sink=4), BF16)),
+    ],
     "planted": [],  # `rows` fills it by capability
-    "step": [executor(BF16, 1)],
-    "executor": [executor(BF16, 2), executor(FP32, 2)],
+    "step": [executor(BF16, 1, TQ4)],
+    "executor": [executor(BF16, 2, TQ4), executor(FP32, 2, TQ4)],
     "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,9 +27,11 @@ from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import choices, nvrtc, ops
+from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.reads import unsupported
 
 _PROCESSORS = 132  # of an H100 or H200
 
@@ -121,15 +123,16 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
 
-def serve(model: DecoderModel, kv: str, block_size: int, prompts: list[int], steps: int) -> None:
+def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int], steps: int) -> None:
     """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer."""
     executor = CudaExecutor(model, interpreted=True)
     executor._checked = lambda logits, *_: logits  # nothing was computed, so nothing is sound
-    config, plan = model.config, KVSpec(kv).plan(model.config.num_layers)
+    config, plan = model.config, spec.plan(model.config.num_layers)
     blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)
     cache = PagedKVCache(
-        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size
-    )
+        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size,
+        chunk=max(prompts),
+    )  # fmt: skip
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
     tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
@@ -158,28 +161,34 @@ def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel
 
 
 FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
+TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
+OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
 
 
-def everything(capability: int) -> dict[str, Asked]:
-    """What models of every head_dim, both dtypes and every width of levels launch, over blocks of 128 and pages of 16.
+def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> dict[str, Asked]:
+    """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
-    Each of these is varied by itself around a Qwen3 of head_dim 128 in bf16 with tq4. Layers 0, 1 and 16 are among them.
+    Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
+    tail and sinks in BF16. Head_dim 128 has all batches, pages of 16 for the widths, and other tails. Layers 0, 1 and 16 are
+    among them.
     """
-    cases = [
-        *((128, torch.bfloat16, "tq4", 128, prompts) for prompts in PROMPTS),
-        *((128, torch.bfloat16, kv, 16, PROMPTS[0]) for kv in FORMATS),
-        *((head_dim, dtype, "tq4", 128, PROMPTS[0]) for head_dim in SHAPES for dtype in (torch.bfloat16, torch.float32)),
-    ]
     with recorded(capability) as asked:
-        for head_dim, dtype, kv, block_size, prompts in cases:
-            serve(shaped_model(head_dim, dtype, 17), kv, block_size, prompts, 3)
+        for head_dim in head_dims:
+            widest = head_dim == 128
+            for spec in (TQ4, TAIL):
+                for prompts in PROMPTS if widest else PROMPTS[:1]:
+                    serve(shaped_model(head_dim, torch.bfloat16, 17), spec, 128, prompts, 3)
+                serve(shaped_model(head_dim, torch.float32, 17), spec, 128, PROMPTS[0], 3)
+            readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), head_dim) is None]
+            for spec in (*readable, *(OTHER_TAILS if widest else ())):
+                serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16 if widest else 128, PROMPTS[0], 1)
     return asked
 
 
 def main(capability: int) -> None:
-    """Lower every launch; print each refusal as JSON, and how many there were of each kernel."""
+    """Lower every launch of head_dim 128; print each refusal as JSON, and how many there were of each kernel."""
     counts: dict[str, int] = {}
-    for name, one in everything(capability).items():
+    for name, one in everything(capability, [128]).items():
         kernel = one.source.fn.__name__
         counts[kernel] = counts.get(kernel, 0) + 1
         try:

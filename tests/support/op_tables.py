@@ -14,7 +14,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
-from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache
+from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
 from haarkv.validation.ops.caches import CacheCase as Case
 from haarkv.validation.ops.cases import relative
 from haarkv.validation.ops.tables import CPU, Table
@@ -30,6 +30,7 @@ __all__ = [
     "opened",
     "poisoned_cache",
     "relative",
+    "windows_of",
 ]
 
 

@@ -78,12 +78,14 @@ def executor_on_meta(model: DecoderModel, patch: pytest.MonkeyPatch, **options: 
 
 
 @torch.inference_mode()
-def launches(executor: CudaExecutor, kv: str, prompts: list[int], patch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+def launches(
+    executor: CudaExecutor, spec: KVSpec, prompts: list[int], patch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str]]:
     """What a prefill of prompts of so many tokens launches, and what a decode step after it."""
     config = executor.config
     blocks = sum(n // 16 + 1 for n in prompts)
     cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks,
+        spec.plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks,
         block_size=16, device=META,
     )  # fmt: skip
     paging = PagedSequences(blocks, 16)

@@ -25,6 +25,7 @@ from checkpoints import (
     shard_name,
     write_checkpoint,
 )
+from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
 from haarkv.models.catalog import TINY
@@ -39,11 +40,6 @@ from tq.commands.generate import _Writer
 MULTI_BYTE = "é€😀"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-# Python installs no handler of its own where its parent ignores SIGINT, as a shell's background jobs do.
-AS_IN_A_TERMINAL = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -733,8 +729,9 @@ def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name
     layers = [fields for layer in range(2) for fields in (cache.k_fields(layer), cache.v_fields(layer))]
     allocated = sum(tensor.untyped_storage().nbytes() for fields in layers for tensor in fields.values())
     assert allocated == 3 * 256 * sizes[name]
-    # Keys in groups wait in BF16: 31 of them and a chunk of 64, of three sequences in two layers of two KV heads.
-    waiting = 3 * 2 * 2 * (31 + 64) * 2 * 32 if name.startswith("kivi") else 0
+    # Tokens in groups wait in BF16: all but one and a chunk of 64, of three sequences in two layers of two KV heads.
+    groups = [formats.get(name, side).group_tokens for side in "kv"]
+    waiting = sum(3 * 2 * 2 * (group - 1 + 64) * 2 * 32 for group in groups if group > 1)
     assert cache.nbytes == allocated + waiting
 
 

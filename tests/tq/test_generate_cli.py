@@ -13,6 +13,7 @@ import time
 import pytest
 from checkpoints import CONFIG, saying, write_checkpoint
 from refusals import assert_refused
+from terminal import AS_IN_A_TERMINAL
 
 import tq
 from haarkv.engine.sampling import Sampling
@@ -231,10 +232,7 @@ def in_terminal(folder, tmp_path):
     """The command with 4,000 prompt tokens and stderr a terminal: (process, the terminal's other end)."""
     (tmp_path / "prompt.txt").write_text("spam " * 800, encoding="utf-8")
     ours, theirs = pty.openpty()
-    code = (
-        "import signal, sys, torch; signal.signal(signal.SIGINT, signal.default_int_handler); torch.set_num_threads(1); "
-        "from tq.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
+    code = "import torch; torch.set_num_threads(1); " + AS_IN_A_TERMINAL
     args = ["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs

@@ -36,6 +36,13 @@ OWN = {
     ("bench ops", "--model"): "another default",
     ("diff", "--prompt"): "without one there are four",
     ("plan", "--text"): "to choose by, not to score",
+    ("calibrate", "--text"): "to learn from, of several files",
+    ("calibrate", "--verify"): "excluded from learning",
+    ("calibrate", "--tokens"): "10240 unless given",
+    ("calibrate", "--verify-tokens"): "4096 unless given: three caches only",
+    ("calibrate", "--out"): "another file",
+    ("calibrate", "--force"): "writes a calibration",
+    ("plan", "--calibration"): "to choose from, not for one format",
     ("eval", "--window"): "the text's windows",
     ("plan", "--window"): "windows of one measurement",
     ("eval", "--tokens"): "all unless given",
@@ -125,7 +132,7 @@ def test_device_has_one_alias_everywhere():
 def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
-    assert defaults.keys() == {"generate", "validate", "eval", "plan", "bench decode", "bench ops"}
+    assert defaults.keys() == {"generate", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"}
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
 

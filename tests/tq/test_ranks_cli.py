@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from refusals import assert_refused
+from terminal import AS_IN_A_TERMINAL
 
 from tq import ranks
 from tq.cli import main
@@ -81,7 +82,7 @@ def gone(pid):
 @contextmanager
 def talking(*more):
     """`tq generate` on two ranks, after its first characters, and the processes of its ranks."""
-    line = [*TQ, *GENERATE, "--max-new-tokens", "4000", *TWO, *more]
+    line = [sys.executable, "-c", AS_IN_A_TERMINAL, *GENERATE, "--max-new-tokens", "4000", *TWO, *more]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         process.stdout.read(4)

@@ -10,18 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bases import calibration, vectors_of
 from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, random_tokens, small_model
 
 import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.packing import pack_parts
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds, validate
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_numbers, compare_stored, compare_vectors
-from haarkv.validation.layers.faults import planted, reordered, table_with
+from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
 from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json, csv_rows
 from haarkv.validation.layers.self_test import WholeLayers, self_test
@@ -29,6 +31,7 @@ from haarkv.validation.layers.trial import poison
 
 MODEL = small_model(SMALL)
 MODELS = {torch.float32: MODEL, torch.bfloat16: small_model(SMALL, dtype=torch.bfloat16)}
+CALIBRATION = calibration(SMALL.num_layers, SMALL.num_kv_heads, SMALL.head_dim)
 PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
 ABOUT = About(
     model="a model", command="tq validate --html a.html", prompts=[f"prompt {i}" for i in range(len(PROMPTS))],
@@ -43,7 +46,7 @@ def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None
         model,
         prompts,
         steps,
-        KVSpec(kv).plan(model.config.num_layers),
+        KVSpec(kv, calibration=CALIBRATION if "lr" in kv else None).plan(model.config.num_layers),
         **kwargs,
     )
 
@@ -95,7 +98,7 @@ def test_other_shapes_can_be_validated(config):
     assert where(run(broken, model, prompts, 0)) == (0, "paged_attention")
 
 
-@pytest.mark.parametrize("kv", ["tq4", "k=bf16,v=tq4_seed"])
+@pytest.mark.parametrize("kv", ["tq4", "k=bf16,v=tq4_seed", LEARNED])
 @pytest.mark.parametrize("dtype", list(MODELS), ids=str)
 @pytest.mark.parametrize("wrap", [lambda e: e, WholeLayers], ids=["ops", "layers"])
 def test_another_order_of_sums_is_rounding_and_ties(kv, dtype, wrap):
@@ -157,6 +160,17 @@ def test_every_planted_fault_is_found_where_it_is(dtype, number, driven):
     assert where(report) == (fault.layer, fault.stage if driven == "ops" else fault.seen_as)
     row = next(r for r in report.rows if r.mode == "teacher-forced" and not r.passed)
     assert row.layer == fault.layer
+
+
+@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+@pytest.mark.parametrize("number", range(len(planted_learned(MODEL, 1))))
+@pytest.mark.parametrize("driven", ["ops", "layers"])
+def test_every_fault_in_learned_coordinates_is_found_where_it_is(dtype, number, driven):
+    model = MODELS[dtype]
+    fault = planted_learned(model, 1)[number]
+    candidate = ReferenceExecutor(model, fault.table())
+    report = run(candidate if driven == "ops" else WholeLayers(candidate), model, steps=0, kv=LEARNED)
+    assert where(report) == (fault.layer, fault.stage if driven == "ops" else fault.seen_as)
 
 
 def test_the_faults_are_those_that_the_docs_promise():
@@ -618,6 +632,20 @@ def test_reach_covers_what_noise_does_and_little_more(name):
     assert choice.reach.median() < 7e-4
 
 
+def test_levels_that_refine_a_tie_follow_it_and_others_do_not():
+    kv_format, x, noise = CALIBRATION.format("k", 208), vectors_of(CALIBRATION, 1, "k", 400), 1e-5
+    shift = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
+    ours, theirs = kv_format.quantize(x, 1), kv_format.quantize(x + shift, 1)
+    compared, length = compare_stored(kv_format, 1, ours, theirs, x, 5 * noise)
+    assert compared.different > 50
+    assert compared.unexplained == 0
+    assert length <= bounds.LAYER_FP32.length
+    # A first level beside its own, whose refinements stay as they were, is explained nowhere.
+    spoilt = kv_format.levels(ours)
+    spoilt[1, 7, 0] = (spoilt[1, 7, 0] + 1) % 16
+    assert compare_stored(kv_format, 1, ours, ours | {"codes": pack_parts(spoilt, 4)}, x, 5 * noise)[0].unexplained > 0
+
+
 def test_a_bf16_rounding_point_that_falls_the_other_way_is_explained():
     """So little noise moves no rotated coordinate across a boundary by itself, but one rounding to BF16 that it tips does."""
     kv_format, noise = formats.get("tq4"), 1e-7
@@ -693,7 +721,7 @@ def test_the_self_test_finds_every_fault():
     seen = []
     rows = self_test([MODEL], PROMPTS[:1], seen.append)
     assert rows == seen
-    assert len(rows) == 2 * (2 + len(planted(MODEL, 1)))
+    assert len(rows) == 2 * (4 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
     assert all(row.caught for row in rows)
 
 

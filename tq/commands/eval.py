@@ -14,8 +14,19 @@ import click
 
 from tq.commands.generate import read_prompt
 from tq.files import check_writable, write_whole
-from tq.options import executor_option, json_option, kv_options, kv_spec, model_option, resume_option, run_options, set_threads
-from tq.output import loading, print_table, scoring
+from tq.options import (
+    balance_option,
+    calibration_option,
+    executor_option,
+    json_option,
+    kv_options,
+    kv_spec,
+    model_option,
+    resume_option,
+    run_options,
+    set_threads,
+)
+from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
@@ -29,8 +40,10 @@ _WIDTH = 120
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
+@calibration_option
 @kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
+@balance_option
 @executor_option()
 @run_options()
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
@@ -56,6 +69,7 @@ def command(
     threads: int | None,
     resume_file: Path | None,
     plot_file: Path | None,
+    balance: str,
     as_json: bool,
     **kv: Any,
 ) -> None:
@@ -79,6 +93,7 @@ def command(
         raise click.UsageError("--resume and --plot name the same file")
     for file in files:
         check_writable(file)
+    from haarkv.models.balance import describe
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.kv.plan_file import load
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
@@ -88,7 +103,8 @@ def command(
     if plot_file is not None:
         require_matplotlib()
     set_threads(threads)
-    names, spec = parse_list(kvs), kv_spec(kv)
+    spec = kv_spec(kv)
+    names = parse_list(kvs, spec.calibration)
     plans = {Path(file).stem: load(file) for file in plan_files}
     if len(plans) < len(plan_files) or plans.keys() & {*names, *formats.names()}:
         raise click.UsageError("two rows would have the same name; a plan's row is named after its file: rename the file")
@@ -103,7 +119,10 @@ def command(
             dtype=dtype,
             layers=layers,
             progress=progress,
+            balance=balance == "auto",
         )
+    if setup.uneven:
+        warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
     with scoring(len(setup.caches) * plan.steps) as on_step:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.options import (
+    balance_option,
+    collapse_option,
     executor_option,
     json_option,
     kv_options,
@@ -37,6 +39,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 @model_option()
 @prompt_options
 @kv_options()
+@balance_option
+@collapse_option
 @executor_option()
 @run_options()
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
@@ -69,6 +73,8 @@ def command(
     seed: int,
     chat: bool | None,
     system: str | None,
+    balance: str,
+    allow_collapse: bool,
     as_json: bool,
     ranks: Ranks,
     **others: Any,
@@ -95,7 +101,7 @@ def command(
         Sampling(**{name: value for name, value in given.items() if value is not None})
         session = load(
             model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, ranks=ranks,
+            on_program=compiling, ranks=ranks, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
         )  # fmt: skip
     writer = None if as_json else _Writer(len(texts))
     with prefilling() as on_prefill:

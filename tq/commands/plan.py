@@ -18,6 +18,9 @@ from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderConfig
+    from haarkv.tq_ops.formats import Calibration
+    from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+    from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
     from haarkv.validation.planning.planner import Allocation, Costs, Verified
 
@@ -33,14 +36,27 @@ _CONTEXT = 4096
     help="A text to judge the plan by [default: the second half of --text, excluded from the search].",
 )
 @click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
-@click.option("--out", "out_file", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The plan, as JSON.")
+@click.option(
+    "--out",
+    "out_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The plan, as JSON; with a calibration both, as safetensors.",
+)
+@click.option("--calibration", metavar="FILE", help="Choose among the learned formats lrN of a file of `tq calibrate`.")
 @model_option()
 @executor_option()
 @run_options()
-@click.option("--candidates", metavar="LIST", help="Formats to choose among [default: tq2 to tq8 and bf16].")
+@click.option(
+    "--candidates",
+    metavar="LIST",
+    help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr16, lr32 …].",
+)
 @click.option(
     "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
 )
+@click.option("--sinks", type=Numbers(least=0), metavar="LIST", help="Numbers of first tokens in BF16 to try [default: 0].")
 @click.option("--context", type=int, metavar="N", help="Tokens that share a tail [default: 4096, or the model's context].")
 @click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of --text to choose by.")
 @click.option("--verify-tokens", type=click.IntRange(min=1), default=20480, show_default=True, help="Tokens to judge by.")
@@ -55,6 +71,8 @@ def command(
     out_file: Path,
     candidates: str | None,
     tails: tuple[int, ...] | None,
+    sinks: tuple[int, ...] | None,
+    calibration: str | None,
     context: int | None,
     tokens: int,
     verify_tokens: int,
@@ -72,6 +90,7 @@ def command(
     text, against single formats of the same bytes. It is written if none of them is as good; otherwise the exit code is 1.
 
     \b
+      tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
       tq plan --text train.txt --verify held_out.txt --budget 4.0 --out plan.json
       tq generate --kv-plan plan.json --prompt 'def main('
     """
@@ -81,28 +100,34 @@ def command(
     for file in (out_file, resume_file):
         if file is not None:
             check_writable(file)
-    from haarkv.engine.session import shape_of
     from haarkv.models.catalog import read_config
-    from haarkv.tq_ops.kv.plan_file import dumps
+    from haarkv.tq_ops.kv import calibration_file
+    from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
     from haarkv.validation.planning import planner
 
     set_threads(threads)
     config = read_config(model["model"], model["layers"])
-    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else planner.CANDIDATES
-    planner.require_candidates(names, config)
-    model["executor"] = _executor(model, config, [*names, "bf16"], tails or planner.TAILS)
+    learned = None if calibration is None else calibration_file.load(calibration)
+    spec = learned.spec if learned else KVSpec()
+    default = planner.learned_anchors(config.head_dim) if learned else planner.CANDIDATES
+    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else default
+    planner.require_candidates(names, config, spec.calibration)
+    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or planner.TAILS)
     with loading(model["model"]) as progress:
-        setup = load_setup(kvs=["bf16"], progress=progress, **model)
+        setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
     texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
-    request = _Request(config, names, budget, tails or planner.TAILS, _context(context, config, texts))
+    request = _Request(
+        config, names, budget, tails or planner.TAILS, sinks or (0,), _context(context, config, texts), learned,
+        predicts=not candidates,
+    )  # fmt: skip
     request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
     verified = _verify(setup, request, found, texts[1], verify_tokens)
     written, measured = force or verified.beaten_by is None, _measured(request, found, verified)
     if written:
-        write_whole(out_file, dumps(found.choice.plan, shape_of(config), measured))
+        write_whole(out_file, request.file_of(found.choice.plan, measured))
     with unread_is_fine():
         if as_json:
             print(json.dumps({"plan": str(out_file) if written else None, **measured}))
@@ -112,37 +137,75 @@ def command(
     return int(not written)
 
 
-def _executor(given: Mapping[str, Any], config: DecoderConfig, names: Sequence[str], tails: Sequence[int]) -> str:
+def _executor(
+    given: Mapping[str, Any], config: DecoderConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int]
+) -> str:
     """The executor that must run every candidate beside every tail."""
     from haarkv.engine.session import plan_for
     from haarkv.executors.catalog import select
-    from haarkv.tq_ops.kv.plan import KVSpec
 
-    specs = [*(KVSpec(name) for name in names), KVSpec("tq4", tail=max(tails))]
+    specs = [*(replace(spec, kv=name) for name in names), replace(spec, kv="tq4", tail=max(tails))]
     plans = [plan_for(spec, config) for spec in specs]
     return select(given["executor"], config, plans, device=given["device"], dtype=given["dtype"]).name
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What the plan must satisfy."""
+    """What the plan must satisfy, and the calibration that it may use.
+
+    Attributes:
+        predicts: costs of `names` only are measured; those of other numbers of learned nibbles are predicted.
+    """
 
     config: DecoderConfig
     names: Sequence[str]
     budget: float
     tails: Sequence[int]
+    sinks: Sequence[int]
     context: int
+    learned: CalibrationFile | None
+    predicts: bool
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What `lrN` takes its coordinates from."""
+        return self.learned.calibration if self.learned else None
+
+    @property
+    def rivals(self) -> list[str]:
+        """Formats that the plan must beat; a learned one those of fixed rotations as well."""
+        from haarkv.validation.planning.planner import CANDIDATES
+
+        return list(dict.fromkeys([*self.names, *(CANDIDATES if self.learned else ())]))
+
+    def file_of(self, plan: KVPlan, measured: Mapping[str, Any]) -> str | bytes:
+        """What is written: the plan, in its calibration's file if it has one."""
+        from haarkv.engine.session import shape_of
+        from haarkv.tq_ops.kv import calibration_file
+        from haarkv.tq_ops.kv.plan_file import dumps
+
+        text = dumps(plan, shape_of(self.config), measured)
+        return text if self.learned is None else calibration_file.dumps(replace(self.learned, plan=text))
+
+    def completed(self, costs: Costs) -> Costs:
+        """Costs of everything that may be chosen, of those that were measured."""
+        from haarkv.validation.planning.planner import predicted
+
+        return predicted(costs, self.learned.calibration) if self.learned and self.predicts else costs
 
     def choices(self, costs: Costs) -> list[Allocation]:
         from haarkv.validation.planning.planner import choices_within
 
-        return choices_within(costs, self.config, budget=self.budget, tails=self.tails, context=self.context)
+        return choices_within(
+            costs, self.config, budget=self.budget, tails=self.tails, sinks=self.sinks, context=self.context,
+            learned=self.calibration,
+        )  # fmt: skip
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
         from haarkv.validation.planning.planner import cache_of, places
 
-        for choice in self.choices({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)}):
+        for choice in self.choices(self.completed({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})):
             cache_of(setup.base, choice.plan)
 
 
@@ -195,10 +258,12 @@ def _search(
     limit = request.config.max_position_embeddings
     places = make_workload(ids, limit, window=window, tokens=tokens, prompts=0)
     whole = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
-    changed = replace(setup, caches={name: side for name, (_, _, side) in changed_caches(setup.base, request.names).items()})
+    caches = changed_caches(setup.base, request.names, request.calibration)
+    changed = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
     partial = open_partial(resume_file, changed, places)
     with scoring(len(changed.caches) * places.scored) as on_step:
-        costs = measure(setup, places, request.names, partial=partial, on_step=on_step)
+        measured = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
+    costs = request.completed(measured)
     choices = request.choices(costs)
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)
@@ -212,7 +277,7 @@ def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], toke
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
-    rivals = rivals_of(found.choice.plan, request.config, request.context, request.names)
+    rivals = rivals_of(found.choice.plan, request.config, request.context, request.rivals, request.calibration)
     with scoring((1 + len(rivals)) * unseen.scored) as on_step:
         return verify(setup, unseen, found.choice.plan, rivals, on_step)
 
@@ -241,7 +306,8 @@ def _print(request: _Request, found: _Found, verified: Verified) -> None:
         (str(layer), k.name, f"{of_k:.1%}", v.name, f"{of_v:.1%}")
         for layer, ((k, v), (of_k, of_v)) in enumerate(zip(plan.layers, shares, strict=True))
     ]
-    beside = f", and a tail of {plan.recent} tokens in BF16" if plan.recent else ""
+    kept = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
+    beside = f", and {' and '.join(kept)} in BF16" if kept else ""
     print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
     where = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {request.context:,}"
     columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]

@@ -116,27 +116,27 @@ def _validate(
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
-        plan = plan_for(kv_spec(others), config)
-        part = Split(config, ranks.rank, ranks.size).part
+        spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
+        part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
-        selected = select(executor, part, [plan], device=device, dtype=dtype)
+        selected = select(executor, part, [own], device=device, dtype=dtype)
         if executor == AUTO and selected.name == reference:
             raise click.UsageError(_itself(selected))
         check(reference, config, plan)
-        check(selected.name, part, plan, device, ranks)
+        check(selected.name, part, own, device, ranks)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         here = load_model(model, dtype or shared, layers, progress, ranks)
-        on_trial = create(selected.name, here, plan, device, compiling)
+        on_trial = create(selected.name, here, own, device, compiling)
         if ranks.rank:
-            follow(on_trial, ranks, config, plan)
+            follow(on_trial, ranks, config, own)
             return None
         loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
     trusted = create(reference, loaded, plan, on_program=compiling)
     session = Session(model, loaded.config, trusted, load_tokenizer(model, loaded.config), plan)
     ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
-    with _counted(total) as on_row, gathered(on_trial, ranks, config, plan) as candidate:
+    with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
         return validate(trusted, candidate, loaded, ids, steps, plan, on_row), selected.passed_over
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from haarkv.models.balance import Uneven
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.stats import CacheStats, layer_stats
+from tq.hf.weights import Scales, Watch, balance_of
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -33,7 +37,18 @@ class TQCache(Cache):  # type: ignore[misc]
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
+        calibration: what formats `lrN` take their coordinates from: of `tq.calibrate`, or a file. It must be this model's;
+            only its shapes can be checked here.
+        model: whose cache it is. If it is given, its weights are looked at: uneven channels of K and V are balanced, and
+            a model whose text would be garbage is refused. They are found where they have Llama's names, and otherwise left.
+        balance: False stores every channel as it is.
+        allow_collapse: warn where text would be garbage, instead of refusing.
+    Attributes:
+        uneven: the layers whose K or V is balanced.
+    Warns:
+        UserWarning: in one line, what is balanced; and what would be lost, by the weights or the first tokens of a prompt.
     Raises:
+        InputError: by the model's weights, text from this cache would be garbage.
         InputError: an unknown format or layer, a head_dim that a format has no layout for, a tail shorter than a format
             needs, or a model with other caches than those of attention.
     """
@@ -47,16 +62,28 @@ class TQCache(Cache):  # type: ignore[misc]
         sink: int = 0,
         skip_layers: Sequence[int] = (),
         plan: Mapping[int, str] | str | Path | None = None,
+        calibration: CalibrationFile | str | Path | None = None,
+        model: Any = None,
+        balance: bool = True,
+        allow_collapse: bool = False,
     ) -> None:
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
-            if (kv, tail, sink, tuple(skip_layers)) != ("tq4", None, 0, ()):
-                raise InputError("a plan file sets the whole cache; leave out kv, tail, sink and skip_layers")
+            if (kv, tail, sink, tuple(skip_layers), calibration) != ("tq4", None, 0, (), None):
+                raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
             spec = load(plan)
         else:
-            spec = KVSpec(kv, tail, sink, skip_layers, plan or {})
+            file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
+            learned = (file.shape, file.calibration) if file else (None, None)
+            spec = KVSpec(kv, tail, sink, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
+        scales: dict[int, Scales] = {}
+        self.uneven: tuple[Uneven, ...] = ()
+        if model is not None and spec.calibration is None:
+            scales, self.uneven = balance_of(model, decoder, chosen, wanted=balance, allow_collapse=allow_collapse)
+        ours = [layer for layer, their in enumerate(theirs) if isinstance(their, CacheLayerMixin)]
+        watch = Watch(ours[-1]) if ours else None
         layers: list[Any] = []
         for layer, (kv_formats, their) in enumerate(zip(chosen.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
@@ -64,7 +91,12 @@ class TQCache(Cache):  # type: ignore[misc]
                     kv_format.fields(head_dim)  # raises without a layout for head_dim
                 k_tail, v_tail = (chosen.tail(kv_format) for kv_format in kv_formats)
                 window = getattr(their, "sliding_window", None)
-                layers.append(TQLayer(*kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window))
+                layers.append(
+                    TQLayer(
+                        *kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window,
+                        scales=scales.get(layer, (None, None)), watch=watch,
+                    )
+                )  # fmt: skip
             else:
                 layers.append(their)  # holds nothing: the model reads another layer's K and V there
         super().__init__(layers=layers)

@@ -32,6 +32,8 @@ def generate(
     sink: int = 0,
     skip_layers: Sequence[int] = (),
     plan: Mapping[int, str] | None = None,
+    balance: bool = True,
+    allow_collapse: bool = False,
     **generate_kwargs: Any,
 ) -> str | list[str]:
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
@@ -40,7 +42,7 @@ def generate(
         model: a causal language model of transformers.
         tokenizer: its tokenizer. It need not have a padding token: shorter prompts are padded on the left here.
         prompt: a text or several, taken as they are; apply a chat template before.
-        kv, tail, sink, skip_layers, plan: as `TQCache` takes them.
+        kv, tail, sink, skip_layers, plan, balance, allow_collapse: as `TQCache` takes them.
         generate_kwargs: for `model.generate`, such as `max_new_tokens`, `num_beams` or `do_sample`.
     Returns:
         a text for a text, a list for several; `num_return_sequences` = n makes it a list with n texts a prompt.
@@ -61,7 +63,17 @@ def generate(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    cache = TQCache(model.config, kv, tail=tail, sink=sink, skip_layers=skip_layers, plan=plan)
+    cache = TQCache(
+        model.config,
+        kv,
+        tail=tail,
+        sink=sink,
+        skip_layers=skip_layers,
+        plan=plan,
+        model=model,
+        balance=balance,
+        allow_collapse=allow_collapse,
+    )
     output = model.generate(
         input_ids=input_ids,
         attention_mask=mask,

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from tq.hf.store import SideStore
+from tq.hf.weights import Scales, Watch
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -23,17 +24,29 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         layer: index of the layer, which chooses the rotation.
         sink, tail: tokens that stay as the model hands them in, of K and of V.
         window: sliding window in tokens; None for a layer that sees everything.
+        scales: of K's and of V's channels, as `tq.hf.weights` finds them.
+        watch: told of the first vectors.
     """
 
     is_compileable = False
 
     def __init__(
-        self, k_format: KVFormat, v_format: KVFormat, layer: int, *, sink: int, tail: tuple[int, int], window: int | None
+        self,
+        k_format: KVFormat,
+        v_format: KVFormat,
+        layer: int,
+        *,
+        sink: int,
+        tail: tuple[int, int],
+        window: int | None,
+        scales: Scales = (None, None),
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
         self.is_sliding = window is not None
+        self._scales, self._watch = scales, watch
         # A token that has left the tail never returns to it.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
@@ -50,11 +63,17 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             InputError: a format has no layout for D.
         """
-        described = (("K", self.k_format, key_states, self.tail[0]), ("V", self.v_format, value_states, self.tail[1]))
-        self.sides = tuple(
-            SideStore(name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]))
-            for name, kv_format, x, tail in described
+        described = (
+            ("K", self.k_format, key_states, self.tail[0], self._scales[0]),
+            ("V", self.v_format, value_states, self.tail[1], self._scales[1]),
         )
+        self.sides = tuple(
+            SideStore(
+                name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]),
+                scales=scales,
+            )
+            for name, kv_format, x, tail, scales in described
+        )  # fmt: skip
         self.is_initialized = True
 
     # This memory is written again later, so it must not belong to an inference mode that may have ended.
@@ -79,6 +98,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         self._check_shapes(states)
         # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
+            if self._watch and not self._seen:
+                self._watch.look(
+                    self.layer, self.sink, zip("KV", (self.k_format, self.v_format), states, self._scales, strict=True)
+                )
             keys, values = self._update(states)
         return keys, values
 

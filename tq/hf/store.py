@@ -29,12 +29,14 @@ class Packed:
         kv_format: how the vectors are stored.
         layer: chooses the rotation.
         like: [B, Hkv, 0, D]; gives shapes and device.
+        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
     Raises:
         InputError: the format has no layout for D.
     """
 
-    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor) -> None:
+    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, scales: Tensor | None = None) -> None:
         self.kv_format, self.layer = kv_format, layer
+        self._scales = None if scales is None else scales.to(like.device).unsqueeze(1)
         batch, heads, _, head_dim = like.shape
         self.fields = {
             name: torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=like.device)
@@ -53,6 +55,13 @@ class Packed:
         """Tokens that a read returns."""
         group = self.kv_format.group_tokens
         return (self.end - self.begin) * group - sum(group - count for count in self._short.values())
+
+    def quantize(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Fields of vectors [B, Hkv, n, D], or [B, Hkv, n / G, G, D] of a format that stores G together."""
+        if self._scales is not None:
+            scales = self._scales.unsqueeze(2) if self.kv_format.group_tokens > 1 else self._scales
+            vectors = vectors.float() * scales
+        return self.kv_format.quantize(vectors, self.layer)
 
     def append(self, new: dict[str, Tensor]) -> None:
         """Store groups: every field [B, Hkv, groups, *field.shape]."""
@@ -73,6 +82,8 @@ class Packed:
             vectors = self.kv_format.dequantize(fields, self.layer)
             if group > 1:
                 vectors = vectors.flatten(2, 3)
+            if self._scales is not None:
+                vectors = vectors / self._scales
             short = {g - first: n for g, n in self._short.items() if first <= g < last}
             if short:
                 kept = [g * group + t for g in range(last - first) for t in range(short.get(g, group))]
@@ -154,15 +165,18 @@ class SideStore:
         layer: chooses the rotation.
         sink, tail: in tokens; the tail takes at least `kv_format.group_tokens - 1`.
         like: [B, Hkv, 0, D]; gives shapes, device and the dtype of sink and tail.
+        scales: [Hkv, D] of packed tokens, as `Packed` takes them.
     Raises:
         InputError: the format has no layout for D.
     """
 
-    def __init__(self, name: str, kv_format: KVFormat, layer: int, *, sink: int, tail: int, like: Tensor) -> None:
+    def __init__(
+        self, name: str, kv_format: KVFormat, layer: int, *, sink: int, tail: int, like: Tensor, scales: Tensor | None = None
+    ) -> None:
         self.name, self.layer = name, layer
         self.max_sink, self.max_tail = sink, tail
         self.sink, self.tail = like.clone(), like.clone()
-        self.packed = Packed(kv_format, layer, like)
+        self.packed = Packed(kv_format, layer, like, scales)
 
     @property
     def tokens(self) -> int:
@@ -187,7 +201,7 @@ class SideStore:
             if kv_format.group_tokens > 1:
                 vectors = vectors.reshape(*vectors.shape[:2], groups, kv_format.group_tokens, -1)
             try:
-                packed = kv_format.quantize(vectors, self.layer)
+                packed = self.packed.quantize(vectors)
             except NonFiniteVectorError as error:
                 raise self._located(error, seen + room - self.tail.shape[2]) from None
         # A copy: a view would keep all of x alive.

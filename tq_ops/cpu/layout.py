@@ -1,8 +1,8 @@
-"""How the kernels see a format: its rotated domain as two matrices in their own order of coordinates, and its centroids.
+"""How the kernels see a format: matrices to its levels and back, in their own order of levels, and its centroids.
 
-The kernels read a packed vector as D / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest bits, and know
-no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's rotation and its way
-of packing are folded into the columns and rows of the matrices.
+The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
+bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
+rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
 
-READS = Reads("the CPU kernels", head_dims=(64, 128, 256))
+
+def _learned(head_dim: int) -> range:
+    return range(32, 3 * head_dim + 1, 16)
+
+
+READS = Reads("the CPU kernels", head_dims=(64, 128, 256), learned=_learned)
 """What the attention kernels read."""
 APPENDS = Reads(
     "the CPU kernels", head_dims=READS.head_dims, most_scales=1, order=in_parts, matrix_dtype=torch.bfloat16,
-    quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
+    quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
 """What the append kernel quantizes; the reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
@@ -31,56 +36,114 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Layout:
-    """What attention needs of one format and layer.
+    """What attention needs of one format and layer. A rotation serves all KV heads: H is 1 then.
 
     Attributes:
-        rotate: [D, D] fp32, `q @ rotate` is the rotated query in word order.
-        rotate_back: [D, D] fp32, from the rotated domain in plane order to the model's own.
+        rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order.
+        rotate_back: [H, N, D] likewise, from the rotated domain in plane order to the model's own.
+        mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
         centroids: [16] fp32.
-        rotation: [D, D] of the format's own dtype and order of coordinates, which vectors are quantized by.
-        boundaries: [15] fp32, likewise.
         levels: [16] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded.
         unit: that makes the largest error of a level, `centroids - levels * unit`, least.
     """
 
     rotate: Tensor
     rotate_back: Tensor
+    mean: Tensor | None
     centroids: Tensor
-    rotation: Tensor
-    boundaries: Tensor
     levels: Tensor
     unit: float
 
 
+@dataclass(frozen=True)
+class Refinement:
+    """What the append kernel takes of learned coordinates beside their matrices.
+
+    Attributes:
+        mean, weights: [H, D] fp32, as in `Coordinates`.
+        counts: [H, stages] int32: so many coordinates own a level of each stage, the first ones.
+        steps: [stages] fp32.
+    """
+
+    mean: Tensor
+    weights: Tensor
+    counts: Tensor
+    steps: Tensor
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What vectors are quantized by, of one format and layer, in the format's own order of coordinates.
+
+    Attributes:
+        matrix: [H, D, D] bf16; H is 1 of a rotation.
+        boundaries: [15] fp32.
+        centroids: [16] fp32.
+        refinement: of learned coordinates; None of a rotation.
+    """
+
+    matrix: Tensor
+    boundaries: Tensor
+    centroids: Tensor
+    refinement: Refinement | None
+
+
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
+    return _layout(*_described(kv_format, layer, head_dim))
+
+
+def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
+    """What the append kernel quantizes a format by, made once; None if it cannot. Do not write to it."""
+    if misfit(APPENDS, kv_format, head_dim) is not None:
+        return None
+    return _tables(*_described(kv_format, layer, head_dim))
+
+
+def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Description, int]:
     described = kv_format.description(head_dim)
     assert described is not None, "unsupported() lets formats of rotated levels pass alone"
-    return _layout(described, layer if described.transform.per_layer else 0)
-
-
-def one_quantizer(pair: tuple[KVFormat, KVFormat], head_dim: int) -> bool:
-    """Whether the append kernel stores K and V of these formats: it quantizes both by the same tables."""
-    keys, values = pair
-    return misfit(APPENDS, keys, head_dim) is None and keys.description(head_dim) == values.description(head_dim)
+    return described, layer if described.transform.per_layer else 0
 
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
-    rotation = described.transform.on(layer, described.head_dim, _CPU)
     order = torch.tensor(described.planes[0].order)
     planes = order.view(-1, 8).T.flatten()
     centroids = numbers_on(described.centroids, _CPU)
     levels, unit = whole_levels(tuple(centroids.tolist()))
+    if described.transform.coordinates is None:
+        back, mean = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0), None
+    else:
+        # Of each KV head another: in BF16, which they are, only half of the bytes are fetched.
+        of = described.transform.coordinates(layer)
+        back, mean = of.rows.bfloat16(), of.mean.contiguous()
+        assert torch.equal(back.float(), of.rows), "rows are BF16 numbers"
     return Layout(
-        rotate=rotation[:, order].contiguous(),
-        rotate_back=rotation.T[planes].contiguous(),
+        rotate=back[:, order].mT.contiguous(),
+        rotate_back=back[:, planes].contiguous(),
+        mean=mean,
         centroids=centroids,
-        rotation=rotation.to(described.transform.dtype),
-        boundaries=numbers_on(described.boundaries, _CPU),
         levels=levels,
         unit=unit,
     )
+
+
+@cache
+def _tables(described: Description, layer: int) -> Tables:
+    boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
+    if described.transform.coordinates is None:
+        rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
+        return Tables(rotation, boundaries, centroids, None)
+    of = described.transform.coordinates(layer)
+    stage = torch.arange(len(of.steps))
+    counts = (of.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
+    expected = [[s * described.head_dim + i for s, n in enumerate(row) for i in range(n)] for row in counts.tolist()]
+    assert of.owners.tolist() == expected, "the owners of each stage are the first coordinates"
+    matrix = of.forward.bfloat16()
+    assert torch.equal(matrix.float(), of.forward), "coordinates are BF16 numbers"
+    refinement = Refinement(of.mean.contiguous(), of.weights.contiguous(), counts.int().contiguous(), torch.tensor(of.steps))
+    return Tables(matrix.contiguous(), boundaries, centroids, refinement)
 
 
 @cache

@@ -34,7 +34,8 @@ class SideArgs(_Structure):
 
     _fields_ = (
         ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("unit", c_float), ("integers", c_void_p),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("levels", c_int32), ("unit", c_float),
+        ("integers", c_void_p),
     )  # fmt: skip
 
 
@@ -44,33 +45,49 @@ class Cache(_Structure):
     _fields_ = (("k", SideArgs), ("v", SideArgs), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
 
 
+class Matrix(_Structure):
+    """A matrix, or one of each KV head."""
+
+    _fields_ = (
+        ("numbers", c_void_p), ("head_stride", c_int64), ("inputs", c_int32), ("outputs", c_int32), ("bf16", c_int32),
+    )  # fmt: skip
+
+
 class Attention(_Structure):
     """One call of `haarkv_attention`."""
 
     _fields_ = (
-        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", c_void_p), ("rotation_back", c_void_p),
-        ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("sequences", c_int32),
-        ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("softmax_scale", c_float), ("isa", c_int32),
-        ("threads", c_int32),
+        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix), ("rotation_back", Matrix),
+        ("mean", c_void_p), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
+        ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32),
+        ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
 class Quantizer(_Structure):
-    """The tables by which vectors are quantized."""
+    """The tables by which vectors are quantized; those from `mean` on are of learned coordinates."""
 
-    _fields_ = (("rotation", c_void_p), ("boundaries", c_void_p), ("centroids", c_void_p), ("head_dim", c_int32))
+    _fields_ = (
+        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("weights", c_void_p),
+        ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32), ("levels", c_int32),
+    )  # fmt: skip
+
+
+class StoreSide(_Structure):
+    """K or V of new tokens and where they go."""
+
+    _fields_ = (
+        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
+        ("quantizer", Quantizer), ("bf16", c_int32),
+    )  # fmt: skip
 
 
 class Store(_Structure):
     """One call of `haarkv_store`."""
 
     _fields_ = (
-        ("k", c_void_p), ("v", c_void_p), ("k_bf16", c_int32), ("v_bf16", c_int32), ("k_codes", c_void_p),
-        ("v_codes", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p), ("k_codes_stride", c_int64),
-        ("v_codes_stride", c_int64), ("k_scales_stride", c_int64), ("v_scales_stride", c_int64), ("quantizer", Quantizer),
-        ("slots", c_void_p),
-        ("tokens", c_int64), ("num_slots", c_int64), ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32),
-        ("threads", c_int32),
+        ("k", StoreSide), ("v", StoreSide), ("slots", c_void_p), ("tokens", c_int64), ("num_slots", c_int64),
+        ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 

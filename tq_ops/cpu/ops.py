@@ -14,7 +14,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import READS, Layout, layout, one_quantizer
+from haarkv.tq_ops.cpu.layout import READS, Layout, Tables, layout, tables
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -72,7 +72,7 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store each once at its slots: `tq4` in C++, other formats by the reference.
+        """Quantize K and V and store each once at its slots: `tq4` and `lrN` in C++, other formats by the reference.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
@@ -80,16 +80,16 @@ class CpuOps:
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: those of `tq4`. FP32 sums are in another order, so a level may differ where a value is that close to a
-            boundary.
+        Rounding points: those of the format. FP32 sums are in another order, so a level may differ where a value is that close
+            to a boundary; the levels that refine it follow from it.
         """
         prepared = self._prepared(cache, layer).store
         if prepared is None:
             return reference.store_kv(k, v, cache, layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
-        call.k, call.v, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-        call.k_bf16, call.v_bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
+        call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+        call.k.bf16, call.v.bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written. The reference meets the same fault and names it.
             reference.store_kv(k, v, cache, layer, batch)
@@ -169,22 +169,16 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
             k=_side(k_fields, keys), v=_side(v_fields, values),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=keys.rotate, rotation_back=values.rotate_back, block_table=0, query_start=0,
+        q=0, out=0, rotation=_matrix(keys.rotate), rotation_back=_matrix(values.rotate_back),
+        mean=0 if values.mean is None else values.mean, block_table=0, query_start=0,
         positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
-    if not one_quantizer(cache.plan.layers[layer], cache.head_dim):
+    k_tables, v_tables = (tables(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
+    if k_tables is None or v_tables is None:
         return _Prepared(attention, None)
     store = library.Store(
-        k=0, v=0, k_bf16=0, v_bf16=0, k_codes=k_fields["codes"], v_codes=v_fields["codes"],
-        k_scales=k_fields["scale"], v_scales=v_fields["scale"],
-        k_codes_stride=k_fields["codes"].stride(0), v_codes_stride=v_fields["codes"].stride(0),
-        k_scales_stride=k_fields["scale"].stride(0), v_scales_stride=v_fields["scale"].stride(0),
-        quantizer=library.Quantizer(
-            rotation=keys.rotation, boundaries=keys.boundaries, centroids=keys.centroids,
-            head_dim=cache.head_dim,
-        ),
-        slots=0, tokens=0, num_slots=cache.num_slots, num_kv_heads=cache.num_kv_heads, block_size=cache.block_size,
-        isa=isa, threads=0,
+        k=_store_side(k_fields, k_tables), v=_store_side(v_fields, v_tables), slots=0, tokens=0, num_slots=cache.num_slots,
+        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return _Prepared(attention, store)
 
@@ -203,5 +197,30 @@ def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
     codes, scale = fields["codes"], fields["scale"]
     return library.SideArgs(
         codes=codes, scales=scale, centroids=of.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, unit=of.unit, integers=of.levels,
+        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, levels=2 * codes.shape[3], unit=of.unit,
+        integers=of.levels,
+    )  # fmt: skip
+
+
+def _store_side(fields: dict[str, Tensor], by: Tables) -> library.StoreSide:
+    codes, scale, learned = fields["codes"], fields["scale"], by.refinement
+    shared = {"matrix": _matrix(by.matrix), "boundaries": by.boundaries, "centroids": by.centroids}
+    own = (
+        {"mean": learned.mean, "weights": learned.weights, "counts": learned.counts, "steps": learned.steps}
+        if learned
+        else dict.fromkeys(("mean", "weights", "counts", "steps"), 0)
+    )
+    stages = len(learned.steps) if learned else 0
+    return library.StoreSide(
+        x=0, codes=codes, scales=scale, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
+        quantizer=library.Quantizer(**shared, **own, stages=stages, levels=2 * codes.shape[3]), bf16=0,
+    )  # fmt: skip
+
+
+def _matrix(matrix: Tensor) -> library.Matrix:
+    """[H, inputs, outputs]; one for all KV heads where H is 1."""
+    heads, inputs, outputs = matrix.shape
+    return library.Matrix(
+        numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,
+        bf16=_is_bf16(matrix),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
 attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge_kernel` adds them up and
-rotates them back.
+rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
+`window.window_kernel` makes of the others is one more partial result.
 """
 
 import triton
@@ -26,12 +27,15 @@ def entries_of(table, begin, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(begin, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Stored tokens begin … begin + TOKENS - 1, which of them exist, and their rows in their blocks."""
+def rows_of(begin, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SINK: tl.constexpr):
+    """Stored tokens begin … begin + TOKENS - 1, which of them exist and are no sinks, and their rows in their blocks."""
     token = begin + tl.arange(0, TOKENS)
     # A tile within one block is so for the compiler to see, too: it then copies 16 bytes at a time.
     first = begin % BLOCK + tl.arange(0, TOKENS) if BLOCK % TOKENS == 0 else token % BLOCK
-    return token, token < end, kv_head * BLOCK + first
+    live = token < end
+    if SINK > 0:
+        live = live & (token >= SINK)
+    return token, live, kv_head * BLOCK + first
 
 
 @triton.jit
@@ -40,7 +44,7 @@ def attend_tile(
     begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, kv_head, scale,
     D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, CAUSAL: tl.constexpr,
+    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
 
@@ -56,7 +60,7 @@ def attend_tile(
         scale: softmax_scale * log2(e).
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS)
+    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS, SINK)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
     block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
@@ -95,7 +99,7 @@ def attend_wide_tile(
     begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, kv_head, scale,
     D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, MASKED: tl.constexpr,
+    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, MASKED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
 
@@ -104,10 +108,11 @@ def attend_wide_tile(
 
     Args:
         q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
-        MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them.
+        MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them
+            but the sinks.
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS)
+    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS, SINK)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
     block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
     k_scale, v_scale = k_scales + block * k_scales_stride + row, v_scales + block * v_scales_stride + row
@@ -121,6 +126,8 @@ def attend_wide_tile(
     logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
     if MASKED:
         logits = tl.where((token[None, :] <= position[:, None]) & live[None, :], logits, -float("inf"))
+    elif SINK > 0:
+        logits = tl.where(live[None, :], logits, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(logits - finite[:, None])
@@ -145,7 +152,7 @@ def attend_piece(
     k_centroids, v_centroids, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
-    TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
+    TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Attend with column tile `own` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
 
@@ -157,6 +164,8 @@ def attend_piece(
     token = start + column // GROUP
     live = token < tl.load(query_start_loc + sequence + 1)
     position = tl.load(positions + token, live, -1).to(tl.int32)
+    if TAIL > 0:
+        position -= TAIL
     end = tl.minimum(end, tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
     dims, lives = tl.arange(0, D // 2), live
@@ -181,7 +190,7 @@ def attend_piece(
                 q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False, SINK,
             )  # fmt: skip
     for tile in tl.range(masked, end, TOKENS):
         if WIDE:
@@ -189,14 +198,14 @@ def attend_piece(
                 q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True, SINK,
             )  # fmt: skip
         else:
             peak, total, widest, low, high, ahead = attend_tile(
                 q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH,
+                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH, SINK,
             )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
@@ -215,6 +224,7 @@ def attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     ONE_EACH: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
+    TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
@@ -226,9 +236,10 @@ def attend_kernel(
         SIZE: a power of two, at least `sequences`.
         WIDE: whether `attend_wide_tile` does it.
         ONE_EACH: every sequence has one new token: a column tile is a sequence.
+        TAIL, SINK: the newest and the first tokens, which a query sees in BF16.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH)
+    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
     k_words, v_words = load_words(k_words, K_BITS, K_PERMUTE), load_words(v_words, V_BITS, V_PERMUTE)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
@@ -239,6 +250,7 @@ def attend_kernel(
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, scale, sequence, own, 0, 2147483647, 0, kv_head,
                 HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
+                TAIL, SINK,
             )  # fmt: skip
     else:
         _, place, stop = share_of(stored, columns, program, programs)
@@ -251,6 +263,7 @@ def attend_kernel(
                 k_centroids, v_centroids, k_words, v_words, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
+                TAIL, SINK,
             )  # fmt: skip
             place += count
 
@@ -258,14 +271,19 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["vectors", "sequences", "programs"])
 def merge_kernel(
     parts, maxima, sums, out, rotation, vectors, query_start_loc, sequences, seq_lens, programs,
+    in_bf16, in_bf16_maxima, in_bf16_sums,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr,
     ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ROTATES_BACK: tl.constexpr,
+    TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
 
     Grid: [vectors / ROWS, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time, and
     writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [vectors / ROWS, 1]. ROWS is 1 unless WHOLE.
+
+    Args:
+        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `window.window_kernel`; only with TAIL or SINK.
     """
     row, begin = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * (WIDTH * PIECES)
     live = row < vectors
@@ -279,13 +297,17 @@ def merge_kernel(
             ends = tl.load(query_start_loc + index + 1, index < sequences, 2147483647)
             sequence = tl.sum((ends <= token).to(tl.int32), 0)
             column += (token - tl.load(query_start_loc + sequence)) * GROUP
-        stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH)
+        stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
         unit, _, _ = share_of(stored, columns, 0, programs)
         first, count = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
         base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
     dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
+    if TAIL + SINK > 0:
+        peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
+        kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+        low, high = tl.load(kept, live[:, None], 0.0), tl.load(kept + D // 2, live[:, None], 0.0)
     for first in range(0, count, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
         there = live[:, None] & (split < count)

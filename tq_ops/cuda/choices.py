@@ -16,7 +16,9 @@ _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
-_MATRIX_TILE = 8192  # numbers of the rotation that a program holds at once
+WINDOW_WIDTH = 32
+"""Columns of the rotated sums of `window.window_kernel` that are made at once."""
+_MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capa
     return AttentionTile(columns, 128, stages=3)
 
 
+def window_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+    """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on.
+
+    Args:
+        most, group: as of `attention_tile`.
+    """
+    columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
+    if operand == tl.float32 or head_dim > 128:
+        return AttentionTile(columns, 16 if operand == tl.float32 else 32, warps=8)
+    if most * group >= _WIDE_FROM:
+        return AttentionTile(64, 32, stages=3)
+    return AttentionTile(columns, 32, stages=3)
+
+
 @dataclass(frozen=True)
 class MergeTile:
     """Sizes of the launch that merges the parts of a context.
@@ -89,7 +105,7 @@ def merge_tile(whole: bool, head_dim: int) -> MergeTile:
     if whole:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // head_dim)
-    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8 if head_dim > 128 else 4)
+    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

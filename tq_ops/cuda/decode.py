@@ -18,6 +18,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
 from haarkv.tq_ops.cuda.available import capability, processors
+from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
 from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -46,13 +47,13 @@ class Arguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in (
             "q", "out", "rotation", "parts", "part_maxima", "part_sums", "arrived", "positions", "seq_lens", "block_table",
-            "k_centroids", "v_centroids",
+            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums",
         )),
         ("k", _Side), ("v", _Side), ("sequences", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float),
     ]  # fmt: skip
 
 
-DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS")
+DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS", "TAIL", "SINK")
 """What the source asks its caller to define."""
 _BITS = (2, 3, 4)
 
@@ -69,15 +70,15 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
-    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, k, v), device=q.device)
+    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, k, v, kept_in(cache, layer)), device=q.device)
 
 
-def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout) -> tuple[int, ...]:
+def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout, kept: Kept | None) -> tuple[int, ...]:
     """What is compiled for a call, in the order of `DEFINED`."""
     heads, head_dim = cache.num_kv_heads, q.shape[2]
     group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
     at_once = blocks_a_processor(group, head_dim)
-    return heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once
+    return heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once, *seen_in_bf16(kept).values()
 
 
 def _is_aligned(codes: Tensor) -> bool:
@@ -150,7 +151,7 @@ def count_blocks(sequences: int, heads: int, most_tokens: int, group: int, head_
 
 def attend(
     q: Tensor, rotated: Tensor, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
-    rotate_back: bool,
+    rotate_back: bool, in_bf16: Part | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token a sequence, in one launch and without waiting for the device.
 
@@ -161,6 +162,7 @@ def attend(
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: [B, Hq, D] fp16, in layout.kernel_order.
         scale: softmax_scale * log2(e).
+        in_bf16: what `kept.attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
         [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
 
@@ -184,11 +186,12 @@ def attend(
     pointers = (
         rotated, out, v.rotation if rotate_back else None, sums, maxima, totals, _counters_of(cache, sequences, device),
         batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
+        *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
     )  # fmt: skip
     arguments = Arguments(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
-    kernel = _kernel(*shape_of(q, cache, k, v), device=device)
+    kernel = _kernel(*shape_of(q, cache, k, v, kept_in(cache, layer)), device=device)
     kernel.launch((blocks, heads), THREADS, arguments)
     return out

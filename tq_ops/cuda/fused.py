@@ -47,9 +47,8 @@ class CudaFused:
         softmax_scale: float,
     ) -> Tensor:
         """As `FusedOps.attention`: the launch of `ops.rotate_and_append`, and those of `ops.attend`."""
-        rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        like = torch.empty(rotated.shape, dtype=heads.dtype, device=rotated.device)
-        attended = ops.attend(like, rotated, cache, layer, batch, softmax_scale, rotate_back=self.rotate_back)
+        q, rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        attended = ops.attend(q, rotated, cache, layer, batch, softmax_scale, rotate_back=self.rotate_back)
         return attended.flatten(1)
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize
 from haarkv.tq_ops.cuda.available import capability
+from haarkv.tq_ops.cuda.kept import attend_kept, kept_in, seen_in_bf16, storing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, layout_of
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
@@ -114,15 +115,18 @@ def append(
     write: bool = True,
     stand_in: bool = False,
 ) -> None:
-    """Quantize K and V and store them, in one launch and without waiting for the device.
+    """Quantize K and V and store them, and in BF16 what stays in it, in one launch and without waiting for the device.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
         batch: where they go; a negative slot is skipped.
         fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: whether to store anything, or to look for faults only.
-        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not.
+        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
+            stay in BF16.
     """
+    kept = kept_in(cache, layer)
+    assert not (kept and stand_in)
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
@@ -131,6 +135,7 @@ def append(
         k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping, tokens,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        **storing(kept, batch),
         HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
         K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
         K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
@@ -144,6 +149,7 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     slots = batch.slot_mapping
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cache.num_slots:
         raise IndexError(f"slots must lie in 0 … {cache.num_slots - 1}")
+    cache.require_room(batch)
     fault = new_fault(k.device)
     append(k, v, cache, layer, batch, fault, write=False)
     raise_fault(fault, cache, batch)
@@ -181,8 +187,10 @@ def attend(
 ) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
+    Where tokens stay in BF16, one more launch attends to those.
+
     Args:
-        q: [T, Hq, D], for its dtype and device.
+        q: [T, Hq, D], for its dtype and device; where tokens stay in BF16 also for its numbers, in the model's domain.
         rotated: [T, Hq, D] from `rotate`.
         rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
             contains the rotation.
@@ -193,8 +201,10 @@ def attend(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
+    kept, scale = kept_in(cache, layer), softmax_scale * LOG2_E
+    in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
-        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, softmax_scale * LOG2_E, rotate_back)
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits = max(of_k.bits, of_v.bits)
     tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device), bits)
     # Ragged column tiles: a sequence wastes less than one.
@@ -211,12 +221,13 @@ def attend(
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
         "SIZE": triton.next_power_of_2(sequences), "ONE_EACH": one_each, "WHOLE": whole,
+        **seen_in_bf16(kept),
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
         rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *_strides(k_fields, v_fields),
-        of_k.centroids, of_v.centroids, of_k.words, of_v.words, softmax_scale * LOG2_E, programs,
+        of_k.centroids, of_v.centroids, of_k.words, of_v.words, scale, programs,
         K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
         num_warps=tile.warps, num_stages=tile.stages, **same,
@@ -227,6 +238,7 @@ def attend(
     across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
     attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
         parts, maxima, sums, out, of_v.rotation, vectors, batch.query_start_loc, sequences, batch.seq_lens, programs,
+        *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
         num_warps=merge.warps, **same,
     )  # fmt: skip
@@ -256,13 +268,14 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
 
 def rotate_and_append(
     qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
 
     It stores K and V, and notes in `fault` what it leaves out, as `append` does.
 
     Returns:
-        [T, Hq, D], the queries in the domain of the codes, as `rotate` gives them.
+        The two that `attend` takes, both [T, Hq, D]: the queries, whose numbers are set only where tokens stay in BF16, and
+        the same in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
     tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
@@ -270,15 +283,17 @@ def rotate_and_append(
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
     rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
+    queries, kept = torch.empty_like(rotated, dtype=heads.dtype), kept_in(cache, layer)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
     k_type, v_type = (choices.rotation_operand(qkv, of.rounds_unit) for of in (of_k, of_v))
     rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
     of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
     prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, rotated,
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, rotated,
         k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
         batch.slot_mapping,
         of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
+        **storing(kept, batch),
         HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
         BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
         BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
@@ -287,4 +302,4 @@ def rotate_and_append(
         K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
         num_warps=choices.store_warps(head_dim, (k_type, v_type), max(of_k.bits, of_v.bits)),
     )  # fmt: skip
-    return rotated
+    return queries, rotated

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.planes import store_codes
 from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
+from haarkv.tq_ops.cuda.window import keep
 
 
 @triton.jit
@@ -63,6 +64,9 @@ def append(
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
     order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped. With
     STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
+
+    Returns:
+        [ROWS], which vectors are stored, or would be without WRITE.
     """
     # inf - inf and NaN - NaN are NaN, which is not 0.
     bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
@@ -90,42 +94,59 @@ def append(
     live = live & (slot >= 0)
     key = ((layer.to(tl.int64) * 2 + side) << 48) + (token.to(tl.int64) << 16) + head
     tl.atomic_min(fault + tl.zeros((ROWS,), tl.int32), key, mask=live & bad)
+    live = live & (left_out == 0)
     if WRITE:
-        live = live & (left_out == 0)
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
         store_codes(codes, block * codes_stride + row * (D * BITS // 8), live, low, high, D, BITS)
         tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
+    return live
 
 
 # Not specialized by their values: Triton would make a constant of layer 1, compile anew for layers that 16 divides, and for
 # batches of one token.
-@triton.jit(do_not_specialize=["tokens", "layer"])
+@triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
 def quantize_kernel(
     k, v, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     slots, tokens, k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
+    k_window, v_window, rows, positions, query_start_loc, sequences,
     HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
     K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr = False,
+    STAND_IN: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64. Grid: [vectors / ROWS, 2], K's programs and V's."""
+    """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64, and in BF16 where SINK or RING says so, as `window.keep`.
+
+    Grid: [vectors / ROWS, 2], K's programs and V's.
+    """
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = vector // HEADS, vector % HEADS
     live = token < tokens
     at = vector[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
     if tl.program_id(1) == 0:
         low, high = tl.load(k + at, live[:, None], 0.0), tl.load(k + at + D // 2, live[:, None], 0.0)
-        append(
-            low.to(tl.float32), high.to(tl.float32), token, head, live, 0,
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        live = append(
+            low, high, token, head, live, 0,
             k_codes, k_scales, k_codes_stride, k_scales_stride, slots,
             k_rotation, k_centroids, k_boundaries, fault, layer,
             D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE, STAND_IN,
         )  # fmt: skip
+        if WRITE and SINK + RING > 0:
+            keep(
+                low, high, token, head, live, k_window, rows, positions, query_start_loc, sequences,
+                HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
+            )  # fmt: skip
     else:
         low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
-        append(
-            low.to(tl.float32), high.to(tl.float32), token, head, live, 1,
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        live = append(
+            low, high, token, head, live, 1,
             v_codes, v_scales, v_codes_stride, v_scales_stride, slots,
             v_rotation, v_centroids, v_boundaries, fault, layer,
             D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE, STAND_IN,
         )  # fmt: skip
+        if WRITE and SINK + RING > 0:
+            keep(
+                low, high, token, head, live, v_window, rows, positions, query_start_loc, sequences,
+                HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
+            )  # fmt: skip

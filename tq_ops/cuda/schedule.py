@@ -4,7 +4,7 @@ All work stands in one line: for each sequence, for each of its column tiles (a 
 tiles of stored tokens. A fixed number of programs cut that line into equal pieces, so that none has more to do than another,
 whatever the lengths are and however wide the block table is:
 
-    stored_s  = ceil(seq_lens_s / TOKENS)                tiles of stored tokens
+    stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of stored tokens, those in BF16 apart
     columns_s = ceil(new_s * GROUP / COLUMNS)            column tiles; 1 where each sequence has one new token
     unit      = ceil(sum of stored * columns / programs) tiles of a program
     program i takes the places i * unit … (i + 1) * unit - 1 of the line
@@ -14,69 +14,26 @@ tile, or both. So `program + column tile` is a number that no other piece has, a
 in a row. That number is the place of a partial result, among `programs + column tiles` places. All KV heads share the line.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one program has of one column tile.
-
-    Attributes:
-        program: of 0 … programs - 1.
-        sequence: of the batch.
-        column_tile: of all sequences' column tiles, one after the other.
-        begin, end: its tiles of stored tokens: begin … end - 1 of the sequence.
-        number: where its partial result goes.
-    """
-
-    program: int
-    sequence: int
-    column_tile: int
-    begin: int
-    end: int
-    number: int
-
-
-def unit_of(stored: Sequence[int], columns: Sequence[int], programs: int) -> int:
-    """Tiles of a program, at least 1: what the functions below compute on the device."""
-    return max(1, -(-sum(n * m for n, m in zip(stored, columns, strict=True)) // programs))
-
-
-def pieces(stored: Sequence[int], columns: Sequence[int], programs: int) -> Iterator[Piece]:
-    """Every piece, in the order of the line.
-
-    Args:
-        stored: of each sequence, its tiles of stored tokens; 0 of a sequence that is not there.
-        columns: of each sequence, its column tiles.
-        programs: of one KV head.
-    """
-    unit, place, column_tile = unit_of(stored, columns, programs), 0, 0
-    for sequence, (length, count) in enumerate(zip(stored, columns, strict=True)):
-        for _ in range(count):
-            begin = 0
-            while begin < length:
-                program = place // unit
-                end = min(length, begin + (program + 1) * unit - place)
-                yield Piece(program, sequence, column_tile, begin, end, program + column_tile)
-                place, begin = place + end - begin, end
-            column_tile += 1
 
 
 @triton.jit
 def tiles_of(
     seq_lens, query_start_loc, sequences,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, ONE_EACH: tl.constexpr,
+    TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """stored and columns [SIZE] int32 of all sequences; 0 past the last. SIZE: a power of two, at least `sequences`."""
+    """stored and columns [SIZE] int32 of all sequences; 0 past the last. SIZE: a power of two, at least `sequences`.
+
+    Of the newest TAIL tokens, which the last query sees in BF16, no query sees a packed one.
+    """
     sequence = tl.arange(0, SIZE)
     there = sequence < sequences
-    stored = tl.cdiv(tl.load(seq_lens + sequence, there, 0), TOKENS)
+    length = tl.load(seq_lens + sequence, there, 0)
+    if TAIL > 0:
+        length = tl.maximum(length - TAIL, 0)
+    stored = tl.cdiv(length, TOKENS)
     if ONE_EACH:
         columns = there.to(tl.int32)
     else:

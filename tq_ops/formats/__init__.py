@@ -19,11 +19,14 @@ import torch
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
 from haarkv.tq_ops.formats.fp8 import FP8E4M3
-from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8
+from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8, RotatedBlockQ4
 from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
+from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.learned import Calibration, nibbles_of
 from haarkv.tq_ops.formats.manthan import Manthan3
+from haarkv.tq_ops.formats.oscar import NAME as OSCAR
+from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.formats.plain import Plain
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
@@ -41,7 +44,9 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     HadamardTQ3(),
     HadamardTBQ4(),
     *(kivi_pair(bits, group) for bits in (2, 4) for group in (32, 64, 128)),
+    *(kvarn_pair(bits) for bits in (2, 3, 4)),
     BlockQ4(),
+    (RotatedBlockQ4(whole=True), RotatedBlockQ4(whole=False)),
     BlockQ8(),
     FP8E4M3(),
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
@@ -59,16 +64,21 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     """The format of that name; `side` matters where K and V are stored differently.
 
     Args:
-        calibration: what `lrN` takes its coordinates from.
+        calibration: what `lrN` takes its coordinates from, and `oscar2` its rotations.
     Raises:
-        InputError: no such format, and the message lists those there are; or `lrN` without a calibration.
+        InputError: no such format, and the message lists those there are; or one of those without a calibration.
     """
     if nibbles := nibbles_of(name):
         if calibration is None:
             raise InputError(f"{name} needs the coordinates that `tq calibrate` learns of a model; give its file")
         return calibration.format(side, nibbles)
+    if name == OSCAR:
+        if calibration is None:
+            raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.oscar` learns of a model")
+        return oscar_format(calibration, side)
     if name not in _BY_NAME:
-        raise InputError(f"unknown KV format {name!r}; choose from {', '.join(names())}, or lrN with a calibration")
+        known = ", ".join(names())
+        raise InputError(f"unknown KV format {name!r}; choose from {known}, or lrN and {OSCAR} with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 

@@ -104,19 +104,30 @@ class KVFormat(Protocol):
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
         """What `quantize` chooses the levels of x from; None of a format without levels.
 
         Args:
             x, layer: as in `quantize`.
             noise: how far each coordinate of x may be off, relative to its vector's length; broadcasts over [..., 1].
+            levels: [..., D] uint8 that somebody chose. Where a level refines another, it is judged by what those leave that it
+                refines; what `quantize` chooses unless given.
         """
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """Length [...] fp64 of stored vectors as the scale keeps it, whatever the levels: in its own norm, if it has one."""
 
 
 def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
     """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
     flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
     return flat.view(torch.uint8)
+
+
+def lengths_of(x: Tensor) -> Tensor:
+    """Lengths [...] fp64 of vectors [..., D]."""
+    lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
+    return lengths
 
 
 def stored_bytes(fields: dict[str, Field]) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import groups_of
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -42,7 +42,10 @@ class BlockFormat(ABC):
     def levels(self, fields: dict[str, Tensor]) -> Tensor: ...
 
     @abstractmethod
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice: ...
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice: ...
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
 
     def description(self, head_dim: int) -> Description | None:
         return None  # not one of rotated levels

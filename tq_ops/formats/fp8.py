@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
+from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of, require_finite
 from haarkv.tq_ops.formats.rotated import Description
 
 LARGEST = 448.0
@@ -56,12 +56,15 @@ class FP8E4M3:
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return fields["codes"]
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """Place among the 253 finite numbers, 0 for -448, 126 for both zeros."""
         magnitude = (fields["codes"] & 127).int()
         return torch.where(fields["codes"] < 128, 126 + magnitude, 126 - magnitude).to(torch.uint8)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         x = x.float()
         reach = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return LevelChoice(x, reach.expand_as(x), _boundaries_on(x.device))

@@ -1,11 +1,15 @@
-"""ggml's own block formats `q4_0` and `q8_0`, to compare with. Source: ggml, `quantize_row_q*_0_ref`."""
+"""ggml's own block formats `q4_0` and `q8_0`, and llama.cpp's rotation before the first, to compare with.
+
+Source: ggml, `quantize_row_q*_0_ref`; llama.cpp, pull request 21038.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.arithmetic import divide, reciprocal, round_half_away
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
@@ -60,7 +64,7 @@ class BlockQ4(BlockFormat):
         codes = self._codes(fields)
         return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         blocks = self.split(x)
         value, scale = self._value(blocks)
         value = value.clamp(0, 15.5)
@@ -74,6 +78,47 @@ class BlockQ4(BlockFormat):
         reach = torch.where(opposites.unsqueeze(-1), torch.ones_like(reach), reach)
         value = torch.where(torch.signbit(scale), mirrored, value)
         return LevelChoice(value.flatten(-2), reach.flatten(-2), torch.arange(1.0, 17.0, device=x.device))
+
+
+class RotatedBlockQ4(BlockQ4):
+    """`q4_0` of vectors that were rotated by a Hadamard matrix, as llama.cpp's attention rotation stores K and V.
+
+        y = WHT(x) / sqrt(n) of each n numbers;  then q4_0 of y;  restored: WHT(q4_0's) / sqrt(n)
+
+    llama.cpp rotates every quantized cache whose head_dim 64 divides, unless told not to: K by the largest power of two that
+    divides head_dim, V by 64. It rotates q too, and the output back, which is the same in exact arithmetic. Where 64 does not
+    divide head_dim it stores plain q4_0; here that is refused. Written here after its code, and none of its bytes were
+    compared: it multiplies by the matrix, in an order of sums that differs by backend; here it is the fast transform.
+    Rounding points: each stage of the transform and its factor to FP32; then q4_0's.
+
+    Args:
+        whole: rotate by the largest power of two, as K is; by 64 else, as V is.
+    """
+
+    name = "q4_0_rot"
+    purpose = "llama.cpp's q4_0 with its attention rotation"
+    smallest = 64
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+
+    def count_blocks(self, head_dim: int) -> int:
+        if head_dim < 1 or head_dim % self.smallest:
+            raise InputError(f"{self.name} rotates {self.smallest} values at a time and cannot hold head_dim {head_dim}")
+        return super().count_blocks(head_dim)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """[..., D] fp32, its own inverse."""
+        head_dim = x.shape[-1]
+        size = head_dim & -head_dim if self._whole else self.smallest
+        return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
+
+    def split(self, x: Tensor) -> Tensor:
+        self.count_blocks(x.shape[-1])
+        return super().split(self._rotate(x.float()))
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return self._rotate(super().dequantize(fields, layer))
 
 
 class BlockQ8(BlockFormat):
@@ -116,7 +161,7 @@ class BlockQ8(BlockFormat):
         """Codes counted from -127, which is level 0."""
         return (fields["codes"].int() + 127).to(torch.uint8)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, scale = self._value(self.split(x))
         boundaries = torch.arange(-126.5, 127.0, device=x.device)
         # Away from zero: a negative tie belongs to the level below.

@@ -79,7 +79,7 @@ class HadamardTQ3(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         _, value, scale = self._value(self.split(x))
         reach = relative_reach(value, x, scale, noise)
         return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))
@@ -163,7 +163,7 @@ class HadamardTBQ4(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 4)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, norm = self._value(self.split(x))
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
         # Noise rotates a short block by more than its vector. A rotation spreads it evenly: each coordinate gets the same.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -80,6 +80,13 @@ class _Kivi:
         boundaries = torch.arange(0.5, 2**self.bits - 1, device=x.device)
         return value, reach.expand_as(value), boundaries
 
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """As `KVFormat.dequantize`, each side in its own axes."""
+        raise NotImplementedError
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Packed levels, then scales, then zeros as FP32 little-endian, of one vector or one group of keys."""
         codes = bytes_of(fields["codes"], self._code_axes)
@@ -134,7 +141,7 @@ class KiviKeys(_Kivi):
         """[..., G, D] uint8."""
         return unpack_stream(fields["codes"], self.bits).transpose(-1, -2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         x = x.float()
         longest = torch.linalg.vector_norm(x, dim=-1).amax(-1)[..., None, None]
         if isinstance(noise, Tensor):
@@ -179,7 +186,7 @@ class KiviValues(_Kivi):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], self.bits)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         length = torch.linalg.vector_norm(x.float(), dim=-1)[..., None, None]
         if isinstance(noise, Tensor):
             noise = noise.unsqueeze(-1)

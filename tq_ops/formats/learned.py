@@ -6,7 +6,8 @@ that does not owns none. A rotation's columns as the coordinates, one nibble eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
@@ -48,6 +49,11 @@ class Calibration:
     k: tuple[Basis, ...]
     v: tuple[Basis, ...]
     digest: str
+
+    def heads(self, part: slice) -> Calibration:
+        """That of some KV heads, as a rank holds them."""
+        k, v = (tuple(basis.heads(part) for basis in side) for side in (self.k, self.v))
+        return Calibration(k, v, self.digest)
 
     @cached_property
     def _formats(self) -> dict[tuple[str, int], LearnedFormat]:
@@ -125,8 +131,9 @@ class LearnedFormat:
         self.purpose = f"{nibbles} learned nibbles a vector"
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer], nibbles))
         transform = Transform(
-            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, torch.bfloat16, self._coordinates
-        )
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, torch.bfloat16, self._coordinates,
+            heads=len(bases[0].mean),
+        )  # fmt: skip
         book = codebook_on(self.head_dim, torch.device("cpu"))
         self._described = Description(
             head_dim=self.head_dim,
@@ -136,6 +143,13 @@ class LearnedFormat:
             boundaries=tuple(book.boundaries.tolist()),
             quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
         )
+
+    def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
+        """The same with other coordinates in every layer: what somebody stores and reads who has them wrong."""
+        other = LearnedFormat(self._bases, self.nibbles)
+        transform = replace(other._described.transform, coordinates=lambda layer: alter(self._coordinates(layer)))
+        other._described = replace(other._described, transform=transform)
+        return other
 
     def description(self, head_dim: int) -> Description:
         """What a backend has to know of it.
@@ -178,6 +192,13 @@ class LearnedFormat:
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, then the scale, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        of = self._on(layer, fields["scale"].device)
+        levels = centroids_at(self.levels(fields), numbers_on(self._described.centroids, fields["scale"].device))
+        steps = torch.tensor(of.steps, device=levels.device).unsqueeze(-1)
+        restored = (self._by_stage(levels, of) * steps).sum(-2)
+        return fields["scale"].double() * lengths_of(restored * of.weights.sqrt().unsqueeze(-2))
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_parts(fields["codes"], BITS)

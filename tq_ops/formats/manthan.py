@@ -10,7 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -75,10 +75,13 @@ class Manthan3:
         """The radius as FP32 little-endian, then the bit stream."""
         return torch.cat([bytes_of(fields["radius"], 0), fields["codes"]], dim=-1)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], BITS)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         scaled = _scaled(x.float())[1]
         reach = math.sqrt(x.shape[-1]) * noise * torch.ones_like(scaled)
         # A choice counts the boundaries that the value reaches, and here it has to exceed them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of
 from haarkv.tq_ops.formats.rotated import Description
 
 
@@ -38,8 +38,11 @@ class Plain:
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return bytes_of(fields["data"], 1)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return None
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
         return None

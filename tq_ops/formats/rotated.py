@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 
@@ -59,12 +59,14 @@ class Transform:
         per_layer: whether layers differ.
         dtype: bf16 where every entry is a BF16 number, else fp32.
         coordinates: layer -> what levels stand for where KV heads differ, and `matrix` is [H, D, D] then; None of a rotation.
+        heads: H, KV heads that differ; None where one rotation serves all.
     """
 
     matrix: Callable[[int, int], Tensor]
     per_layer: bool
     dtype: torch.dtype
     coordinates: Callable[[int], Coordinates] | None = None
+    heads: int | None = None
 
     def on(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
         """The matrix [D, D] as fp32 on a device, kept there. Do not write to it."""
@@ -331,10 +333,13 @@ class RotatedFormat:
         """Codes, then the scale, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return self.unpack(fields["codes"])
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         x = x.float()
         described, rotation, boundaries = self._on(x, layer)
         unit, _ = self._unit(x, described)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.packing import pack_planes, planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import (
     Description,
@@ -141,10 +141,13 @@ class TurboQuant4Seed:
         """Levels, then the norm as FP32 little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["norm"], 0)], dim=-1)
 
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return fields["codes"]
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor) -> LevelChoice | None:
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
         boundaries = codebook_on(x.shape[-1], x.device).boundaries
         return level_choice(self._unit(x.float())[0], self._rotation(x, layer), boundaries, noise)
 

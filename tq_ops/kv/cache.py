@@ -38,7 +38,7 @@ class PagedKVCache:
     Attributes:
         most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
     Raises:
-        InputError: a format has no layout for this head_dim or block size.
+        InputError: a format has no layout for this head_dim, block size or number of KV heads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         pages: Mapping[int, Tensor] | None = None,
     ) -> None:
-        plan.require_layout(head_dim, block_size)
+        plan.require_layout(head_dim, block_size, num_kv_heads)
         self.plan = plan
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -135,8 +135,7 @@ class PagedKVCache:
         slots = batch.slot_mapping
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
             raise IndexError(f"slots must lie in 0 … {self.num_slots - 1}")
-        if (most := self.most_new_tokens) is not None and int(batch.query_start_loc.diff().max()) > most:
-            raise ValueError(f"a cache with a tail takes at most {most} new tokens of a sequence at a time")
+        self.require_room(batch)
         given = (("K", self._k[layer], k), ("V", self._v[layer], v))
         packed = [side.pack(name, x, layer, batch) for name, side, x in given]
         for (_, side, x), (fields, stored) in zip(given, packed, strict=True):
@@ -145,6 +144,15 @@ class PagedKVCache:
                 side.fields[name][block, :, offset] = values
             if side.window:
                 side.window.write(x, batch)
+
+    def require_room(self, batch: Batch) -> None:
+        """Refuse a batch that the tail has no room for; waits for the device.
+
+        Raises:
+            ValueError: more new tokens of a sequence than `most_new_tokens`.
+        """
+        if (most := self.most_new_tokens) is not None and int(batch.query_start_loc.diff().max()) > most:
+            raise ValueError(f"a cache with a tail takes at most {most} new tokens of a sequence at a time")
 
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """De-quantized K and V of whole blocks, for the reference and for tests.

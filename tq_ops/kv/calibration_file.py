@@ -1,7 +1,8 @@
 """Learned coordinates as a file: safetensors, the model that they belong to, and a SHA-256 of everything in it.
 
     tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; the same for v; every layer
-    metadata  haarkv_calibration: "1"; model: its shapes, as JSON; fingerprint; learned: how, as JSON; sha256
+    metadata  haarkv_calibration: "1"; model: its shapes, as JSON; fingerprint; learned: how, as JSON; plan: the text
+              of a plan file, or nothing; sha256
 
 `learned` is for people; nothing reads it. The SHA-256 is taken of all of the rest: the metadata but for itself, and of each
 tensor in the order of its name, the name, dtype, shape and bytes.
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,69 +25,61 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import ModelShape
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
 
 VERSION = "1"
-_KEYS = {"haarkv_calibration", "model", "fingerprint", "learned", "sha256"}
+_KEYS = {"haarkv_calibration", "model", "fingerprint", "learned", "plan", "sha256"}
 _DTYPES = {"mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32}
 _SIDES = ("k", "v")
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Learned coordinates of every layer's K and V.
+class CalibrationFile:
+    """What a calibration file holds.
 
     Attributes:
-        layers: K's and V's of each layer.
+        calibration: learned coordinates of every layer's K and V; its digest is the SHA-256 of the tensors.
         shape: of the model that they were learned from.
         fingerprint: of its weights, as `models.fingerprint` takes it.
         learned: how they were learned and what they were found to cost; nothing reads it.
-        sha256: of the file's content; of a calibration that was never in a file, what it would be.
+        plan: the text of a plan file for formats of these coordinates; "" if the file is a calibration alone.
     """
 
-    layers: tuple[tuple[Basis, Basis], ...]
+    calibration: Calibration
     shape: ModelShape
     fingerprint: str
     learned: Mapping[str, Any] = field(default_factory=dict)
+    plan: str = ""
 
     @property
-    def sha256(self) -> str:
-        """Of the content, as its file says it."""
-        return _digest(_tensors(self), _metadata(self))
-
-    def require_model(self, shape: ModelShape, fingerprint: str | None = None, name: str = "the calibration") -> None:
-        """Refuse another model.
-
-        Args:
-            shape, fingerprint: of the model at hand; without its fingerprint only the shape counts.
-            name: of the file, for the message.
-        Raises:
-            InputError: naming what differs.
-        """
-        if self.shape != shape:
-            raise InputError(f"{name} was learned from another model: {self.shape}; this one has {shape}")
-        if fingerprint is not None and fingerprint != self.fingerprint:
-            raise InputError(
-                f"{name} was learned from a model of the same shape with other weights "
-                f"(fingerprint {self.fingerprint}, this model's is {fingerprint}); run `tq calibrate` on this one"
-            )
+    def spec(self) -> KVSpec:
+        """A KV cache that may take these coordinates, in the default format until another is asked for."""
+        return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def _tensors(calibration: Calibration) -> dict[str, Tensor]:
+def calibration_of(k: Sequence[Basis], v: Sequence[Basis]) -> Calibration:
+    """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
+    return Calibration(tuple(k), tuple(v), _digest(_tensors(k, v), {}))
+
+
+def _tensors(k: Sequence[Basis], v: Sequence[Basis]) -> dict[str, Tensor]:
     return {
         f"layers.{layer}.{side}.{name}": getattr(basis, name).to(dtype).contiguous()
-        for layer, pair in enumerate(calibration.layers)
-        for side, basis in zip(_SIDES, pair, strict=True)
+        for side, bases in zip(_SIDES, (k, v), strict=True)
+        for layer, basis in enumerate(bases)
         for name, dtype in _DTYPES.items()
     }
 
 
-def _metadata(calibration: Calibration) -> dict[str, str]:
+def _metadata(file: CalibrationFile) -> dict[str, str]:
     return {
         "haarkv_calibration": VERSION,
-        "model": json.dumps(asdict(calibration.shape), sort_keys=True),
-        "fingerprint": calibration.fingerprint,
-        "learned": json.dumps(calibration.learned, sort_keys=True),
+        "model": json.dumps(asdict(file.shape), sort_keys=True),
+        "fingerprint": file.fingerprint,
+        "learned": json.dumps(file.learned, sort_keys=True),
+        "plan": file.plan,
     }
 
 
@@ -100,20 +93,20 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def dumps(calibration: Calibration) -> bytes:
+def dumps(file: CalibrationFile) -> bytes:
     """The bytes of a calibration file.
 
     Raises:
         ValueError: a number that is not finite.
     """
-    tensors, metadata = _tensors(calibration), _metadata(calibration)
+    tensors, metadata = _tensors(file.calibration.k, file.calibration.v), _metadata(file)
     if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()]:
         raise ValueError(f"{bad[0]} is not finite")
     content: bytes = save_tensors(tensors, metadata | {"sha256": _digest(tensors, metadata)})
     return content
 
 
-def loads(content: bytes, name: str) -> Calibration:
+def loads(content: bytes, name: str) -> CalibrationFile:
     """What the bytes of a calibration file say.
 
     Args:
@@ -128,48 +121,45 @@ def loads(content: bytes, name: str) -> Calibration:
         if _digest(tensors, metadata) != stated:
             raise ValueError("its content is not what its SHA-256 was taken of")
         shape = ModelShape(**{key: int(value) for key, value in json.loads(metadata["model"]).items()})
-        layers = tuple(_read_layer(tensors, layer, shape) for layer in range(shape.num_layers))
-        return Calibration(layers, shape, metadata["fingerprint"], json.loads(metadata["learned"]))
+        k, v = (tuple(_read(tensors, layer, side, shape) for layer in range(shape.num_layers)) for side in _SIDES)
+        learned, plan = json.loads(metadata["learned"]), metadata["plan"]
+        return CalibrationFile(calibration_of(k, v), shape, metadata["fingerprint"], learned, plan)
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{name} is no calibration: {error}; `tq calibrate` writes one") from None
 
 
 def _read_metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > len(content) - 8:
-        raise ValueError(f"it is truncated or no safetensors file ({len(content)} bytes)")
-    header = json.loads(content[8 : 8 + length])
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
-    if not isinstance(metadata, dict) or not metadata.keys() >= _KEYS:
+    metadata = metadata_of(content)
+    if not metadata.keys() >= _KEYS:
         raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(metadata))))
     if metadata["haarkv_calibration"] != VERSION:
         raise ValueError(f"its version is {metadata['haarkv_calibration']}, not {VERSION}")
-    return {str(key): str(value) for key, value in metadata.items()}
+    return metadata
 
 
-def _read_layer(tensors: Mapping[str, Tensor], layer: int, shape: ModelShape) -> tuple[Basis, Basis]:
+def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShape) -> Basis:
     heads, dim = shape.num_kv_heads, shape.head_dim
     shapes = {"mean": (heads, dim), "forward": (heads, dim, dim), "back": (heads, dim, dim), "weights": (heads, dim)}
-    pair = []
-    for side in _SIDES:
-        found = {}
-        for of in fields(Basis):
-            key = f"layers.{layer}.{side}.{of.name}"
-            if key not in tensors:
-                raise ValueError(f"it lacks {key}")
-            tensor = tensors[key]
-            if tensor.shape != shapes[of.name] or tensor.dtype != _DTYPES[of.name]:
-                raise ValueError(
-                    f"{key} is {tensor.dtype} {list(tensor.shape)}, not {_DTYPES[of.name]} {list(shapes[of.name])}"
-                )
-            if not torch.isfinite(tensor.float()).all():
-                raise ValueError(f"{key} is not finite")
-            found[of.name] = tensor.float()
-        pair.append(Basis(**found))
-    return pair[0], pair[1]
+    found = {}
+    for name, dtype in _DTYPES.items():
+        key = f"layers.{layer}.{side}.{name}"
+        if key not in tensors:
+            raise ValueError(f"it lacks {key}")
+        tensor = tensors[key]
+        if tensor.shape != shapes[name] or tensor.dtype != dtype:
+            raise ValueError(f"{key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name])}")
+        if not torch.isfinite(tensor.float()).all():
+            raise ValueError(f"{key} is not finite")
+        found[name] = tensor.float()
+    return Basis(**found)
 
 
-def load(path: Path | str) -> Calibration:
+def is_calibration(content: bytes) -> bool:
+    """Whether bytes begin as a calibration file does, damaged or not: safetensors, whose header's length comes first."""
+    return content[8:10] == b'{"' and int.from_bytes(content[:8], "little") < 2**32
+
+
+def load(path: Path | str) -> CalibrationFile:
     """Read a calibration file.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -58,7 +58,7 @@ class KVPlan:
     @property
     def formats(self) -> tuple[KVFormat, ...]:
         """Every format that is used, K's and V's of a name apart, in the order of the layers."""
-        return tuple({(f.name, f.group_tokens): f for pair in self.layers for f in pair}.values())
+        return tuple(dict.fromkeys(f for pair in self.layers for f in pair))
 
     def tail(self, kv_format: KVFormat) -> int:
         """R: a query sees at most so many tokens in BF16, the newest, itself among them.
@@ -104,8 +104,8 @@ class KVPlan:
         vectors = sum(self.sink + self.ring_tokens(f, chunk) for f in windows)
         return WINDOW_BYTES * num_kv_heads * head_dim * vectors
 
-    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE) -> None:
-        """Refuse a head_dim or a block size that a format cannot hold.
+    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE, num_kv_heads: int | None = None) -> None:
+        """Refuse a head_dim, a block size or a number of KV heads (where it is given) that a format cannot hold.
 
         Raises:
             InputError: naming the format.
@@ -115,6 +115,10 @@ class KVPlan:
             if block_size % kv_format.group_tokens:
                 group = kv_format.group_tokens
                 raise InputError(f"{kv_format.name} quantizes {group} tokens together, which blocks of {block_size} cut apart")
+            found = kv_format.description(head_dim)
+            heads = found.transform.heads if found else None
+            if heads is not None and num_kv_heads not in (None, heads):
+                raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {num_kv_heads}")
 
     def describe(self) -> str:
         """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
@@ -160,6 +164,7 @@ class KVSpec:
         layers: layer -> format, for others that differ from `kv`.
         made_for: the only models that it fits, of a plan that was measured; None for any.
         calibration: learned coordinates of the model, which formats `lrN` need.
+        weights: fingerprint of the only weights that these belong to; "" for any.
     """
 
     kv: str = "tq4"
@@ -169,10 +174,29 @@ class KVSpec:
     layers: Mapping[int, str] = field(default_factory=dict)
     made_for: ModelShape | None = None
     calibration: Calibration | None = None
+    weights: str = ""
+
+    def require_weights(self, found: str) -> None:
+        """Refuse a model of the right shape whose weights are others.
+
+        Args:
+            found: `models.fingerprint` of the model at hand.
+        Raises:
+            InputError: the coordinates were learned from another model.
+        """
+        if self.weights and self.weights != found:
+            raise InputError(
+                f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {found}); "
+                "run `tq calibrate` on this model"
+            )
 
     def __post_init__(self) -> None:
         if self.sink < 0 or (self.tail is not None and self.tail < 0):
             raise InputError(f"tail and sink count tokens and cannot be negative; they are {self.tail} and {self.sink}")
+
+    def heads(self, part: slice) -> KVSpec:
+        """The same for some of the model's KV heads, as a rank holds them."""
+        return replace(self, calibration=self.calibration.heads(part)) if self.calibration else self
 
     def plan(self, num_layers: int, shape: ModelShape | None = None) -> KVPlan:
         """For a model of so many layers.
@@ -182,7 +206,8 @@ class KVSpec:
                 a model of another shape than the plan was made for.
         """
         if self.made_for and shape and self.made_for != shape:
-            raise InputError(f"the plan was made for another model: {self.made_for}; this one has {shape}")
+            what = "calibration" if self.weights else "plan"
+            raise InputError(f"the {what} was made for another model: {self.made_for}; this one has {shape}")
         named: dict[int, str] = {}
         for layer, spec in (*((layer, "bf16") for layer in self.skip_layers), *self.layers.items()):
             if not -num_layers <= layer < num_layers:

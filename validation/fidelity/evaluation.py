@@ -21,6 +21,7 @@ from torch import Tensor
 
 from haarkv.engine.generation import generate
 from haarkv.engine.session import Session
+from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -45,13 +46,15 @@ class Setup:
         model: whose embedding and head serve all caches alike.
         base: the baseline, with K and V in bf16.
         caches: by name; the baseline itself may be among them.
-        weights: fingerprint of the whole model.
+        weights: fingerprint of the whole model, balanced.
+        uneven: the layers whose K or V was balanced.
     """
 
     model: DecoderModel
     base: Session
     caches: Mapping[str, Session]
     weights: str
+    uneven: tuple[Uneven, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.scores import Candidate, Fidelity, Scored, summarize, teacher_forced
 
@@ -308,6 +309,9 @@ class _Finite:
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self._executor.supports(config, plan)
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._check(self._executor.prefill(token_ids, batch, cache))

@@ -13,12 +13,15 @@ import torch
 from haarkv.engine.session import Session, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
+from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import Setup, Workload
 
@@ -26,7 +29,7 @@ BASELINE = "bf16"
 _SAMPLED = 1024
 
 
-def parse_list(specs: Sequence[str]) -> list[str]:
+def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list[str]:
     """Names of caches from lists of formats.
 
         list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
@@ -36,6 +39,8 @@ def parse_list(specs: Sequence[str]) -> list[str]:
     >>> parse_list(["bf16,k=q8_0,v=tq4", "tq2"])
     ['bf16', 'k=q8_0,v=tq4', 'tq2']
 
+    Args:
+        learned: what `lrN` takes its coordinates from.
     Returns:
         as `formats.describe` writes them, each once, in the order given.
     Raises:
@@ -48,7 +53,7 @@ def parse_list(specs: Sequence[str]) -> list[str]:
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            found[formats.describe(*formats.parse(whole))] = None
+            found[formats.describe(*formats.parse(whole, learned))] = None
     return list(found)
 
 
@@ -63,6 +68,7 @@ def load_setup(
     dtype: str | None = None,
     layers: int | None = None,
     progress: Progress | None = None,
+    balance: bool = True,
 ) -> Setup:
     """Load a model once for all caches.
 
@@ -76,6 +82,7 @@ def load_setup(
         model, device, dtype, layers, progress: as in `engine.session.load`.
         executor: one for all caches; `auto` is the fastest that reads every one of them. Where no format was asked for and
             no executor of `device` reads them all, it is the fastest there that reads the default format.
+        balance: as in `engine.session.load`, for all caches or, if one of them has learned coordinates, for none.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
@@ -95,6 +102,13 @@ def load_setup(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
     loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
+    for of in (spec, *(plans or {}).values()):
+        if of.weights:
+            of.require_weights(fingerprint(loaded.weights.named()))
+    uneven: tuple[balancing.Uneven, ...] = ()
+    if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
+        made = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
+        loaded, uneven = made.model, made.uneven
     tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
     # One executor serves every cache; the default format stands for the others until they are known.
     runner = catalog.create(executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(default), config)), device)
@@ -114,7 +128,7 @@ def load_setup(
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
     ends = DecoderModel(config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
-    return Setup(ends, base, caches, weights_fingerprint(loaded))
+    return Setup(ends, base, caches, weights_fingerprint(loaded), uneven)
 
 
 def _all(config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:

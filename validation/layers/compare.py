@@ -83,16 +83,19 @@ def compare_stored(
         the comparison, and the largest relative difference of a vector's stored length, which is its scale's error whatever
         levels it goes with.
     """
-    levels, choice = kv_format.levels(ours), kv_format.choice(x, layer, noise)
-    other = kv_format.levels(theirs)
+    levels, other = kv_format.levels(ours), kv_format.levels(theirs)
+    choice = kv_format.choice(x, layer, noise, other)
     if levels is None or other is None or choice is None:
         parts = [compare_numbers(ours[name], theirs[name], x, noise) for name in ours]
         compared = LevelComparison(
             sum(p.total for p in parts), sum(p.different for p in parts), sum(p.unexplained for p in parts)
         )
     else:
-        compared = compare_levels(levels, other, choice.value, choice.boundaries, choice.reach)
-    lengths = [kv_format.dequantize(fields, layer).double().norm(dim=-1) for fields in (ours, theirs)]
+        # A level that refines another follows from the one that they chose there, which may be a tie.
+        expected = torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True)
+        unexplained = compare_levels(expected, other, choice.value, choice.boundaries, choice.reach).unexplained
+        compared = LevelComparison(levels.numel(), int((levels != other).sum()), unexplained)
+    lengths = [kv_format.lengths(fields, layer) for fields in (ours, theirs)]
     return compared, float(_ratio((lengths[1] - lengths[0]).abs(), lengths[0]).max())
 
 

@@ -14,11 +14,15 @@ from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.haar import SEED
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.formats.learned import LearnedFormat
+from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.trial import Stored, put
+from haarkv.validation.layers.trial import Stored, load, put, sides
 
 Table = Mapping[str, Callable[..., Any]]
 Alter = Callable[[Tensor, Tensor, PagedKVCache, int], Stored]
@@ -85,6 +89,31 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
     ]
 
 
+LEARNED = "k=lr208,v=lr128"
+"""Formats for faults in learned coordinates: K's have third levels, and V's as many levels as numbers."""
+
+
+def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
+    """Faults in what was learned, in one layer each, for a cache in `LEARNED` of made-up coordinates.
+
+    Args:
+        model, layer: as in `planted`.
+    """
+    assert model.config.num_kv_heads > 1, "heads can be exchanged where there are two"
+    exchanged = "two heads' matrices exchanged"
+    return [
+        _storing(exchanged, layer, _altered("k", _exchanged)),
+        _storing("a mean left out of K", layer, _altered("k", _without_mean)),
+        _storing("a mean left out of V", layer, _altered("v", _without_mean), "store_kv.v"),
+        _storing("steps of the stages swapped", layer, _altered("k", _swapped_steps)),
+        _storing("coordinates transposed", layer, _altered("v", _transposed), "store_kv.v"),
+        _reading(f"{exchanged} in attention", layer, _exchanged, _same),
+        _reading("V's mean left out of the output", layer, _same, _without_mean),
+        _reading("steps of the stages swapped in attention", layer, _swapped_steps, _same),
+        _reading("V's rows transposed", layer, _same, _transposed),
+    ]
+
+
 def reordered() -> OpTable:
     """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
 
@@ -129,6 +158,64 @@ def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stor
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(256, stored["k"]["codes"].shape, dtype=torch.uint8, generator=generator)
     return stored | {"k": stored["k"] | {"codes": codes}}
+
+
+# -- Learned coordinates -----------------------------------------------------------------------------------------------
+def _same(of: Coordinates) -> Coordinates:
+    return of
+
+
+def _exchanged(of: Coordinates) -> Coordinates:
+    return replace(of, forward=of.forward.roll(1, 0), rows=of.rows.roll(1, 0))
+
+
+def _without_mean(of: Coordinates) -> Coordinates:
+    return replace(of, mean=torch.zeros_like(of.mean))
+
+
+def _swapped_steps(of: Coordinates) -> Coordinates:
+    first, second, third = of.steps
+    factor = torch.tensor([1.0, third / second, second / third])[of.owners // of.mean.shape[1]]
+    return replace(of, steps=(first, third, second), rows=of.rows * factor.unsqueeze(-1))
+
+
+def _transposed(of: Coordinates) -> Coordinates:
+    return replace(of, forward=of.forward.mT.contiguous(), rows=of.rows.mT.contiguous())
+
+
+def _wrong(kv_format: KVFormat, alter: Callable[[Coordinates], Coordinates]) -> KVFormat:
+    assert isinstance(kv_format, LearnedFormat), "planted in a cache of learned formats"
+    return kv_format.altered(alter)
+
+
+def _altered(side: str, alter: Callable[[Coordinates], Coordinates]) -> Alter:
+    """Storing K or V by coordinates that are wrong."""
+
+    def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
+        right, x = (cache.k_format(layer), k) if side == "k" else (cache.v_format(layer), v)
+        stored = by_token(_wrong(right, alter).quantize(x.transpose(0, 1), layer))
+        return _quantized(k, v, cache, layer) | {side: stored}
+
+    return store
+
+
+def _reading(
+    name: str, at: int, of_k: Callable[[Coordinates], Coordinates], of_v: Callable[[Coordinates], Coordinates]
+) -> Fault:
+    """A layer whose attention takes K's or V's stored levels for others than they are."""
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        if layer != at:
+            return reference.paged_attention(q, cache, layer, batch, softmax_scale)
+        pairs = tuple((_wrong(k, of_k), _wrong(v, of_v)) for k, v in cache.plan.layers)
+        wrong = PagedKVCache(
+            KVPlan(pairs), num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+            block_size=cache.block_size, device=cache.device,
+        )  # fmt: skip
+        load(wrong, layer, sides(cache, layer))
+        return reference.paged_attention(q, wrong, layer, batch, softmax_scale)
+
+    return Fault(name, at, "paged_attention", "attention_mlp", {"paged_attention": paged_attention})
 
 
 def _off_by_one(at: int) -> Callable[..., None]:

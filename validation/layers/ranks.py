@@ -6,7 +6,7 @@ slot of every head, as of an executor on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from haarkv.models.parallel import Ranks, kv_heads_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.trial import Stored, sides, snapshot
 
 
@@ -46,7 +47,7 @@ class _Part:
     """A rank's executor, and its part of the cache on trial."""
 
     def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
-        self.executor, self.ranks, self._plan = executor, ranks, plan
+        self.executor, self.ranks, self.plan = executor, ranks, plan
         self._heads = kv_heads_of(whole.num_kv_heads, ranks.rank, ranks.size)
         self._caches: dict[tuple[int, int], PagedKVCache] = {}
 
@@ -68,7 +69,7 @@ class _Part:
         config = self.executor.config
         if blocks not in self._caches:
             self._caches[blocks] = PagedKVCache(
-                self._plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks[0],
+                self.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks[0],
                 block_size=blocks[1], device=self.executor.device,
             )  # fmt: skip
         return self._caches[blocks]
@@ -80,6 +81,7 @@ class Gathered:
     Args:
         executor: of this rank's part.
         whole: shapes of the model.
+        plan: of this rank's KV heads.
     """
 
     ops = None
@@ -91,7 +93,10 @@ class Gathered:
         self._part = _Part(executor, ranks, whole, plan)
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        return self._part.executor.supports(self._part.executor.config, plan)
+        return self._part.executor.supports(self._part.executor.config, self._part.plan)
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
 
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("prefill", token_ids, range(self.config.num_layers), batch, cache)

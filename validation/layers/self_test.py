@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
+from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.faults import planted, reordered, table_with
+from haarkv.validation.layers.faults import LEARNED, Fault, planted, planted_learned, reordered, table_with
 from haarkv.validation.layers.report import Report
 from haarkv.validation.layers.runner import validate
 
@@ -49,11 +50,16 @@ class WholeLayers:
         self.supports, self.layers = executor.supports, executor.layers
         self.prefill, self.decode = executor.prefill, executor.decode
 
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
 
 def self_test(
     models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
 ) -> list[SelfTestRow]:
     """Plant every fault of `validation.layers.faults` in the middle layer of each model, and validate.
+
+    Faults in learned coordinates are planted in made-up ones.
 
     Args:
         models: of at least 4 layers.
@@ -62,23 +68,33 @@ def self_test(
     """
     rows = []
     for model in models:
-        faults = planted(model, model.config.num_layers // 2)
-        for driven in ("ops", "layers"):
-            trials = [("none (control)", None, table_with({})), ("none, sums in another order (control)", None, reordered())]
-            for name, fault, table in (*trials, *((fault.name, fault, fault.table()) for fault in faults)):
-                report = _report(model, table, driven, prompts)
-                where = f"layer {fault.layer} {fault.stage if driven == 'ops' else fault.seen_as}" if fault else "–"
-                rows.append(_row(report, driven, name, where))
-                if on_row:
-                    on_row(rows[-1])
+        layer, config = model.config.num_layers // 2, model.config
+        learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+        for spec, faults in ((KVSpec("tq4"), planted), (KVSpec(LEARNED, calibration=learned), planted_learned)):
+            control = "control, learned" if spec.calibration else "control"
+            for driven in ("ops", "layers"):
+                for name, fault, table in _trials(faults(model, layer), control):
+                    report = _report(model, table, driven, prompts, spec)
+                    where = f"layer {fault.layer} {fault.stage if driven == 'ops' else fault.seen_as}" if fault else "–"
+                    rows.append(_row(report, driven, name, where))
+                    if on_row:
+                        on_row(rows[-1])
     return rows
 
 
-def _report(model: DecoderModel, table: OpTable, driven: str, prompts: Sequence[Sequence[int]]) -> Report:
+def _trials(faults: Sequence[Fault], control: str) -> list[tuple[str, Fault | None, OpTable]]:
+    return [
+        (f"none ({control})", None, table_with({})),
+        (f"none, sums in another order ({control})", None, reordered()),
+        *((fault.name, fault, fault.table()) for fault in faults),
+    ]
+
+
+def _report(model: DecoderModel, table: OpTable, driven: str, prompts: Sequence[Sequence[int]], spec: KVSpec) -> Report:
     candidate: Executor = ReferenceExecutor(model, table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, KVSpec("tq4").plan(model.config.num_layers))
+    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, spec.plan(model.config.num_layers))
 
 
 def _row(report: Report, driven: str, name: str, planted_at: str) -> SelfTestRow:

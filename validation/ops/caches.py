@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats import Calibration, made_up
+from haarkv.tq_ops.formats.learned import nibbles_of
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -24,9 +26,10 @@ class CacheCase:
     """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
-        kv: formats, as `--kv` takes them.
+        kv: formats, as `--kv` takes them; `lrN` of made-up coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
+        tail, sink: tokens that stay in BF16.
     """
 
     kv: str
@@ -37,16 +40,35 @@ class CacheCase:
     stored: tuple[int, ...]
     new: tuple[int, ...]
     pages: bool = False
+    tail: int = 0
+    sink: int = 0
 
     def __str__(self) -> str:
         tokens = f"{len(self.new)}x{max(self.stored)}+{max(self.new)}"
         name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
-        return name + "-pages" * self.pages
+        kept = f"-tail{self.tail}-sink{self.sink}" if self.tail + self.sink else ""
+        return name + "-pages" * self.pages + kept
 
     @cached_property
     def plan(self) -> KVPlan:
         """Of as many layers as `LAYER` needs."""
-        return KVSpec(self.kv).plan(LAYER + 1)
+        return KVSpec(self.kv, tail=self.tail or None, sink=self.sink, calibration=self.calibration).plan(LAYER + 1)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """Made-up coordinates of its KV heads, where a format needs them."""
+        names = (part.split("=")[-1] for part in self.kv.split(","))
+        return made_up.calibration(LAYER + 1, self.kv_heads, self.head_dim) if any(map(nibbles_of, names)) else None
+
+    def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
+        if (learned := self.calibration) is None:
+            k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
+            return k, v
+        k, v = (
+            made_up.vectors(side[LAYER], tokens, generator).transpose(0, 1).contiguous() for side in (learned.k, learned.v)
+        )
+        return k, v
 
 
 def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
@@ -57,14 +79,27 @@ def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
                 yield layer, side, name, tensor
 
 
+def windows_of(made: PagedKVCache) -> list[Tensor]:
+    """The very tensors of what a cache keeps in BF16."""
+    return [window.vectors for layer in made.held for window in made.windows(layer) if window]
+
+
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows."""
+    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows.
+
+    So does every place in BF16: NaN. It takes everything that is stored in one batch.
+    """
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
     shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
     # Another layer's pages lie between.
     pages = torch.empty(blocks, 2, page_bytes(case.plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
     owned = {LAYER: pages[:, 1]} if case.pages else None
-    made = PagedKVCache(case.plan, num_blocks=blocks, device=device, pages=owned, **shape)
+    chunk = max(*case.stored, *case.new)
+    made = PagedKVCache(
+        case.plan, num_blocks=blocks, num_rows=len(case.new) + 2, chunk=chunk, device=device, pages=owned, **shape
+    )
+    for vectors in windows_of(made):
+        vectors.fill_(float("nan"))
     for _, _, name, tensor in cache_tensors(made):
         tensor.fill_(float("nan") if name == "scale" else 255)
     return made
@@ -75,16 +110,18 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
     generator = torch.Generator().manual_seed(0)
     made = poisoned_cache(case)
     order = torch.randperm(made.num_blocks, generator=generator).tolist()
-    paging = PagedSequences(made.num_blocks, case.block_size, order=order)
-    ids = [paging.add() for _ in case.new]
+    paging = PagedSequences(made.num_blocks, case.block_size, order=order, num_rows=made.num_rows)
+    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
     older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
     for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
         batch = paging.batch(*zip(*pairs, strict=True))
-        k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=generator)
+        k, v = case.vectors(len(batch.positions), generator)
         reference.store_kv(k, v, made, LAYER, batch)
     if torch.device(device).type == "cpu":
         return made, batch
     copy = poisoned_cache(case, device)
     for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
         ours.copy_(theirs)
+    for vectors, theirs in zip(windows_of(copy), windows_of(made), strict=True):
+        vectors.copy_(theirs)
     return copy, batch.to(device)

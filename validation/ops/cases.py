@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_tokens
-from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache
+from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -173,10 +173,10 @@ class Attention(_OnCache):
         """Each head's output of each token, against its own length."""
         arguments = self.arguments(device)
         before = arguments[0].clone()
-        stored = [tensor.clone() for *_, tensor in cache_tensors(arguments[1])]
+        stored = [tensor.clone() for tensor in _tensors(arguments[1])]
         ours, theirs = table.paged_attention(*arguments), _attended(self)
         fault = _misshapen(ours, theirs, self.dtype) or _changed(arguments[:1], (before,))
-        if any(not _same(was, now) for was, (*_, now) in zip(stored, cache_tensors(arguments[1]), strict=True)):
+        if any(not _same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
             fault = "it changed the cache"
         return Finding(
             relative(ours, theirs), (bounds.LAYER_FP32 if self.dtype == FP32 else bounds.LAYER_BF16).attention, fault
@@ -198,16 +198,24 @@ class Store(_OnCache):
     op: ClassVar[str] = "store_kv"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones and one along an axis."""
+        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
+
+        Tokens before the new ones have their slots, in which nothing is.
+        """
         made = poisoned_cache(self.cache, device)
-        paging = PagedSequences(made.num_blocks, self.cache.block_size, order=list(reversed(range(made.num_blocks))))
-        batch = paging.batch([paging.add() for _ in self.cache.new], self.cache.new)
-        shape = (2, len(batch.positions), self.cache.kv_heads, self.cache.head_dim)
-        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        order = list(reversed(range(made.num_blocks)))
+        paging = PagedSequences(made.num_blocks, self.cache.block_size, order=order, num_rows=made.num_rows)
+        ids = [paging.add() for _ in (0, *self.cache.new)][:0:-1]
+        if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored, strict=True) if tokens]:
+            paging.batch(*zip(*older, strict=True))
+        batch = paging.batch(ids, self.cache.new)
+        k, v = self.cache.vectors(len(batch.positions), torch.Generator().manual_seed(2))
         k[0, 0] = 0.0
         v[0, 0] *= 1e-12  # its scale is below FP16
         v[-1, 0] = 0.0
         v[-1, 0, 3] = -2.5
+        if learned := self.cache.calibration:
+            k[-1, -1] = learned.k[LAYER].mean[-1]
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
@@ -231,7 +239,15 @@ class Store(_OnCache):
         untouched = [_untouched(made, block, offset) for made in (arguments[2], before[2])]
         if any(not _same(a, b) for a, b in zip(*untouched, strict=True)):
             fault = fault or "it changed a slot of no token"
+        kept = [windows_of(made) for made in (arguments[2], theirs[2])]
+        if any(not _same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
+            fault = fault or "it does not keep the same in BF16"
         return Finding(error, bounds.LAYER_FP32.length, fault)
+
+
+def _tensors(made: PagedKVCache) -> list[Tensor]:
+    """Whatever a cache holds."""
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def _untouched(made: PagedKVCache, block: Tensor, offset: Tensor) -> list[Tensor]:

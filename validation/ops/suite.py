@@ -51,6 +51,15 @@ ATTENTION = (
     CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
     CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
     CacheCase("k=tq8,v=tq3", 64, 2, 2, 16, (200, 0), (30, 50)),
+    # Words of 2, 4, 8 and 16 that are left over, fewer than a register, and the most that there are.
+    CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 2, 126, 127, 128, 1500), (1, 1, 1, 1, 1, 1)),
+    CacheCase("k=lr112,v=lr48", 128, 5, 2, 128, (0, 300), (3, 1)),
+    CacheCase("k=lr48,v=lr240", 128, 8, 2, 24, (0, 100), (9, 1)),
+    CacheCase("k=lr384,v=lr32", 128, 2, 1, 128, (200,), (2,)),
+    CacheCase("k=lr32,v=lr176", 64, 5, 2, 16, (0, 60), (17, 1), pages=True),
+    CacheCase("k=lr272,v=lr768", 256, 1, 2, 128, (130,), (2,)),
+    CacheCase("k=tq4,v=lr80", 128, 5, 2, 128, (130, 7), (1, 2)),
+    CacheCase("k=lr144,v=tbq4_0", 128, 2, 2, 16, (40,), (9,)),
 )
 # For interpreters, too: of each pair what is quick.
 SMALL_ATTENTION = (
@@ -69,6 +78,16 @@ SMALL_ATTENTION = (
     Attention(CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)), BF16, small=True),
     *(Attention(CacheCase("k=tq4,v=tq2", 128, 2, 1, 8, (20, 3), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
     Attention(CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True), FP32, small=True),
+    # Tails and sinks: contexts shorter than them and longer, one new token and chunks, rings that begin anew.
+    *(
+        Attention(CacheCase("tq4", 64, 5, 2, 16, (0, 3, 4, 12, 60), (1,) * 5, tail=9, sink=4), dtype, small=True)
+        for dtype in (FP32, BF16)
+    ),
+    Attention(CacheCase("k=tq3,v=tq4", 64, 2, 1, 8, (0, 30, 9), (13, 12, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5), BF16, small=True),
+    Attention(CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6), BF16, small=True),
+    Attention(CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40), BF16, small=True),
+    Attention(CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2), BF16, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -79,14 +98,23 @@ STORES = (
     CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 8, (0,), (12,)),
     CacheCase("tq4", 128, 1, 2, 16, (0, 0), (40, 3), pages=True),
     CacheCase("tbq4_0", 128, 1, 2, 8, (0,), (12,), pages=True),
+    CacheCase("k=lr128,v=lr64", 128, 1, 8, 128, (0, 0), (1, 30)),
+    CacheCase("k=lr48,v=lr240", 128, 1, 2, 8, (0,), (12,), pages=True),
+    CacheCase("k=lr176,v=lr32", 64, 1, 9, 16, (0,), (11,)),
+    CacheCase("k=lr32,v=lr768", 256, 1, 1, 16, (0,), (5,)),
+    CacheCase("k=tq4,v=lr96", 128, 1, 3, 16, (0,), (20,)),
+    CacheCase("k=lr96,v=tbq4_0", 128, 1, 3, 16, (0,), (4,)),
 )
 SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
     CacheCase("tq4", 256, 1, 1, 24, (0,), (5,)),
     CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+    CacheCase("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3),
+    CacheCase("k=tq4,v=tq3", 64, 1, 2, 8, (0, 40), (3, 2), sink=2),
+    CacheCase("tq4", 128, 1, 2, 16, (7, 40), (1, 1), tail=9),
 )
-_PACKED = ("tq4", "tbq4_0")
+_PACKED = ("tq4", "tbq4_0", "k=lr128,v=lr64")
 
 
 def timed_cases() -> Iterator[OpCase]:

@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.session import Session, plan_for
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import Side
+from haarkv.tq_ops.formats import Calibration, Side
+from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
 from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_BYTES, KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import (
@@ -96,14 +98,45 @@ def places(config: DecoderConfig) -> list[Place]:
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
 
-def require_candidates(names: Sequence[str], config: DecoderConfig) -> None:
+def learned_anchors(head_dim: int) -> tuple[str, ...]:
+    """Formats of a calibration that are measured, for the others to be predicted from: about half and one nibble a number."""
+    half = max(MULTIPLE, head_dim // 2 // MULTIPLE * MULTIPLE)
+    return tuple(dict.fromkeys(f"{PREFIX}{nibbles}" for nibbles in (half, 2 * half)))
+
+
+def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float]]:
+    """What every number of nibbles costs at each place, from the few that were measured.
+
+        cost(N) = cost(M) * expected_cost(N) / expected_cost(M)        M: the measured one whose expected cost is nearest
+
+    Args:
+        costs: of formats of `learned`; others are passed on as they are.
+    Returns:
+        those, and every multiple of 16 nibbles up to two a coordinate.
+    """
+    found: dict[Place, dict[str, float]] = {}
+    for (layer, side), of_place in costs.items():
+        weights = getattr(learned, side)[layer].weights
+        expected = {n: float(expected_cost(weights, n).mean()) for n in range(MULTIPLE, 2 * weights.shape[1] + 1, MULTIPLE)}
+        measured = {nibbles: kl for name, kl in of_place.items() if (nibbles := nibbles_of(name))}
+        row = {name: kl for name, kl in of_place.items() if nibbles_of(name) is None}
+        for nibbles, cost in expected.items():
+            near = min(measured, key=lambda m, c=cost: abs(math.log(expected[m] / c)))  # type: ignore[misc]
+            row[f"{PREFIX}{nibbles}"] = measured[near] * cost / expected[near]
+        found[layer, side] = row
+    return found
+
+
+def require_candidates(names: Sequence[str], config: DecoderConfig, learned: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
+    Args:
+        learned: what `lrN` takes its coordinates from.
     Raises:
         InputError: naming the format.
     """
     for name in names:
-        if plan_for(KVSpec(name), config).windowed:
+        if plan_for(KVSpec(name, calibration=learned), config).windowed:
             raise InputError(
                 f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
             )
@@ -117,17 +150,22 @@ def bits_per_value(kv: KVPlan, config: DecoderConfig, context: int) -> float:
 
 
 def _size(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:
-    """Bytes of one place and KV head for one sequence, its tail included."""
+    """Bytes of one place and KV head for one sequence, its tail and sinks included."""
     kv_format = kv.layers[place[0]][place[1] == "v"]
     packed = BLOCK_SIZE * blocks_for(context) * kv_format.bytes_per_vector(head_dim)
-    return round(packed) + WINDOW_BYTES * head_dim * kv.ring_tokens(kv_format)
+    window = kv.ring_tokens(kv_format) + kv.sink if kv.has_window(kv_format) else 0
+    return round(packed) + WINDOW_BYTES * head_dim * window
 
 
-def with_format(plan: KVPlan, place: Place, name: str) -> KVPlan:
-    """A plan with another format at one place."""
+def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:
+    """A plan with another format at one place.
+
+    Args:
+        learned: what `lrN` takes its coordinates from.
+    """
     (layer, side), layers = place, list(plan.layers)
     k_format, v_format = layers[layer]
-    kv_format = formats.get(name, side)
+    kv_format = formats.get(name, side, learned)
     layers[layer] = (kv_format, v_format) if side == "k" else (k_format, kv_format)
     return replace(plan, layers=tuple(layers))
 
@@ -146,12 +184,14 @@ def cache_of(base: Session, plan: KVPlan) -> Session:
 # -- Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def changed_caches(base: Session, candidates: Sequence[str]) -> dict[str, tuple[Place, str, Session]]:
+def changed_caches(
+    base: Session, candidates: Sequence[str], learned: Calibration | None = None
+) -> dict[str, tuple[Place, str, Session]]:
     """The baseline with one candidate at one place, by a name for the user; `bf16` changes nothing and is left out."""
     found = {}
     for place in places(base.config):
         for name in candidates:
-            if (plan := with_format(base.plan, place, name)) != base.plan:
+            if (plan := with_format(base.plan, place, name, learned)) != base.plan:
                 found[f"{name} for {place[1].upper()} of layer {place[0]}"] = (place, name, cache_of(base, plan))
     return found
 
@@ -161,6 +201,7 @@ def measure(
     calibration: Workload,
     candidates: Sequence[str],
     *,
+    learned: Calibration | None = None,
     partial: Partial | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> dict[Place, dict[str, float]]:
@@ -173,6 +214,7 @@ def measure(
     Args:
         calibration: the text and its windows; greedy prompts are not run.
         candidates: names of formats.
+        learned: what `lrN` takes its coordinates from.
         partial: keeps the scores of every window, and hands out what an earlier run has kept.
     Returns:
         nats a token, in the order of the places and candidates.
@@ -180,7 +222,7 @@ def measure(
         NonFiniteError: a cache gave a logit that is not finite.
     """
     partial = partial or Partial()
-    caches, windows = changed_caches(setup.base, candidates), calibration.windows
+    caches, windows = changed_caches(setup.base, candidates, learned), calibration.windows
     divergences: dict[str, list[Tensor]] = {name: [] for name in caches}
     try:
         for number, window in enumerate(windows):
@@ -231,18 +273,29 @@ class _Entering:
 # -- Choosing -------------------------------------------------------------------------------------------------------------
 
 
-def choose(costs: Costs, config: DecoderConfig, *, budget: float, tail: int, context: int) -> Allocation | None:
+def choose(
+    costs: Costs,
+    config: DecoderConfig,
+    *,
+    budget: float,
+    tail: int,
+    context: int,
+    sink: int = 0,
+    learned: Calibration | None = None,
+) -> Allocation | None:
     """The formats with the least sum of costs within a budget, beside a tail.
 
     Args:
         budget: bits a value, all included.
         tail: tokens that stay in BF16; 0 for none.
         context: tokens of a sequence, over which the tail's bytes are spread.
+        sink: first tokens that stay in BF16.
+        learned: what `lrN` takes its coordinates from.
     Returns:
         None if not even the smallest candidates fit.
     """
-    empty = KVSpec("bf16", tail=tail or None).plan(config.num_layers)
-    options = [[(name, with_format(empty, place, name)) for name in of_place] for place, of_place in costs.items()]
+    empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
+    options = [[(name, with_format(empty, place, name, learned)) for name in of_place] for place, of_place in costs.items()]
     sizes = [
         [_size(plan, place, config.head_dim, context) for _, plan in of_place]
         for place, of_place in zip(costs, options, strict=True)
@@ -256,25 +309,37 @@ def choose(costs: Costs, config: DecoderConfig, *, budget: float, tail: int, con
     plan, total = empty, []
     for (place, of_place), option in zip(costs.items(), found, strict=True):
         name = list(of_place)[option]
-        plan = with_format(plan, place, name)
+        plan = with_format(plan, place, name, learned)
         total.append(of_place[name])
     return Allocation(plan, math.fsum(total))
 
 
 def choices_within(
-    costs: Costs, config: DecoderConfig, *, budget: float, tails: Sequence[int], context: int
+    costs: Costs,
+    config: DecoderConfig,
+    *,
+    budget: float,
+    tails: Sequence[int],
+    context: int,
+    sinks: Sequence[int] = (0,),
+    learned: Calibration | None = None,
 ) -> list[Allocation]:
-    """The best formats beside each tail that leaves room for any.
+    """The best formats beside each tail and number of sinks that leave room for any.
 
     Raises:
         InputError: a budget that no choice meets, or that bf16 meets already.
     """
     if not 0 < budget < 16:
         raise InputError(f"a budget of {budget:g} bits a value is none; --budget must lie above 0 and below bf16's 16")
-    found = [choose(costs, config, budget=budget, tail=tail, context=context) for tail in tails]
+    beside = [(tail, sink) for tail in tails for sink in sinks]
+    found = [
+        choose(costs, config, budget=budget, tail=tail, context=context, sink=sink, learned=learned) for tail, sink in beside
+    ]
     if choices := [choice for choice in found if choice]:
         return choices
-    plans = [KVSpec(name, tail=min(tails) or None).plan(config.num_layers) for of_place in costs.values() for name in of_place]
+    smallest = KVSpec(tail=min(tails) or None, sink=min(sinks), calibration=learned)
+    names = dict.fromkeys(name for of_place in costs.values() for name in of_place)
+    plans = [replace(smallest, kv=name).plan(config.num_layers) for name in names]
     least = min(bits_per_value(plan, config, context) for plan in plans)
     raise InputError(f"no plan takes {budget:g} bits a value: the smallest takes {least:.4g}; raise --budget or --context")
 
@@ -291,18 +356,21 @@ def compare(
 # -- Verifying ------------------------------------------------------------------------------------------------------------
 
 
-def rivals_of(plan: KVPlan, config: DecoderConfig, context: int, candidates: Sequence[str]) -> dict[str, KVPlan]:
+def rivals_of(
+    plan: KVPlan, config: DecoderConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
+) -> dict[str, KVPlan]:
     """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
 
-    With the plan's tail as well, if it has one, the largest that take no more: what of the gain is the tail's.
+    With the plan's tail and sinks as well, if it has any, the largest that take no more: what of the gain is theirs.
     """
     own = bits_per_value(plan, config, context)
     found: dict[str, KVPlan] = {}
-    for tail in dict.fromkeys((None, plan.recent)):
-        uniform = [KVSpec(name, tail=tail).plan(config.num_layers) for name in candidates]
+    for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
+        beside = KVSpec(tail=tail, sink=sink, calibration=learned)
+        uniform = [replace(beside, kv=name).plan(config.num_layers) for name in candidates]
         bits = [bits_per_value(other, config, context) for other in uniform]
         near = {max((b for b in bits if b <= own), default=None)}
-        if tail is None:
+        if (tail, sink) == (None, 0):
             near.add(min((b for b in bits if b >= own), default=None))
         found |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
     return dict(sorted(found.items(), key=lambda item: bits_per_value(item[1], config, context)))

@@ -14,7 +14,7 @@ from cuda_rows import rows_of
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
-KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge"}
+KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "silu_mul", "quantize", "rotate", "attend", "merge", "window"}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """That a program may have at most, by capability."""
 
@@ -30,6 +30,9 @@ class Bounds:
         copies: asynchronous copies of 16 bytes in its loop, at least: the next tile is fetched while this one is computed.
         look_ups: PRMT, LOP3 and SHF for each coordinate of K and V that the loop reads.
         memory: cycles that the loop keeps shared memory and the first cache of a processor busy for each coordinate.
+        buffers: tiles of K's codes, and of V's, that have a place in shared memory, at least.
+        in_flight: groups of copies that may still be on their way when the loop goes on, at least: with K's and V's of one
+            tile it is 2.
     """
 
     registers: int
@@ -38,15 +41,17 @@ class Bounds:
     copies: int = 0
     look_ups: float | None = None
     memory: float | None = None
+    buffers: int = 0
+    in_flight: int = 0
 
 
 BOUNDS = {
     # measured                 178 / 190      69,632     32      8        1.89 / 1.89     0.0505 / 0.0493
-    (90, "decode 128"): Bounds(192, 70 * 1024, 32, 8, 2.1, 0.055),
+    (90, "decode 128"): Bounds(192, 70 * 1024, 32, 8, 2.1, 0.055, 2, 2),
     # measured                 168 / 255      57,344     32      8        1.93 / 1.92     0.0491 / 0.0483
-    (90, "decode 256"): Bounds(255, 58 * 1024, 32, 8, 2.1, 0.055),
+    (90, "decode 256"): Bounds(255, 58 * 1024, 32, 8, 2.1, 0.055, 2, 2),
     # measured                 136 / 176      38,912     40      4        1.91 / 1.91     0.0764 / 0.0740
-    (90, "decode 64"): Bounds(184, 39 * 1024, 36, 4, 2.1, 0.080),
+    (90, "decode 64"): Bounds(184, 39 * 1024, 36, 4, 2.1, 0.080, 2, 2),
     # measured                  171 / 177     28,800     24     10 / 2    1.97 / 2.23     0.0464 / 0.0464
     (90, "prefill 128"): Bounds(184, 30 * 1024, 16, 2, 2.4, 0.055),
     # measured                   96           20,480     72
@@ -62,9 +67,9 @@ BOUNDS = {
     # measured                48 / 56          1,024; a program rotates one vector, with which tensor cores can do nothing
     (90, "merge 128"): Bounds(64, 2 * 1024, 0),
     # measured                 168 / 216      73,728     64      8        1.89 / 1.89     0.0577 / 0.0565
-    (80, "decode 128"): Bounds(224, 74 * 1024, 64, 8, 2.1, 0.062),
+    (80, "decode 128"): Bounds(224, 74 * 1024, 64, 8, 2.1, 0.062, 2, 2),
     # measured                  167 / 165     39,200     32      4        1.95 / 1.96     0.0442 / 0.0469; 128 tokens spill
-    (100, "decode 128"): Bounds(168, 40 * 1024, 32, 4, 2.1, 0.055),
+    (100, "decode 128"): Bounds(168, 40 * 1024, 32, 4, 2.1, 0.055, 2, 2),
 }
 
 
@@ -74,7 +79,8 @@ def broken(row: dict, bounds: Bounds) -> list[str]:
     most = (("registers", bounds.registers), ("shared", bounds.shared),
             ("look_ups_a_coordinate", bounds.look_ups), ("memory_cycles_a_coordinate", bounds.memory))  # fmt: skip
     wrong += [f"{name} {row[name]} > {bound}" for name, bound in most if bound is not None and row[name] > bound]
-    least = (("tensor", bounds.tensor), ("copies_in_loop", bounds.copies))
+    least = (("tensor", bounds.tensor), ("copies_in_loop", bounds.copies),
+             ("buffers", bounds.buffers), ("in_flight", bounds.in_flight))  # fmt: skip
     return wrong + [f"{name} {row[name]} < {bound}" for name, bound in least if bound and row[name] < bound]
 
 
@@ -94,20 +100,17 @@ def test_kernels_are_within_their_bounds_on_hopper():
     check(rows_of("cuda_compile.py", "90", *names), (90,), head_dim=128)
 
 
-@pytest.mark.slow
-def test_decode_is_within_its_bounds_on_ampere_and_blackwell():
-    check(rows_of("cuda_compile.py", "80,100", "decode 128"), (80, 100))
-
-
 def test_a_kernel_outside_its_bounds_is_seen():
-    row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "LDL": 0, "STL": 2,
-           "look_ups_a_coordinate": 2.4, "memory_cycles_a_coordinate": 0.04}  # fmt: skip
-    assert broken(row, Bounds(168, 10, 4, 1, 2.1, 0.05)) == [
+    row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "LDL": 0, "STL": 2, "buffers": 1,
+           "look_ups_a_coordinate": 2.4, "memory_cycles_a_coordinate": 0.04, "in_flight": 0}  # fmt: skip
+    assert broken(row, Bounds(168, 10, 4, 1, 2.1, 0.05, 2, 2)) == [
         "0 loads and 2 stores of spilled registers",
         "registers 255 > 168",
         "look_ups_a_coordinate 2.4 > 2.1",
         "tensor 3 < 4",
         "copies_in_loop 0 < 1",
+        "buffers 1 < 2",
+        "in_flight 0 < 2",
     ]
 
 
@@ -129,10 +132,13 @@ def other_triton(request) -> Path | None:
 
 
 @pytest.mark.cuda_compile
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_every_launch_compiles_without_spilling(capability, other_triton):
+def test_every_launch_compiles_without_spilling(capability, head_dim, other_triton):
     """What a card would refuse is refused here: by Triton, by ptxas, or for want of shared memory."""
-    rows = rows_of("cuda_compile.py", str(capability), "--everything", triton=other_triton)
+    rows = rows_of(
+        "cuda_compile.py", str(capability), "--everything", "--head-dim", str(head_dim), triton=other_triton
+    )  # fmt: skip
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
     assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
     # FP32 models are run to compare with; of theirs some spill a few registers.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative
+from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda.layout import READS, layout_of
@@ -36,9 +36,13 @@ LONG = [
 
 def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
     copy = poisoned_cache(case, DEVICE)
-    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
         ours.copy_(theirs)
     return copy
+
+
+def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def check_attention(case: Case) -> None:
@@ -97,9 +101,10 @@ def test_tiny_v_keeps_its_precision():
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
-def test_a_dead_sequence_reads_and_stores_nothing():
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"tail": 40}], ids=str)
+def test_a_dead_sequence_reads_and_stores_nothing(kept):
     """What pads a captured batch: length 0, slot -1, a block table of zeros."""
-    case = Case("tq4", 64, 2, 1, 8, (9,), (1,))
+    case = Case("tq4", 64, 2, 1, 8, (9,), (1,), **kept)
     made, batch = filled(case)
     copy, q = on_device(made, case), torch.randn(1, 2, 64).to(DEVICE)
     alone = ops.paged_attention(q, copy, LAYER, batch.to(DEVICE), 0.125)
@@ -112,13 +117,13 @@ def test_a_dead_sequence_reads_and_stores_nothing():
     both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, padded, 0.125)
     assert relative(both[:1], alone) <= bounds.LAYER_FP32.attention
     assert (both[1] == 0).all()
-    before = [tensor.clone() for *_, tensor in cache_tensors(copy)]
+    before = [tensor.clone() for tensor in everything_in(copy)]
     fault = ops.new_fault(DEVICE)
     kv = torch.full((2, 1, 64), float("nan"), device=DEVICE)
     kv[0] = 1.0
     ops.append(kv, kv, copy, LAYER, replace(padded, slot_mapping=torch.tensor([-1, -1], device=DEVICE)), fault)
     ops.raise_fault(fault, copy, padded)  # a dead sequence has no fault
-    for was, (*_, tensor) in zip(before, cache_tensors(copy), strict=True):
+    for was, tensor in zip(before, everything_in(copy), strict=True):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -171,10 +176,11 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
 
 
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf")), ("v", 1e7)])
-def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value):
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}], ids=str)
+def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value, kept):
     # 1e7 is finite, and too long for tbq4_0's scale.
-    ours, theirs, batch, k, v = new_tokens(STORES[4])
-    before = [tensor.clone() for *_, tensor in cache_tensors(ours)]
+    ours, theirs, batch, k, v = new_tokens(replace(STORES[4], **kept))
+    before = [tensor.clone() for tensor in everything_in(ours)]
     (k if side == "k" else v)[2, 0, 127] = value
     with pytest.raises(NonFiniteError) as wanted:
         reference.store_kv(k, v, theirs, LAYER, batch)
@@ -182,7 +188,7 @@ def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stor
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     assert str(error.value) == str(wanted.value)
     assert f"{side.upper()} of token 2" in str(error.value)
-    for was, (*_, tensor) in zip(before, cache_tensors(ours), strict=True):
+    for was, tensor in zip(before, everything_in(ours), strict=True):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -191,6 +197,30 @@ def test_a_slot_outside_the_cache_is_refused():
     batch.slot_mapping[3] = ours.num_slots
     with pytest.raises(IndexError):
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+
+
+def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
+    """`append` alone, which does not wait: all vectors but that one are there."""
+    case = replace(STORES[2], tail=3, sink=2)
+    ours, theirs, batch, k, v = new_tokens(case)
+    reference.store_kv(k, v, theirs, LAYER, batch)
+    k[3, 0, 7] = torch.nan
+    fault = ops.new_fault(DEVICE)
+    ops.append(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE), fault)
+    with pytest.raises(NonFiniteError, match="K of token 3"):
+        ops.raise_fault(fault, ours, batch)
+    (k_window, v_window), (theirs_k, theirs_v) = ours.windows(LAYER), theirs.windows(LAYER)
+    ring = theirs_k.vectors[int(batch.rows[0]), 0, 2:]
+    ring[3] = torch.nan
+    assert torch.equal(k_window.vectors.cpu().view(torch.uint8), theirs_k.vectors.view(torch.uint8))
+    assert torch.equal(v_window.vectors.cpu().view(torch.uint8), theirs_v.vectors.view(torch.uint8))
+
+
+def test_more_new_tokens_than_the_ring_takes_are_refused():
+    made, _, batch, k, v = new_tokens(replace(STORES[2], tail=3))
+    made.most_new_tokens = 4
+    with pytest.raises(ValueError, match="at most 4 new tokens"):
+        ops.store_kv(k.to(DEVICE), v.to(DEVICE), made, LAYER, batch.to(DEVICE))
 
 
 # -- What they read, and the lookup -------------------------------------------------------------------------------------
@@ -205,7 +235,7 @@ def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
     assert "not manthan3" in reason("manthan3")
     assert "take one scale a vector, and tbq4_0 at head_dim 256 has 2" in reason("tbq4_0", 256)
     assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
-    assert "tail" in reason(KVSpec("tq4", tail=8))
+    assert reason(KVSpec("tq4", tail=8, sink=4)) is None
 
 
 def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:

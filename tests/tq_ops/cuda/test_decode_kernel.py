@@ -20,6 +20,7 @@ from ptx import LaunchFault, far
 from ptx_decode import executed, ptx_of
 
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
+from haarkv.tq_ops.cuda.kept import attend_kept, kept_in
 from haarkv.tq_ops.cuda.layout import layout_of
 
 if reason := nvrtc.missing():
@@ -33,8 +34,10 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_bac
     theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
     k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
     rotated = (q.float().flatten(0, 1) @ k.rotation.float()).half().view(q.shape)
+    scale, kept = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER)
+    in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, rotated, made, LAYER, batch, k, v, case.head_dim**-0.5 * ops.LOG2_E, rotate_back)
+        ours = decode.attend(q, rotated, made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
     return ours, theirs
 
 
@@ -42,8 +45,8 @@ def attend(case: Case, **how):
     return attend_in(*filled(case), case, **how)
 
 
-def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths: int, pages: bool = False) -> Case:
-    return Case(kv, head_dim, group, kv_heads, block, tuple(n - 1 for n in lengths), (1,) * len(lengths), pages=pages)
+def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths: int, **more: int) -> Case:
+    return Case(kv, head_dim, group, kv_heads, block, tuple(n - 1 for n in lengths), (1,) * len(lengths), **more)
 
 
 CASES = [
@@ -58,9 +61,12 @@ CASES = [
     case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
     case("tq2", 128, 2, 1, 16, 300, 17),
     case("tq3", 128, 2, 2, 128, 300, 17),
-    case("k=tq3,v=tq2", 256, 2, 1, 128, 300),
-    case("k=tq2,v=tq3", 256, 2, 1, 128, 300),
-    case("k=tq4,v=tq3", 128, 5, 1, 128, 300),
+    case("k=tq3,v=tq2", 256, 2, 1, 128, 70),
+    case("k=tq2,v=tq3", 256, 2, 1, 128, 70),
+    case("k=tq4,v=tq3", 128, 5, 1, 128, 70),
+    # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
+    case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
+    case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
 ]
 
 
@@ -70,14 +76,14 @@ def test_it_equals_the_reference(case):
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
-@pytest.mark.parametrize("order", ["descending", "random"])
+@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.ptx_long), "random"])
 def test_no_order_of_the_thread_blocks_changes_a_bit(order):
     one = CASES[0]
     assert torch.equal(attend(one)[0], attend(one, order=order)[0])
 
 
-def test_without_the_rotation_back_the_output_stays_rotated():
-    one = CASES[0]
+@pytest.mark.parametrize("one", [CASES[0], case("tq4", 64, 3, 1, 128, 40, 3, tail=9, sink=4)], ids=["packed", "tail"])
+def test_without_the_rotation_back_the_output_stays_rotated(one):
     made, _ = filled(one)
     rotation = layout_of(made.v_format(LAYER), LAYER, one.head_dim, torch.device("cpu")).rotation.float()
     ours, theirs = attend(one, rotate_back=False)
@@ -92,9 +98,10 @@ def test_nothing_is_left_from_launch_to_launch():
     assert torch.equal(first, second)
 
 
-def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero():
+@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}], ids=str)
+def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero(kept):
     """What pads a captured batch: length 0, position 0, a block table of -1."""
-    one = case("tq4", 128, 4, 1, 16, 300, 17)
+    one = case("tq4", 128, 4, 1, 16, 300, 17, **kept)
     made, batch = filled(one)
     alone, _ = attend_in(made, batch, one)
     batch = replace(batch, seq_lens=torch.tensor([300, 0], dtype=torch.int32), block_table=batch.block_table.clone())
@@ -143,7 +150,7 @@ def test_planted_faults_are_found(fault):
     one = CASES[0]
     made, batch = filled(one)
 
-    shape = (2, 5, 128, 4, 4, 128, 0, 2)
+    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0)
     broken = FAULTS[fault](ptx_of(*shape))  # an edit that changes nothing fails here
 
     def check_twice() -> None:

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 import triton
 import triton.language as tl
+from schedule_pieces import pieces
 
-from haarkv.tq_ops.cuda.schedule import find_piece, pieces, pieces_of, share_of, tiles_of
+from haarkv.tq_ops.cuda.schedule import find_piece, pieces_of, share_of, tiles_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROGRAMS, TILE = 3 * 132 // 8, 128  # of a KV head of Qwen3-14B on an H200

@@ -254,8 +254,11 @@ def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_di
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_windows_are_refused(backend):
+def test_windows_are_refused_by_all_but_the_gpu(backend):
     reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), 128)
+    if backend == "cuda":
+        assert reason is None
+        return
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
 
 

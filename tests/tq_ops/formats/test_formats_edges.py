@@ -10,7 +10,7 @@ from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, prefil
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, manthan, rotated, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, kvarn, manthan, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
@@ -43,14 +43,16 @@ def test_names():
     assert formats.names()[0] == "tq4"
     assert set(formats.names()) == {
         "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
-        "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128", "q4_0", "q8_0", "fp8_e4m3", "bf16", "fp32",
+        "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128",
+        "kvarn2", "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3", "bf16", "fp32",
     }  # fmt: skip
-    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
+    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith(("kivi", "kvarn"))}
     for name in formats.names():
         assert formats.get(name).name == formats.get(name, "v").name == name
     assert formats.get("kivi2", "k").group_tokens == 32
     assert formats.get("kivi4_g128", "k").group_tokens == 128
     assert formats.get("kivi2", "v").group_tokens == 1
+    assert formats.get("kvarn4", "k").group_tokens == formats.get("kvarn4", "v").group_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,9 @@ def test_names():
         ("tbq4_0", "k", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
         ("tq3_0", "k", 80, "tq3_0 stores blocks of 32 values and cannot hold head_dim 80"),
         ("q4_0", "v", 48, "q4_0 stores blocks of 32 values and cannot hold head_dim 48"),
+        ("q4_0_rot", "k", 96, "q4_0_rot rotates 64 values at a time and cannot hold head_dim 96"),
+        ("kvarn3", "v", 96, "kvarn3 needs a head_dim that is a power of two, 8 or more, not 96"),
+        ("kvarn3", "k", 4, "kvarn3 needs a head_dim that is a power of two, 8 or more, not 4"),
         ("q8_0", "v", 16, "q8_0 stores blocks of 32 values and cannot hold head_dim 16"),
         ("manthan3", "k", 100, "manthan3 packs 8 coordinates in 3 bytes and cannot hold head_dim 100"),
         ("kivi2", "v", 80, "kivi2 groups 32 channels of V and cannot hold head_dim 80"),
@@ -86,6 +91,9 @@ def test_keys_must_come_in_whole_groups():
     for shape in ((31, 64), (33, 64), (64,)):
         with pytest.raises(InputError, match="groups of 32"):
             formats.get("kivi2").quantize(torch.zeros(shape), 0)
+    for shape, side in (((127, 64), "k"), ((64, 128), "v"), ((128,), "k")):
+        with pytest.raises(InputError, match="tiles of 128 tokens"):
+            formats.get("kvarn2", side).quantize(torch.zeros(shape), 0)
 
 
 @pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
@@ -239,7 +247,7 @@ def test_bytes_are_what_the_fields_hold(name, side, head_dim):
 
 
 def full_of_ties(name, side):
-    kv_format, x = vectors(name, side, 300, seed=3)
+    kv_format, x = vectors(name, side, 9 if name.startswith("kvarn") else 300, seed=3)
     x[::3] = (x[::3] * 4).round() / 4
     x[1::3] = (x[1::3] * 16).round() / 16
     x[1], x[2] = 0, 1.5
@@ -267,7 +275,7 @@ def test_reach_covers_what_noise_does(name, side):
     shift = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
     ours, theirs = kv_format.quantize(x, 3), kv_format.quantize(x + shift, 3)
     # A rotation adds up what all coordinates are off; elsewhere each is off by noise at most, and its norm a little.
-    whole = (5.0 if name.startswith("t") else 1.2) * noise
+    whole = (5.0 if name.startswith(("t", "kvarn", "q4_0_rot")) else 1.2) * noise
     for allowed in (whole, torch.full((*x.shape[:-1], 1), whole)):
         compared = compare_stored(kv_format, 3, ours, theirs, x, allowed)[0]
         assert (compared.unexplained, compared.different > 10) == (0, True)
@@ -280,7 +288,7 @@ def test_reach_covers_what_noise_does(name, side):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, fp8, kivi, manthan, rotated, turboquant):
+    for module in (blocks, fp8, kivi, kvarn, manthan, rotated, turboquant):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
@@ -363,7 +371,7 @@ def test_the_page_lists_every_format_with_its_bytes():
             except InputError:
                 assert cell == "–"
             else:
-                assert sizes == {float(cell)}
+                assert sizes == {float(size) for size in cell.split(" or ")}
         assert float(row[3]) == formats.get(name).bytes_per_vector(128) / 16
 
 
@@ -383,7 +391,8 @@ def test_the_page_tells_the_errors_that_are_measured():
     with_outliers = gaussian(2048, 128, seed=1)
     with_outliers[:, 3] *= 50
     with_outliers[:, 69] *= 30
-    found = {f"{n}, {s.upper()}" if n.startswith("kivi") else n: (n, s) for n, s in EVERY}
+    two = {n for n, s in EVERY if s == "v"}
+    found = {f"{n}, {s.upper()}" if n in two else n: (n, s) for n, s in EVERY}
     assert list(rows) == [label for label, (n, _) in found.items() if n != "fp32"]
     for label, cells in rows.items():
         name, side = found[label]

@@ -54,20 +54,20 @@ void soften(const float* logits, int n, const int* seen, bool round, int stride,
 template <template <int> class P> int64_t scratch_floats(const Cache& cache) {
     const int64_t stride = padded(cache.block_size);
     // Transposed words, logits, K's scales, V's scales, weights; then the products' own.
-    return stride * (cache.head_dim / 8) + kMaxRows * stride +
+    return stride * (cache.k.levels / 8) + kMaxRows * stride +
            stride * (cache.k.scales_per_vector + cache.v.scales_per_vector * (1 + kMaxRows)) + P<kMaxRows>::floats(cache) + 16;
 }
 
 template <class Simd, class P, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
-    const int stride = padded(cache.block_size), dim = cache.head_dim, segments = cache.v.scales_per_vector;
+    const int stride = padded(cache.block_size), levels = cache.v.levels, segments = cache.v.scales_per_vector;
     uint32_t* words = reinterpret_cast<uint32_t*>(scratch);
-    float* p = scratch + stride * (dim / 8);
+    float* p = scratch + stride * (cache.k.levels / 8);
     float* k_scale = p + R * stride;
     float* v_scale = k_scale + stride * cache.k.scales_per_vector;
     float* weights = v_scale + stride * segments;
     const P products(cache, tile, stride, weights + R * stride * segments);
     for (int r = 0; r < R; ++r) {
-        for (int d = 0; d < dim; ++d) tile.sums[r * dim + d] = 0.0f;
+        for (int i = 0; i < levels; ++i) tile.sums[r * levels + i] = 0.0f;
         tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
     }
     int longest = 0;
@@ -82,7 +82,7 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         const int next = block + 1 < tile.end_block ? block + 1 : block;
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
         fetch_scales(v, segments * n);
-        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes);
+        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes, next_k.codes);
         widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         int seen[R];
         float shrink[R];

@@ -29,9 +29,34 @@ struct Place {
 
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
     const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
-    return {side.codes + block * side.codes_stride + vector * (cache.head_dim / 2),
+    return {side.codes + block * side.codes_stride + vector * (side.levels / 2),
             side.scales + block * side.scales_stride + vector * side.scales_per_vector};
 }
+
+inline int64_t bytes_of(const Side& side) { return side.levels / 2; }
+
+// Bytes of each of the next keys that are prefetched with V's codes; the others follow while V is mixed. Where V's codes are
+// fewer than K's, each phase thus fetches what it has time for.
+inline int64_t early_bytes(const Cache& cache) {
+    const int64_t more = bytes_of(cache.k) - bytes_of(cache.v);
+    return more > 0 ? more : 0;
+}
+
+// Stretches of bytes to prefetch, as many of each with every turn of a loop.
+struct Ahead {
+    const uint8_t *next, *later;
+    int64_t step, later_step;
+
+    Ahead(const uint8_t* begin, int64_t bytes, int64_t turns, const uint8_t* later = nullptr, int64_t later_bytes = 0)
+        : next(begin), later(later), step((bytes + turns - 1) / turns), later_step((later_bytes + turns - 1) / turns) {}
+
+    void turn() {
+        for (int64_t byte = 0; byte < step; byte += kLine) fetch(next + byte);
+        next += step;
+        for (int64_t byte = 0; byte < later_step; byte += kLine) fetch(later + byte);
+        later += later_step;
+    }
+};
 
 inline void fetch_scales(Place at, int n) {
     for (int i = 0; i < n; i += kLine / 2) fetch(at.scales + i);

@@ -89,8 +89,9 @@ struct HaarkvAttention {
     Cache cache;
     const void* q;               // [T, Hq, D] BF16 or FP32
     void* out;                   // [T, Hq, D] of the same
-    const float* rotation;       // [D, D]: q @ rotation is the rotated query in word order
-    const float* rotation_back;  // [D, D]: from the rotated domain in plane order to the model's own
+    Matrix rotation;             // q @ rotation is the rotated query in word order
+    Matrix rotation_back;        // from the rotated domain in plane order to the model's own
+    const float* mean;           // [Hkv, D], what V's vectors come back with, or null
     const int32_t* block_table;  // [B, max_blocks]
     const int32_t* query_start;  // [B + 1]
     const int64_t* positions;    // [T]
@@ -99,13 +100,18 @@ struct HaarkvAttention {
     int32_t isa, threads;
 };
 
-struct HaarkvStore {
-    const void *k, *v;  // [T, Hkv, D] BF16 or FP32
-    int32_t k_bf16, v_bf16;
-    uint8_t *k_codes, *v_codes;  // as in Side, and so are the strides
-    uint16_t *k_scales, *v_scales;
-    int64_t k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride;
+// K or V of new tokens and where they go.
+struct HaarkvStoreSide {
+    const void* x;  // [T, Hkv, D] BF16 or FP32
+    uint8_t* codes;  // as in Side, and so are the strides
+    uint16_t* scales;
+    int64_t codes_stride, scales_stride;
     Quantizer quantizer;
+    int32_t bf16;
+};
+
+struct HaarkvStore {
+    HaarkvStoreSide k, v;
     const int64_t* slots;  // [T]
     int64_t tokens, num_slots;
     int32_t num_kv_heads, block_size, isa, threads;
@@ -138,7 +144,8 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     };
     std::vector<RowTile> tiles;
     std::vector<Split> splits;
-    const Floats rotated = floats(tokens * a->num_heads * dim);
+    const int64_t k_levels = a->cache.k.levels, v_levels = a->cache.v.levels;
+    const Floats rotated = floats(tokens * a->num_heads * k_levels);
     for (int b = 0; b < a->sequences; ++b) {
         const int64_t begin = a->query_start[b], rows = (a->query_start[b + 1] - begin) * group;
         for (int64_t row = 0; row < rows; row += kMaxRows)
@@ -153,7 +160,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
                 for (int r = 0; r < t.tile.rows; ++r) {
                     const int64_t token = begin + (row + r) / group;
                     t.row[r] = token * a->num_heads + head * group + (row + r) % group;
-                    t.tile.q[r] = rotated.get() + t.row[r] * dim;
+                    t.tile.q[r] = rotated.get() + t.row[r] * k_levels;
                     t.tile.limits[r] = static_cast<int32_t>(a->positions[token] + 1);
                     longest = std::max(longest, t.tile.limits[r]);
                 }
@@ -166,18 +173,23 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
             }
     }
 
-    const int64_t per_split = kMaxRows * (dim + 2);
+    const int64_t per_split = kMaxRows * (v_levels + 2);
     const Floats partials = floats(splits.size() * per_split);
-    const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), 2 * kMaxRows * dim);
+    const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (v_levels + dim));
     const Floats scratch = floats(a->threads * scratch_size);
 
+    // Rows that are multiplied by one matrix lie together: all, or the query heads of a KV head of a token.
+    const int64_t rows_together = a->rotation.head_stride ? group : std::max<int64_t>(1, tokens * a->num_heads);
+    const int64_t tiles_together = divide_up(rows_together, kMaxRows);
     auto rotate = [&](int64_t item, int thread) {
         float* x = scratch.get() + thread * scratch_size;
-        const int64_t row = item * kMaxRows, rows = std::min<int64_t>(kMaxRows, tokens * a->num_heads - row);
+        const int64_t together = item / tiles_together, first = item % tiles_together * kMaxRows;
+        const int64_t row = together * rows_together + first, rows = std::min<int64_t>(kMaxRows, rows_together - first);
         widen(at(a->q, a->bf16, row * dim), a->bf16, rows * dim, x);
-        kernels.rotate(x, static_cast<int>(rows), a->rotation, dim, rotated.get() + row * dim);
+        kernels.rotate(x, static_cast<int>(rows), a->rotation, static_cast<int>(together % kv_heads),
+                       rotated.get() + row * k_levels);
     };
-    parallel_for(a->threads, divide_up(tokens * a->num_heads, kMaxRows), rotate);
+    parallel_for(a->threads, tokens * a->num_heads / rows_together * tiles_together, rotate);
 
     auto attend = [&](int64_t item, int thread) {
         Tile tile = tiles[splits[item].tile].tile;
@@ -191,23 +203,25 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     auto merge = [&](int64_t item, int thread) {
         const RowTile& t = tiles[item];
         float* merged = scratch.get() + thread * scratch_size;
-        float* out = merged + kMaxRows * dim;
+        float* out = merged + kMaxRows * v_levels;
         for (int r = 0; r < t.tile.rows; ++r) {
             const float* parts = partials.get() + t.first * per_split;
             float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
             for (int64_t s = 0; s < t.splits; ++s) most = std::max(most, parts[s * per_split + r]);
-            float* sum = merged + r * dim;
-            std::fill(sum, sum + dim, 0.0f);
+            float* sum = merged + r * v_levels;
+            std::fill(sum, sum + v_levels, 0.0f);
             for (int64_t s = 0; s < t.splits; ++s) {
                 const float* part = parts + s * per_split;
                 const float factor = std::exp(part[r] - most);
                 total += part[kMaxRows + r] * factor;
-                for (int d = 0; d < dim; ++d) sum[d] += part[2 * kMaxRows + r * dim + d] * factor;
+                for (int i = 0; i < v_levels; ++i) sum[i] += part[2 * kMaxRows + r * v_levels + i] * factor;
             }
-            for (int d = 0; d < dim; ++d) sum[d] /= total;
+            for (int i = 0; i < v_levels; ++i) sum[i] /= total;
         }
-        kernels.rotate(merged, t.tile.rows, a->rotation_back, dim, out);
+        kernels.rotate(merged, t.tile.rows, a->rotation_back, t.tile.kv_head, out);
         for (int r = 0; r < t.tile.rows; ++r) {
+            // Probabilities sum to 1, so the mean is added once.
+            for (int d = 0; a->mean && d < dim; ++d) out[r * dim + d] += a->mean[t.tile.kv_head * dim + d];
             if (!a->bf16) {
                 std::memcpy(static_cast<float*>(a->out) + t.row[r] * dim, out + r * dim, dim * sizeof(float));
                 continue;
@@ -220,39 +234,49 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
 
 // Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is not finite.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
-    const int64_t dim = s->quantizer.head_dim, heads = s->num_kv_heads;
+    const int64_t heads = s->num_kv_heads;
+    const HaarkvStoreSide* const sides[] = {&s->k, &s->v};
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
-    for (int side = 0; side < 2; ++side) {
-        const void* x = side ? s->v : s->k;
-        const int64_t n = s->tokens * heads * dim;
-        if (side ? s->v_bf16 : s->k_bf16) {
-            if (!finite(static_cast<const uint16_t*>(x), n, uint16_t{0x7f80})) return 1;
-        } else if (!finite(static_cast<const uint32_t*>(x), n, uint32_t{0x7f800000})) {
+    for (const HaarkvStoreSide* side : sides) {
+        const int64_t n = s->tokens * heads * side->quantizer.matrix.inputs;
+        if (side->bf16) {
+            if (!finite(static_cast<const uint16_t*>(side->x), n, uint16_t{0x7f80})) return 1;
+        } else if (!finite(static_cast<const uint32_t*>(side->x), n, uint32_t{0x7f800000})) {
             return 1;
         }
     }
     const Kernels& kernels = kernels_of(s->isa);
-    const int64_t tiles = divide_up(heads, kMaxRows);
-    auto quantize = [&](int64_t item, int) {
-        const bool v = item & 1;
-        const int64_t token = item / 2 / tiles, head = item / 2 % tiles * kMaxRows;
-        const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, heads - head));
+    // Up to kMaxRows vectors that one matrix rotates: heads of a token, or where heads differ tokens of a head.
+    auto tiles_of = [&](const HaarkvStoreSide& side) {
+        return side.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows) : s->tokens * divide_up(heads, kMaxRows);
+    };
+    auto quantize_tile = [&](const HaarkvStoreSide& side, int64_t tile) {
+        const int64_t dim = side.quantizer.matrix.inputs, bytes = side.quantizer.levels / 2;
+        const bool by_head = side.quantizer.matrix.head_stride != 0;
+        const int64_t together = by_head ? s->tokens : heads, tiles = divide_up(together, kMaxRows);
+        const int64_t fixed = tile / tiles, first = tile % tiles * kMaxRows;
+        const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, together - first));
         alignas(64) float x[3 * kMaxRows * kMaxDim];  // on the stack: the heap would take longer than storing a token
-        const bool bf16 = v ? s->v_bf16 : s->k_bf16;
-        widen(at(v ? s->v : s->k, bf16, (token * heads + head) * dim), bf16, rows * dim, x);
         uint8_t* codes[kMaxRows];
         uint16_t* scales[kMaxRows];
-        const int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
         for (int r = 0; r < rows; ++r) {
-            const int64_t vector = (head + r) * s->block_size + offset;
-            codes[r] =
-                (v ? s->v_codes + block * s->v_codes_stride : s->k_codes + block * s->k_codes_stride) + vector * (dim / 2);
-            scales[r] = (v ? s->v_scales + block * s->v_scales_stride : s->k_scales + block * s->k_scales_stride) + vector;
+            const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
+            widen(at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
+            const int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
+            const int64_t vector = head * s->block_size + offset;
+            codes[r] = side.codes + block * side.codes_stride + vector * bytes;
+            scales[r] = side.scales + block * side.scales_stride + vector;
         }
-        kernels.quantize(s->quantizer, x, rows, x + kMaxRows * dim, codes, scales);
+        kernels.quantize(side.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
     };
-    parallel_for(s->threads, 2 * s->tokens * tiles, quantize);
+    // K and V take turns, so that two threads fetch their pages side by side.
+    const int64_t k_tiles = tiles_of(s->k), v_tiles = tiles_of(s->v), both = 2 * std::min(k_tiles, v_tiles);
+    auto quantize = [&](int64_t item, int) {
+        if (item < both) return quantize_tile(item % 2 ? s->v : s->k, item / 2);
+        quantize_tile(k_tiles > v_tiles ? s->k : s->v, item - both / 2);
+    };
+    parallel_for(s->threads, k_tiles + v_tiles, quantize);
     return 0;
 }
 

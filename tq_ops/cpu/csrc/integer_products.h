@@ -5,9 +5,9 @@
 // integer sums are therefore exact; the only errors are those of rounding centroids to their unit and queries and weights to
 // half a step.
 
-constexpr int kGroupWords = 4;         // words of a key (32 coordinates) that one 32-bit sum can hold
-constexpr int kStretch = 128;          // keys that one 32-bit sum can hold
-constexpr int kQueryStride = kMaxDim;  // integers per row
+constexpr int kGroupWords = 4;            // words of a key (32 levels) that one 32-bit sum can hold
+constexpr int kStretch = 128;             // keys that one 32-bit sum can hold
+constexpr int kQueryStride = kMaxLevels;  // integers per row
 
 // The largest sum of the magnitudes of n rounded integers whose products with the centroids still fit in 32 bits. A margin of
 // a thousandth covers the rounding of FP32 sums.
@@ -33,22 +33,23 @@ inline __m256i to_whole(__m512 x, __m512 inverse) {
     return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)));
 }
 
-// Converts a rotated row in word order to D / 2 pairs, levels k and k + 4 of a word. Returns the row's step.
-inline float whole_query(const float* q, int dim, float most_total, int16_t* pairs) {
+// Converts a rotated row of N levels in word order to N / 2 pairs, levels k and k + 4 of a word. Returns the row's step.
+inline float whole_query(const float* q, int levels, float most_total, int16_t* pairs) {
     __m512 most = _mm512_setzero_ps();
     const __m512 share = _mm512_set1_ps(1.0f / most_total);
     float total = 0.0f;
-    for (int d = 0; d < dim; d += 8 * kGroupWords) {
-        const __m512 a = _mm512_abs_ps(_mm512_loadu_ps(q + d)), b = _mm512_abs_ps(_mm512_loadu_ps(q + d + 16));
+    for (int i = 0; i < levels; i += 8 * kGroupWords) {
+        const __m512 a = _mm512_abs_ps(_mm512_loadu_ps(q + i));
+        const __m512 b = i + 16 < levels ? _mm512_abs_ps(_mm512_loadu_ps(q + i + 16)) : _mm512_setzero_ps();
         most = _mm512_max_ps(_mm512_max_ps(a, b), most);
         const float sum = _mm512_reduce_add_ps(_mm512_fmadd_ps(a, share, _mm512_mul_ps(b, share)));
         if (!(sum <= total) && total == total) total = sum;  // a NaN enters and stays
     }
     float inverse;
     const float step = step_of(_mm512_reduce_max_ps(most), total, &inverse);
-    for (int d = 0; d < dim; d += 16) {
-        const __m256i whole = to_whole(_mm512_loadu_ps(q + d), _mm512_set1_ps(inverse));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + d), _mm256_unpacklo_epi16(whole, _mm256_srli_si256(whole, 8)));
+    for (int i = 0; i < levels; i += 16) {
+        const __m256i whole = to_whole(_mm512_loadu_ps(q + i), _mm512_set1_ps(inverse));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + i), _mm256_unpacklo_epi16(whole, _mm256_srli_si256(whole, 8)));
     }
     return step;
 }
@@ -56,7 +57,7 @@ inline float whole_query(const float* q, int dim, float most_total, int16_t* pai
 // Logits of TILES tiles of keys, one key per lane, the words transposed as for FP32; factor[r] scales row r's integers.
 template <int R, int TILES>
 inline void score_whole(const uint32_t* words, int begin, int end, const int16_t* q, __m512i table, const float* scale,
-                        const float* factor, float* logits, int stride, bool add, const uint8_t* ahead) {
+                        const float* factor, float* logits, int stride, bool add, Ahead ahead) {
     using V = Vnni512;
     constexpr int kWidth = Avx512::width;
     __m512 part[TILES][R];
@@ -65,9 +66,9 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
         for (int t = 0; t < TILES; ++t)
             for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
 #pragma GCC unroll 1
-        for (int j = group; j < group + kGroupWords; ++j) {
+        for (int j = group, last = smaller(end, group + kGroupWords); j < last; ++j) {
             const uint32_t* word = words + j * TILES * kWidth;
-            for (int byte = 0; byte < TILES * kWidth * 4; byte += kLine) fetch(ahead + j * TILES * kWidth * 4 + byte);
+            ahead.turn();
             const int16_t* column = q + j * 8;
             auto level = [&](auto k) __attribute__((always_inline)) {
                 constexpr int kLevel = decltype(k)::value;
@@ -102,77 +103,160 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
     }
 }
 
-// sums[r] = sums[r] * shrink[r] + step[r] * (weights[r] @ integer centroids of n vectors), for PLANES of the eight levels of a
-// word. Two keys at a time: a lane holds the same level of both.
-template <class V, int R, int FIRST, int PLANES>
-inline void mix_whole(const uint8_t* codes, int64_t bytes, int n, const int16_t* weights, int stride, typename V::I table,
-                      const float* shrink, const float* step, float* sums, int words, int head_dim, const uint8_t* ahead,
-                      int64_t step_ahead) {
-    using Simd = typename V::Floats;
-    typename V::I acc[PLANES][R];
+// Some words of n vectors, `bytes` apart, and the weights of row r at weights[r * stride].
+struct Words {
+    const uint8_t* codes;
+    int64_t bytes;
+    int n;
+    const int16_t* weights;
+    int stride;
+};
+
+// Adds integer products of two keys at a time: a lane holds the same level of both. `halves(key, last)` are the 16-bit halves
+// of their words, in the lanes of `acc`; plane k is their levels k places up.
+template <int R, int FIRST, int PLANES, class H>
+inline void add_keys(const Words& of, __m512i table, __m512i (&acc)[PLANES][R], Ahead& to_fetch, H halves) {
+    using V = Vnni512;
+    Ahead ahead = to_fetch;  // in registers
 #pragma GCC unroll 4
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) acc[k][r] = V::zero();
-    auto add = [&](int key, typename V::I halves) __attribute__((always_inline)) {
-        typename V::I value[PLANES];
+    auto add = [&](int key, __m512i both) __attribute__((always_inline)) {
+        __m512i value[PLANES];
         auto expand = [&](auto k) __attribute__((always_inline)) {
             constexpr int kPlane = decltype(k)::value;
-            if constexpr (kPlane < PLANES)
-                value[kPlane] = V::lookup(table, V::template shift<(FIRST + kPlane) % 4 * 4>(halves));
+            if constexpr (kPlane < PLANES) value[kPlane] = V::lookup(table, V::shift<(FIRST + kPlane) % 4 * 4>(both));
         };
         expand(Int<0>{}), expand(Int<1>{}), expand(Int<2>{}), expand(Int<3>{});
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const typename V::I weight = V::pair(weights + r * stride + key);
+            const __m512i weight = V::pair(of.weights + r * of.stride + key);
 #pragma GCC unroll 4
             for (int k = 0; k < PLANES; ++k) acc[k][r] = V::dot(value[k], weight, acc[k][r]);
         }
     };
-    const uint8_t* a = codes;
     int key = 0;
-    for (; key + 2 < n; key += 2, a += 2 * bytes) {
-        fetch(ahead), ahead += step_ahead;
-        add(key, FIRST < 4 ? V::lower_halves(V::load(a), a + bytes) : V::upper_halves(V::load(a + 2), a + bytes));
+    for (; key + 2 < of.n; key += 2) {
+        ahead.turn();
+        add(key, halves(key, Int<0>{}));
     }
-    // The cache may end right after the last vector. An odd one out is paired with itself, at weight zero.
-    const uint8_t* b = key + 1 < n ? a + bytes : a;
-    add(key, FIRST < 4 ? V::lower_halves(V::load(a), b) : V::upper_halves(V::upper(V::load(a)), b));
+    add(key, halves(key, Int<1>{}));
+    to_fetch = ahead;
+}
+
+// sums[r] = sums[r] * shrink[r] + step[r] * (weights[r] @ integer centroids of the vectors), for PLANES of the eight levels of
+// 16 words.
+template <int R, int FIRST, int PLANES>
+inline void mix_wide(const Words& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
+                     Ahead& ahead) {
+    using V = Vnni512;
+    __m512i acc[PLANES][R];
+    add_keys<R, FIRST, PLANES>(of, table, acc, ahead, [&](int key, auto last) __attribute__((always_inline)) {
+        constexpr bool kLast = decltype(last)::value;
+        const uint8_t* a = of.codes + key * of.bytes;
+        // The cache may end right after the last vector. An odd one out is paired with itself, at weight zero.
+        const uint8_t* b = kLast && key + 1 >= of.n ? a : a + of.bytes;
+        if constexpr (FIRST < 4) return V::lower_halves(V::load(a), b);
+        return V::upper_halves(kLast ? V::upper(V::load(a)) : V::load(a + 2), b);
+    });
 #pragma GCC unroll 4
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            float* sum = sums + r * head_dim + (FIRST + k) * words;
-            Simd::store(sum, Simd::fma(V::to_floats(acc[k][r]), Simd::set1(step[r]),
-                                       Simd::mul(Simd::load(sum), Simd::set1(shrink[r]))));
+            float* sum = sums + (r * 8 + FIRST + k) * words;
+            const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(shrink[r]));
+            _mm512_storeu_ps(sum, _mm512_fmadd_ps(V::to_floats(acc[k][r]), _mm512_set1_ps(step[r]), before));
+        }
+}
+
+// The lanes of a register for WORDS words, 8, 4 or 2, so that none is idle: the lower halves of all words, then the upper ones,
+// then both again moved down by the levels that the planes before have, and so on.
+template <int WORDS> struct Lanes {
+    static constexpr int kPlanes = WORDS / 2;
+    int16_t from[32] = {};  // where the half of a lane and key lies in the words of two keys
+    int16_t down[32] = {};  // bits that it is moved down
+
+    constexpr Lanes() {
+        for (int i = 0; i < 32; ++i) {
+            const int key = i % 2, word = i / 2 % WORDS, block = i / 2 / WORDS;
+            from[i] = static_cast<int16_t>(key * 2 * WORDS + word * 2 + block % 2);
+            down[i] = static_cast<int16_t>(block / 2 * kPlanes * 4);
+        }
+    }
+    // The level of plane k in a block of WORDS lanes.
+    static constexpr int level(int block, int k) { return block % 2 * 4 + block / 2 * kPlanes + k; }
+};
+
+// Two keys' words beside each other.
+template <int WORDS> inline __m512i side_by_side(const uint8_t* a, const uint8_t* b) {
+    if constexpr (WORDS == 8) {
+        const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+        return _mm512_inserti64x4(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+    } else if constexpr (WORDS == 4) {
+        const __m256i x = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
+        return _mm512_castsi256_si512(_mm256_inserti128_si256(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1));
+    } else {
+        const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(a));
+        return _mm512_castsi128_si512(_mm_unpacklo_epi64(x, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b))));
+    }
+}
+
+// As `mix_wide`, for all levels of WORDS words in PLANES planes from FIRST on.
+template <int R, int WORDS, int FIRST, int PLANES>
+inline void mix_narrow(const Words& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
+                       Ahead& ahead) {
+    static constexpr Lanes<WORDS> kLanes;
+    const __m512i from = _mm512_loadu_si512(kLanes.from), down = _mm512_loadu_si512(kLanes.down);
+    __m512i acc[PLANES][R];
+    add_keys<R, FIRST, PLANES>(of, table, acc, ahead, [&](int key, auto last) __attribute__((always_inline)) {
+        const uint8_t* a = of.codes + key * of.bytes;
+        const uint8_t* b = decltype(last)::value && key + 1 >= of.n ? a : a + of.bytes;
+        const __m512i halves = _mm512_permutexvar_epi16(from, side_by_side<WORDS>(a, b));
+        return WORDS == 8 ? halves : _mm512_srlv_epi16(halves, down);
+    });
+#pragma GCC unroll 4
+    for (int k = 0; k < PLANES; ++k)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m512 added = _mm512_mul_ps(Vnni512::to_floats(acc[k][r]), _mm512_set1_ps(step[r]));
+            alignas(64) float blocks[16];
+            _mm512_store_ps(blocks, added);
+            for (int block = 0; block < 16 / WORDS; ++block) {
+                float* sum = sums + (r * 8 + Lanes<WORDS>::level(block, FIRST + k)) * words;
+                for (int w = 0; w < WORDS; ++w) sum[w] = sum[w] * shrink[r] + blocks[block * WORDS + w];
+            }
         }
 }
 
 // The products of R rows, as `attend_rows` calls them.
 template <int R> struct IntegerProducts {
     using Simd = Avx512;
+    static constexpr int kPlanes = R * 4 <= kAccumulators<Simd> ? 4 : 2;
+
     const Cache& cache;
     const int stride;      // keys of a row in scratch
     int16_t* const q;      // [R, kQueryStride]
     int16_t* const whole;  // [R, stride], a stretch's weights
     float step[R];
 
-    static int64_t floats(const Cache& cache) { return R * (kQueryStride / 2 + padded(cache.block_size) / 2); }
+    static int64_t floats(const Cache& cache) { return R * (kQueryStride + padded(cache.block_size)) / 2; }
 
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache),
           stride(stride),
           q(reinterpret_cast<int16_t*>(scratch)),
-          whole(reinterpret_cast<int16_t*>(scratch + R * kQueryStride / 2)) {
+          whole(q + R * kQueryStride) {
         const float most = most_total(cache.k.integers, 8 * kGroupWords);
         for (int r = 0; r < R; ++r)
-            step[r] = whole_query(tile.q[r], cache.head_dim, most, q + r * kQueryStride) * cache.k.unit;
+            step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
     }
 
-    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits,
-               const uint8_t* ahead) const {
+    void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
+               const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-        const int count = cache.head_dim / 8, segments = cache.k.scales_per_vector;
+        const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
+        const int64_t bytes = bytes_of(cache.v), early = early_bytes(cache);
         const __m512i table = Vnni512::table(cache.k.integers);
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
@@ -182,10 +266,13 @@ template <int R> struct IntegerProducts {
             const uint8_t* codes = at.codes + static_cast<int64_t>(key) * count * 4;
             for (int i = 0; i < kLanes && key + i < n; i += Simd::width)
                 Simd::transpose(codes + i * count * 4, count, smaller(n - key - i, Simd::width), words + i, kLanes);
-            for (int s = 0; s < segments; ++s)
-                score_whole<R, kNumber>(words, s * count / segments, (s + 1) * count / segments, q, table,
-                                        scale + s * stride + key, factor, logits + key, stride, s,
-                                        ahead + static_cast<int64_t>(key) * count * 4);
+            for (int s = 0; s < segments; ++s) {
+                const int begin = s * count / segments, end = (s + 1) * count / segments;
+                const int64_t share = kLanes * bytes / segments, later_share = kLanes * early / segments;
+                score_whole<R, kNumber>(words, begin, end, q, table, scale + s * stride + key, factor, logits + key, stride, s,
+                                        Ahead(ahead + key * bytes + s * share, share, end - begin,
+                                              later + key * early + s * later_share, later_share));
+            }
         };
         int key = 0;
         for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width) tiles(Int<kTiles>{}, key);
@@ -193,8 +280,8 @@ template <int R> struct IntegerProducts {
     }
 
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
-        const int segments = cache.v.scales_per_vector, segment = cache.head_dim / segments;
-        const int64_t bytes = cache.head_dim / 2;
+        const int segments = cache.v.scales_per_vector, words = cache.v.levels / 8 / segments;
+        const int64_t bytes = bytes_of(cache.v);
         const float most = most_total(cache.v.integers, kStretch);
         for (int s = 0; s < segments; ++s)
             for (int key = 0; key < n; key += kStretch) {
@@ -202,9 +289,9 @@ template <int R> struct IntegerProducts {
                 float own[R], steps[R];
                 whole_weights(weights + s * R * stride + key, keys, most, steps);
                 for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r], steps[r] *= cache.v.unit;
-                const uint8_t* codes = at.codes + key * bytes + s * segment / 2;
-                mix_stretch(codes, bytes, keys, own, steps, sums + s * segment / 8, segment / 8,
-                            ahead + key * bytes + s * segment / 2 * keys);
+                const int64_t early = early_bytes(cache), late = bytes_of(cache.k) - early, share = keys * late / segments;
+                mix_stretch(at.codes + key * bytes + s * words * 4, words, keys, own, steps, sums + s * words,
+                            ahead + n * early + key * late + s * share, share);
             }
     }
 
@@ -235,30 +322,29 @@ template <int R> struct IntegerProducts {
                                     to_whole(Simd::load(weights + r * stride + i), inverse[r]));
     }
 
-    // One segment, `words` words, of each vector.
-    void mix_stretch(const uint8_t* codes, int64_t bytes, int n, const float* shrink, const float* steps, float* sums,
-                     int words, const uint8_t* ahead) const {
+    // One segment, `words` words, of each vector; prefetches `share` bytes at `at`.
+    void mix_stretch(const uint8_t* codes, int words, int n, const float* shrink, const float* steps, float* sums,
+                     const uint8_t* at, int64_t share) const {
+        const __m512i table = Vnni512::table(cache.v.integers);
+        const int all = cache.v.levels / 8, passes = words / 16 * 8 / kPlanes + (words % 16 / 8 * 4 + kPlanes - 1) / kPlanes +
+                                                    words % 8 / 4 + words % 4 / 2;
+        Ahead ahead(at, share, n > 1 ? passes * (n / 2) : 1);
+        auto from = [&](int word) { return Words{codes + word * 4, bytes_of(cache.v), n, whole, stride}; };
         int word = 0;
-        for (; word + 16 <= words; word += 16)
-            mix_words<Vnni512>(codes + word * 4, bytes, n, shrink, steps, sums + word, ahead + word * 4 * n);
-        for (; word < words; word += 8)
-            mix_words<Vnni256>(codes + word * 4, bytes, n, shrink, steps, sums + word, ahead + word * 4 * n);
-    }
-
-    // 16 or 8 words of each vector. The passes share the work of prefetching as many bytes at `ahead`.
-    template <class V>
-    void mix_words(const uint8_t* codes, int64_t bytes, int n, const float* shrink, const float* steps, float* sums,
-                   const uint8_t* ahead) const {
-        constexpr int kPlanes = R * 4 <= kAccumulators<Simd> ? 4 : 2;
-        constexpr int64_t kStepAhead = 2 * sizeof(typename V::I) * kPlanes / 8;
-        const typename V::I table = V::table(cache.v.integers);
-        auto pass = [&](auto first) __attribute__((always_inline)) {
-            constexpr int kFirst = decltype(first)::value;
-            if constexpr (kFirst % kPlanes == 0)
-                mix_whole<V, R, kFirst, kPlanes>(codes, bytes, n, whole, stride, table, shrink, steps, sums,
-                                                 cache.head_dim / 8, cache.head_dim,
-                                                 ahead + kFirst / kPlanes * (n / 2) * kStepAhead, kStepAhead);
-        };
-        pass(Int<0>{}), pass(Int<2>{}), pass(Int<4>{}), pass(Int<6>{});
+        for (; word + 16 <= words; word += 16) {
+            auto pass = [&](auto first) __attribute__((always_inline)) {
+                constexpr int kFirst = decltype(first)::value;
+                if constexpr (kFirst % kPlanes == 0)
+                    mix_wide<R, kFirst, kPlanes>(from(word), table, shrink, steps, sums + word, all, ahead);
+            };
+            pass(Int<0>{}), pass(Int<2>{}), pass(Int<4>{}), pass(Int<6>{});
+        }
+        if (words - word >= 8) {
+            mix_narrow<R, 8, 0, kPlanes>(from(word), table, shrink, steps, sums + word, all, ahead);
+            if constexpr (kPlanes == 2) mix_narrow<R, 8, 2, 2>(from(word), table, shrink, steps, sums + word, all, ahead);
+            word += 8;
+        }
+        if (words - word >= 4) mix_narrow<R, 4, 0, 2>(from(word), table, shrink, steps, sums + word, all, ahead), word += 4;
+        if (words - word >= 2) mix_narrow<R, 2, 0, 1>(from(word), table, shrink, steps, sums + word, all, ahead);
     }
 };

@@ -1,9 +1,10 @@
 // What each instruction set provides, and the plain data that the driver hands to it.
 //
-// A packed vector is read as D / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders of coordinates:
-//   word order   coordinate (word j, level k) at j * 8 + k          rotated queries
-//   plane order  coordinate (word j, level k) at k * (D / 8) + j    accumulators
-// The caller folds the format's own order of coordinates into its rotation matrices, so nothing here knows a format.
+// A packed vector of N levels is read as N / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders:
+//   word order   level k of word j at j * 8 + k          rotated queries
+//   plane order  level k of word j at k * (N / 8) + j    accumulators
+// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim where a
+// matrix is a rotation; learned coordinates have more levels or fewer.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,18 @@ namespace haarkv {
 
 constexpr int kMaxRows = 8;       // query rows that one pass over the codes serves
 constexpr int kMaxDim = 256;      // the largest head_dim
+constexpr int kMaxStages = 3;     // levels of one learned coordinate
+constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 16;  // keys are padded to this in scratch
 
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
 struct Side {
-    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, D / 2]
+    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, levels / 2]
     const uint16_t* scales;               // [num_blocks, Hkv, block_size, scales_per_vector] FP16
     const float* centroids;               // [16]
     int64_t codes_stride, scales_stride;  // from a block to the next, in codes and in scales
     int32_t scales_per_vector;
+    int32_t levels;           // N, a multiple of 16, at least 32
     float unit;               // centroids[i] is about integers[i] * unit
     const int16_t* integers;  // [16]
 };
@@ -35,20 +39,36 @@ struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
     int32_t limits[kMaxRows];  // row r sees keys 0 ... limits[r] - 1 of its sequence
-    const float* q[kMaxRows];  // [D] rotated, word order
+    const float* q[kMaxRows];  // [k.levels] rotated, word order
     float softmax_scale;
     int32_t bf16;   // BF16 activations: round probabilities to BF16, each block's against its own maximum
-    float* sums;    // [rows, D] out, plane order: sum of p * v
+    float* sums;    // [rows, v.levels] out, plane order: sum of p * v
     float* maxima;  // [rows] out, largest logit
     float* totals;  // [rows] out, sum of p
 };
 
-// How vectors are quantized: y = bf16(x / ||x||) @ rotation; level = #{b : y >= b}; scale = fp16(||x|| / ||c[level]||).
+// A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
+struct Matrix {
+    const void* numbers;
+    int64_t head_stride;  // numbers from a KV head's matrix to the next; 0 if they share one
+    int32_t inputs, outputs, bf16;
+};
+
+// How vectors become levels. By a rotation (`mean` is null):
+//   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
+// By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
+//   y = bf16((x - mean) / gamma) @ matrix;  rho = sqrt(sum weights * y**2);  y = y / rho
+//   level of stage s = #{b : what the stages before left of y, over steps[s], >= b};  it restores steps[s] * c[level]
+//   scale = fp16(gamma * rho / sqrt(sum weights * restored**2))
 struct Quantizer {
-    const uint16_t* rotation;  // [D, D] BF16
-    const float* boundaries;   // [15] ascending
-    const float* centroids;    // [16]
-    int32_t head_dim;
+    Matrix matrix;            // [D, D] BF16
+    const float* boundaries;  // [15] ascending
+    const float* centroids;   // [16]
+    const float* mean;        // [Hkv, D] or null, and so are the next three
+    const float* weights;     // [Hkv, D]
+    const int32_t* counts;    // [Hkv, stages], descending
+    const float* steps;       // [stages]
+    int32_t stages, levels;
 };
 
 // Projections of tokens by rows of a BF16 weight.
@@ -66,11 +86,11 @@ struct Kernels {
     // Floats of scratch that `attend` needs, for any activations.
     int64_t (*scratch_floats)(const Cache&);
     void (*attend)(const Cache&, const Tile&, float* scratch);
-    // y = x @ matrix; x, y [rows, D], matrix [D, D], row-major, rows <= kMaxRows.
-    void (*rotate)(const float* x, int rows, const float* matrix, int head_dim, float* y);
-    // x [rows, D] finite; codes[r] [D / 2], byte j = level[j] | level[j + D / 2] << 4; scratch [2 * rows * D]; rows <=
-    // kMaxRows.
-    void (*quantize)(const Quantizer&, const float* x, int rows, float* scratch, uint8_t* const* codes,
+    // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
+    void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
+    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [N / 2], byte j = level[j] | level[j + N / 2] << 4;
+    // scratch [2 * rows * D]; rows <= kMaxRows.
+    void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     void (*project)(const Projection&, int64_t begin, int64_t end);
 };

@@ -71,24 +71,25 @@ struct Avx2 {
             store(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
+    // Four words of eight keys at a time; the last four overlap those before where their number is no multiple of four.
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
-        for (int j = 0; j < words; j += 8) {
-            I r[8], t[8];
-            for (int i = 0; i < 8; ++i) r[i] = load_words(codes + (smaller(i, keys - 1) * words + j) * 4);
-            for (int i = 0; i < 8; i += 2)
+        for (int j = 0; j < words; j += 4) {
+            const int at = smaller(j, words - 4);
+            I r[4], t[4];
+            for (int i = 0; i < 4; ++i) {
+                r[i] = _mm256_castsi128_si256(four(codes + (smaller(i, keys - 1) * words + at) * 4));
+                r[i] = _mm256_inserti128_si256(r[i], four(codes + (smaller(4 + i, keys - 1) * words + at) * 4), 1);
+            }
+            for (int i = 0; i < 4; i += 2)
                 t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-            for (int i = 0; i < 8; i += 4)
-                for (int c = 0; c < 2; ++c) {
-                    r[i + 2 * c] = _mm256_unpacklo_epi64(t[i + c], t[i + c + 2]);
-                    r[i + 2 * c + 1] = _mm256_unpackhi_epi64(t[i + c], t[i + c + 2]);
-                }
-            for (int c = 0; c < 4; ++c) {
-                put(out + (j + c) * stride, _mm256_permute2x128_si256(r[c], r[4 + c], 0x20));
-                put(out + (j + 4 + c) * stride, _mm256_permute2x128_si256(r[c], r[4 + c], 0x31));
+            for (int c = 0; c < 2; ++c) {
+                put(out + (at + 2 * c) * stride, _mm256_unpacklo_epi64(t[c], t[c + 2]));
+                put(out + (at + 2 * c + 1) * stride, _mm256_unpackhi_epi64(t[c], t[c + 2]));
             }
         }
     }
 
   private:
+    static __m128i four(const uint8_t* codes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)); }
     static void put(uint32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<I*>(p), x); }
 };

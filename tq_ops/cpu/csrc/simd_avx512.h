@@ -46,33 +46,43 @@ struct Avx512 {
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
-        alignas(64) uint8_t copy[width * 128];
+        alignas(64) uint8_t copy[width * kMaxLevels / 2];
         if (keys < width) {
             for (int i = 0; i < width; ++i)
                 std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
             codes = copy;
         }
-        if (words == 8) return transpose_words<8>(codes, out, stride);
-        if (words == 16) return transpose_words<16>(codes, out, stride);
-        transpose_words<32>(codes, out, stride);
+        transpose_known<4>(codes, words, out, stride);
     }
 
   private:
+    // Where the number of words is known, so are the distances between keys.
+    template <int WORDS> static void transpose_known(const uint8_t* codes, int words, uint32_t* out, int stride) {
+        if (words == WORDS) return transpose_words<WORDS>(codes, words, out, stride);
+        if constexpr (WORDS < 24) return transpose_known<WORDS + 2>(codes, words, out, stride);
+        if (words == 32) return transpose_words<32>(codes, words, out, stride);
+        transpose_words<0>(codes, words, out, stride);
+    }
+
     static __m128i quarter(const uint8_t* codes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)); }
 
-    // Four words of 16 keys at a time. Loads gather keys i, 4 + i, 8 + i and 12 + i into one register, which any port can do,
-    // so only the last two steps shuffle.
-    template <int WORDS> static void transpose_words(const uint8_t* codes, uint32_t* out, int stride) {
-        constexpr int kBytes = WORDS * 4;
+    // Four words of 16 keys at a time; the last four overlap those before where their number is no multiple of four. Loads
+    // gather keys i, 4 + i, 8 + i and 12 + i into one register, which any port can do, so only the last two steps shuffle.
+    // WORDS is their number where it is known, or 0.
+    template <int WORDS> static void transpose_words(const uint8_t* first, int words, uint32_t* to, int stride) {
+        const int count = WORDS ? WORDS : words, bytes = count * 4;
 #pragma GCC unroll 1
-        for (int j = 0; j < WORDS; j += 4, codes += 16, out += 4 * stride) {
+        for (int j = 0; j < count; j += 4) {
+            const int at = smaller(j, count - 4);
+            const uint8_t* codes = first + at * 4;
+            uint32_t* out = to + at * stride;
             I r[4], t[4];
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) {
-                r[i] = _mm512_castsi128_si512(quarter(codes + i * kBytes));
-                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (4 + i) * kBytes), 1);
-                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (8 + i) * kBytes), 2);
-                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (12 + i) * kBytes), 3);
+                r[i] = _mm512_castsi128_si512(quarter(codes + i * bytes));
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (4 + i) * bytes), 1);
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (8 + i) * bytes), 2);
+                r[i] = _mm512_inserti32x4(r[i], quarter(codes + (12 + i) * bytes), 3);
             }
             t[0] = _mm512_unpacklo_epi32(r[0], r[1]), t[1] = _mm512_unpackhi_epi32(r[0], r[1]);
             t[2] = _mm512_unpacklo_epi32(r[2], r[3]), t[3] = _mm512_unpackhi_epi32(r[2], r[3]);

@@ -1,7 +1,6 @@
 // `vpdpwssd`: sums of products of 16-bit integers, two per 32-bit lane. `vpermw` looks up 16-bit centroids by the low bits of
 // each half word and ignores the rest.
 struct Vnni512 {
-    typedef Avx512 Floats;
     typedef __m512i I;
 
     static I zero() { return _mm512_setzero_si512(); }
@@ -28,28 +27,4 @@ struct Vnni512 {
     // bytes before `b` moves its lower halves into the upper places; the mask keeps the load from reading there.
     static I lower_halves(I a, const uint8_t* b) { return _mm512_mask_loadu_epi16(a, 0xaaaaaaaau, b - 2); }
     static I upper_halves(I a, const uint8_t* b) { return _mm512_mask_loadu_epi16(a, 0xaaaaaaaau, b); }
-};
-
-struct Vnni256 {
-    typedef Avx2 Floats;
-    typedef __m256i I;
-
-    static I zero() { return _mm256_setzero_si256(); }
-    static I load(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
-    static I table(const int16_t* integers) { return load(integers); }
-    static I lookup(I table, I x) { return _mm256_permutexvar_epi16(x, table); }
-    template <int N> static I shift(I x) { return N ? _mm256_srli_epi16(x, N) : x; }
-    static I upper(I x) { return _mm256_srli_epi32(x, 16); }
-    static I dot(I a, I b, I sum) {
-        asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-        return sum;
-    }
-    static I pair(const int16_t* p) {
-        int32_t both;
-        std::memcpy(&both, p, 4);
-        return _mm256_set1_epi32(both);
-    }
-    static __m256 to_floats(I x) { return _mm256_cvtepi32_ps(x); }
-    static I lower_halves(I a, const uint8_t* b) { return _mm256_mask_loadu_epi16(a, 0xaaaa, b - 2); }
-    static I upper_halves(I a, const uint8_t* b) { return _mm256_mask_loadu_epi16(a, 0xaaaa, b); }
 };

@@ -1,46 +1,64 @@
 // Whole vectors: rotated by a matrix, and quantized.
 
-// y [R, D] = x @ matrix, for a matrix in FP32 or BF16.
-template <class Simd, int R, class M> void rotate_rows(const float* x, const M* matrix, int dim, float* y) {
-    constexpr int kColumns = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-    for (int column = 0; column < dim; column += kColumns * Simd::width) {
-        typename Simd::F acc[kColumns][R];
-        for (int c = 0; c < kColumns; ++c)
-            for (int r = 0; r < R; ++r) acc[c][r] = Simd::zero();
-        for (int i = 0; i < dim; ++i) {
-            const M* row = matrix + static_cast<int64_t>(i) * dim + column;
-            typename Simd::F value[kColumns];
-            for (int c = 0; c < kColumns; ++c) value[c] = Simd::load(row + c * Simd::width);
+// COLUMNS registers of columns from `column` on of y [R, outputs] = x [R, inputs] @ matrix.
+template <class Simd, int R, int COLUMNS, class M>
+inline void rotate_columns(const float* x, const M* matrix, int inputs, int outputs, int column, float* y) {
+    typename Simd::F acc[COLUMNS][R];
+    for (int c = 0; c < COLUMNS; ++c)
+        for (int r = 0; r < R; ++r) acc[c][r] = Simd::zero();
+    for (int i = 0; i < inputs; ++i) {
+        const M* row = matrix + static_cast<int64_t>(i) * outputs + column;
+        typename Simd::F value[COLUMNS];
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const typename Simd::F factor = Simd::set1(x[r * dim + i]);
-#pragma GCC unroll 4
-                for (int c = 0; c < kColumns; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
-            }
+        for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const typename Simd::F factor = Simd::set1(x[r * inputs + i]);
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
         }
-        for (int c = 0; c < kColumns; ++c)
-            for (int r = 0; r < R; ++r) Simd::store(y + r * dim + column + c * Simd::width, acc[c][r]);
     }
+    for (int c = 0; c < COLUMNS; ++c)
+        for (int r = 0; r < R; ++r) Simd::store(y + r * outputs + column + c * Simd::width, acc[c][r]);
 }
 
-template <class Simd, class M> void rotate(const float* x, int rows, const M* matrix, int dim, float* y) {
+// For a matrix in FP32 or BF16, of a multiple of 16 columns.
+template <class Simd, int R, class M> void rotate_rows(const float* x, const M* matrix, int inputs, int outputs, float* y) {
+    constexpr int kColumns = R * 8 <= kAccumulators<Simd>   ? 8
+                             : R * 4 <= kAccumulators<Simd> ? 4
+                             : R * 2 <= kAccumulators<Simd> ? 2
+                                                            : 1;
+    int column = 0;
+    for (; column + kColumns * Simd::width <= outputs; column += kColumns * Simd::width)
+        rotate_columns<Simd, R, kColumns>(x, matrix, inputs, outputs, column, y);
+    for (; column < outputs; column += Simd::width) rotate_columns<Simd, R, 1>(x, matrix, inputs, outputs, column, y);
+}
+
+template <class Simd, int R> void rotate_rows(const float* x, const Matrix& matrix, int head, float* y) {
+    const int64_t begin = head * matrix.head_stride;
+    if (matrix.bf16)
+        return rotate_rows<Simd, R>(x, static_cast<const uint16_t*>(matrix.numbers) + begin, matrix.inputs, matrix.outputs, y);
+    rotate_rows<Simd, R>(x, static_cast<const float*>(matrix.numbers) + begin, matrix.inputs, matrix.outputs, y);
+}
+
+template <class Simd> void rotate(const float* x, int rows, const Matrix& matrix, int head, float* y) {
     switch (rows) {
         case 1:
-            return rotate_rows<Simd, 1>(x, matrix, dim, y);
+            return rotate_rows<Simd, 1>(x, matrix, head, y);
         case 2:
-            return rotate_rows<Simd, 2>(x, matrix, dim, y);
+            return rotate_rows<Simd, 2>(x, matrix, head, y);
         case 3:
-            return rotate_rows<Simd, 3>(x, matrix, dim, y);
+            return rotate_rows<Simd, 3>(x, matrix, head, y);
         case 4:
-            return rotate_rows<Simd, 4>(x, matrix, dim, y);
+            return rotate_rows<Simd, 4>(x, matrix, head, y);
         case 5:
-            return rotate_rows<Simd, 5>(x, matrix, dim, y);
+            return rotate_rows<Simd, 5>(x, matrix, head, y);
         case 6:
-            return rotate_rows<Simd, 6>(x, matrix, dim, y);
+            return rotate_rows<Simd, 6>(x, matrix, head, y);
         case 7:
-            return rotate_rows<Simd, 7>(x, matrix, dim, y);
+            return rotate_rows<Simd, 7>(x, matrix, head, y);
         default:
-            return rotate_rows<Simd, 8>(x, matrix, dim, y);
+            return rotate_rows<Simd, 8>(x, matrix, head, y);
     }
 }
 
@@ -64,31 +82,110 @@ inline double normalize(const float* x, int dim, float* unit) {
     return norm;
 }
 
+// level[i] = #{b : y[i] >= b} of n numbers; arrays have room for the next multiple of 64.
+inline void find_levels(const float* y, int n, const float* boundaries, int32_t* level) {
+    for (int begin = 0; begin < n; begin += 64) {
+        int32_t passed[64] = {};
+        for (int b = 0; b < 15; ++b)
+            for (int i = 0; i < 64; ++i) passed[i] += y[begin + i] >= boundaries[b];
+        for (int i = 0; i < 64; ++i) level[begin + i] = passed[i];
+    }
+}
+
+inline void put_levels(const int32_t* level, int n, uint8_t* codes) {
+    for (int i = 0; i < n / 2; ++i) codes[i] = static_cast<uint8_t>(level[i] | level[i + n / 2] << 4);
+}
+
+inline uint16_t saturated_half(double scale) {
+    return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f);
+}
+
+// What is left of y [D], of weighted length 1, becomes the next stage's levels. Returns the weighted length of what they
+// restore.
 template <class Simd>
-void quantize(const Quantizer& by, const float* x, int rows, float* scratch, uint8_t* const* codes, uint16_t* const* scales) {
-    const int dim = by.head_dim;
+float refine(const Quantizer& by, int head, const float* y, int dim, typename Simd::Table table, int32_t* level) {
+    alignas(64) float left[kMaxDim], restored[kMaxDim] = {}, scaled[kMaxDim];
+    alignas(64) int32_t found[kMaxDim];
+    for (int i = 0; i < dim; ++i) left[i] = y[i];
+    for (int stage = 0; stage < by.stages; ++stage) {
+        const int count = by.counts[head * by.stages + stage];
+        const float step = by.steps[stage];
+        for (int i = 0; i < dim; ++i) scaled[i] = left[i] / step;
+        find_levels(scaled, count, by.boundaries, found);
+        for (int i = 0; i < count; ++i) level[i] = found[i];
+        level += count;
+        for (int i = 0; i < count; i += Simd::width) {
+            const typename Simd::F restores = Simd::mul(Simd::lookup(table, Simd::load_words(found + i)), Simd::set1(step));
+            Simd::store(scaled + i, Simd::first(count - i, restores, Simd::zero()));
+        }
+        for (int i = 0; i < count; ++i) restored[i] += scaled[i], left[i] -= scaled[i];
+    }
+    const float* weights = by.weights + static_cast<int64_t>(head) * dim;
+    typename Simd::F sums = Simd::zero();
+    for (int i = 0; i < dim; i += Simd::width) {
+        const typename Simd::F value = Simd::load(restored + i);
+        sums = Simd::fma(Simd::mul(value, value), Simd::load(weights + i), sums);
+    }
+    return std::sqrt(Simd::reduce_add(sums));
+}
+
+// By learned coordinates.
+template <class Simd>
+void quantize_learned(const Quantizer& by, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
+                      uint16_t* const* scales) {
+    const int dim = by.matrix.inputs;
+    const int64_t of_head = static_cast<int64_t>(head) * dim;
+    float *unit = scratch, *rotated = scratch + rows * dim;
+    double gammas[kMaxRows];
+    for (int r = 0; r < rows; ++r) {
+        float* shifted = rotated + r * dim;
+        for (int i = 0; i < dim; ++i) shifted[i] = x[r * dim + i] - by.mean[of_head + i];
+        gammas[r] = normalize(shifted, dim, unit + r * dim);
+    }
+    rotate<Simd>(unit, rows, by.matrix, head, rotated);
+    const typename Simd::Table table = Simd::table(by.centroids);
+    for (int r = 0; r < rows; ++r) {
+        float* y = rotated + r * dim;
+        typename Simd::F sums = Simd::zero();
+        for (int i = 0; i < dim; i += Simd::width) {
+            const typename Simd::F value = Simd::load(y + i);
+            sums = Simd::fma(Simd::mul(value, value), Simd::load(by.weights + of_head + i), sums);
+        }
+        const float rho = std::sqrt(Simd::reduce_add(sums));
+        for (int i = 0; i < dim; ++i) y[i] = rho > 0.0f ? y[i] / rho : 0.0f;
+        int32_t level[kMaxLevels];
+        const float kept = refine<Simd>(by, head, y, dim, table, level);
+        put_levels(level, by.levels, codes[r]);
+        *scales[r] = saturated_half(kept > 0.0f ? gammas[r] * rho / kept : 0.0);
+    }
+}
+
+// By a rotation.
+template <class Simd>
+void quantize_rotated(const Quantizer& by, const float* x, int rows, float* scratch, uint8_t* const* codes,
+                      uint16_t* const* scales) {
+    const int dim = by.matrix.inputs;
     float *unit = scratch, *rotated = scratch + rows * dim;
     double norms[kMaxRows];
     for (int r = 0; r < rows; ++r) norms[r] = normalize(x + r * dim, dim, unit + r * dim);
-    rotate<Simd>(unit, rows, by.rotation, dim, rotated);
+    rotate<Simd>(unit, rows, by.matrix, 0, rotated);
     int32_t* level = reinterpret_cast<int32_t*>(unit);
     const typename Simd::Table table = Simd::table(by.centroids);
     for (int r = 0; r < rows; ++r) {
-        const float* y = rotated + r * dim;
-        for (int begin = 0; begin < dim; begin += 64) {
-            int32_t passed[64] = {};
-            for (int b = 0; b < 15; ++b)
-                for (int i = 0; i < 64; ++i) passed[i] += y[begin + i] >= by.boundaries[b];
-            for (int i = 0; i < 64; ++i) level[begin + i] = passed[i];
-        }
+        find_levels(rotated + r * dim, dim, by.boundaries, level);
         typename Simd::F sums = Simd::zero();
         for (int i = 0; i < dim; i += Simd::width) {
             const typename Simd::F centroid = Simd::lookup(table, Simd::load_words(level + i));
             sums = Simd::fma(centroid, centroid, sums);
         }
-        const float squares = Simd::reduce_add(sums);
-        for (int i = 0; i < dim / 2; ++i) codes[r][i] = static_cast<uint8_t>(level[i] | level[i + dim / 2] << 4);
-        const double scale = norms[r] / static_cast<double>(std::sqrt(squares));
-        *scales[r] = float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f);
+        put_levels(level, dim, codes[r]);
+        *scales[r] = saturated_half(norms[r] / static_cast<double>(std::sqrt(Simd::reduce_add(sums))));
     }
+}
+
+template <class Simd>
+void quantize(const Quantizer& by, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
+              uint16_t* const* scales) {
+    if (by.mean) return quantize_learned<Simd>(by, head, x, rows, scratch, codes, scales);
+    quantize_rotated<Simd>(by, x, rows, scratch, codes, scales);
 }

@@ -2,7 +2,7 @@
 //
 // Compiled at run time for one shape. Defined by the caller: HEADS KV heads, GROUP query heads of each (up to 16), HEAD_DIM
 // (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
-// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32.
+// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16.
 //
 // How it works. `mma.m16n8k16` multiplies 16 rows by 8 columns; the columns are the query heads of a group.
 //   Q.K   A = K, 16 tokens x 16 coordinates.  A lane's two numbers of a register are the coordinates j and j + D/2 of one
@@ -19,6 +19,9 @@
 // that the thread blocks of a KV head share evenly, whatever the lengths. A thread block that holds a whole sequence writes
 // its output; of several that share one, each leaves a part, and the last to arrive merges them. Which one that is does not
 // change a bit: parts are added in the order of the context.
+//
+// Tokens that are seen in BF16 are left out here. An earlier launch, of window.py, attended to them; whoever writes a
+// sequence's output adds what it left.
 
 #include "merge.cuh"
 #include "work.cuh"
@@ -33,16 +36,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
     Centroids centroids = load_centroids(given);
     if (block == 0) fetch_rotation(given);
     int tiles = find_sequence(given, 0x7fffffff).first_tile;
-    // A sequence without tokens pads the batch.
+    float* y = &scratch().sums[0][0][0];
+    // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.
     for (int b = block; b < given.sequences; b += gridDim.x)
-        if (stored_tokens(given, b) <= 0)
-            for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS)
-                given.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
+        if (stored_tokens(given, b) <= 0) {
+            if (WINDOWED) {
+                add_in_bf16(y, given, b, head, false);
+                __syncthreads();
+                write_out(y, given, b, head);
+                __syncthreads();
+            } else {
+                for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS)
+                    given.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
+            }
+        }
     int blocks = min((int)gridDim.x, tiles);
     if (block >= blocks) return;
     fill_table(centroids);
     __syncthreads();
-    float* y = &scratch().sums[0][0][0];
     for (int tile = first_of(block, tiles, blocks), stop = first_of(block + 1, tiles, blocks); tile < stop;) {
         Found found = find_sequence(given, tile);
         int until = min(stop, found.first_tile + found.tiles);
@@ -62,6 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
         }
         if (merges) {
             __syncthreads();
+            if (WINDOWED) {
+                add_in_bf16(y, given, found.sequence, head, true);
+                __syncthreads();
+            }
             write_out(y, given, found.sequence, head);
         }
         __syncthreads();

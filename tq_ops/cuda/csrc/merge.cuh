@@ -38,7 +38,8 @@ __device__ __forceinline__ void fold_warps(State& state) {
     for (int n = 0; n < COLUMN_TILES; n++)
         for (int c = 0; c < 2; c++) {
             int column = 8 * n + 2 * t + c;
-            float peak = MINUS_INFINITY, total = 0.0f;
+            // A share of sinks alone has no maximum; any finite one gives it the weight 0.
+            float peak = SINK ? LEAST_PEAK : MINUS_INFINITY, total = 0.0f;
             for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, at.maxima[w][column]);
             for (int w = 0; w < WARPS; w++) total += at.totals[w][column] * exp2_fast(at.maxima[w][column] - peak);
             float grow = exp2_fast(state.peak[n][c] - peak) * state.unit;
@@ -143,6 +144,27 @@ __device__ __forceinline__ bool is_last(const Arguments& given, int sequence, in
     return *(const int*)scratch().maxima;
 }
 
+// Maximum and sum of a column's packed tokens, for `add_in_bf16`.
+__device__ __forceinline__ void note_packed(int column, float peak, float total) {
+    if (!WINDOWED) return;
+    scratch().maxima[1][column] = peak;
+    scratch().totals[1][column] = total;
+}
+
+// Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none.
+__device__ __forceinline__ void add_in_bf16(float* y, const Arguments& given, int sequence, int head, bool some) {
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+        int column = i / HEAD_DIM;
+        long long vector = (long long)(sequence * HEADS + head) * GROUP + column;
+        float peak = given.in_bf16_maxima[vector], packed_peak = some ? scratch().maxima[1][column] : LEAST_PEAK;
+        float most = fmaxf(peak, packed_peak), grow = exp2_fast(peak - most);
+        float packed = some ? scratch().totals[1][column] * exp2_fast(packed_peak - most) : 0.0f;
+        float total = packed + grow * given.in_bf16_sums[vector];
+        float sum = (some ? y[i] * packed : 0.0f) + grow * given.in_bf16[vector * HEAD_DIM + i % HEAD_DIM];
+        y[i] = total == 0.0f ? 0.0f : sum / total;
+    }
+}
+
 // The output of a sequence whose parts lie in thread blocks first ... last.
 __device__ __forceinline__ void merge_parts(float* y, const Arguments& given, int head, int first, int last) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -160,6 +182,7 @@ __device__ __forceinline__ void merge_parts(float* y, const Arguments& given, in
         }
         for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
         for (int b = first + lane; b <= last; b += 32) weights[(b - first) * COLUMNS + column] /= total;
+        if (lane == 0) note_packed(column, peak, total);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < SUMS * 32; i += THREADS) {
@@ -176,6 +199,9 @@ __device__ __forceinline__ void normalize(float* y, const State& state) {
     int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {
         const float* own = &state.out[0][0][0];
+        for (int n = 0; n < COLUMN_TILES; n++)
+            for (int c = 0; c < 2; c++)
+                if (lane < 4) note_packed(8 * n + 2 * lane + c, state.peak[n][c], state.total[n][c]);
         for (int i = 0; i < SUMS; i++) {
             float total = state.total[i / (4 * STEPS)][i % 2];
             y[column_of(i, lane) * HEAD_DIM + place_in_vector(i, lane)] = own[i] / total;

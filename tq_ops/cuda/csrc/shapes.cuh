@@ -16,9 +16,11 @@ constexpr int STEPS = HEAD_DIM / 16;            // products of Q.K, and of P.V, 
 constexpr int SUMS = 4 * STEPS * COLUMN_TILES;  // a lane's numbers of the output
 constexpr int PAIRS = 256, PAIR_STRIDE = 256;   // bytes from a pair to the next: 32 lanes of K's, then of V's
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
+constexpr bool WINDOWED = TAIL + SINK > 0;      // some tokens are seen in BF16
 constexpr int FOLDED_WARPS = WARPS / 2;  // whose outputs wait in shared memory at once
 constexpr unsigned ALL = 0xffffffffu;
 #define MINUS_INFINITY __int_as_float(0xff800000)
+constexpr float LEAST_PEAK = -1e30f;                  // below every logit
 constexpr float LEAST_UNIT = 9.313225746154785e-10f;  // 2**-30, below every FP16 number
 
 __device__ __forceinline__ float to_float(word half) {
@@ -87,6 +89,8 @@ struct Arguments {
     const int* seq_lens;                     // [sequences]
     const int* block_table;                  // [sequences, table_width]
     const float *k_centroids, *v_centroids;  // [16]
+    const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
+    const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities
     Side k, v;
     int sequences, table_width;
     float scale;  // softmax scale times log2(e)

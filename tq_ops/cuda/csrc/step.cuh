@@ -43,9 +43,10 @@ __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], 
     }
 }
 
-// Turns logits into probabilities times V's scale, as P.V's right operand, and brings the state up to them.
+// Turns logits into probabilities times V's scale, as P.V's right operand, and brings the state up to them. Of the tokens
+// those from `left` on do not count, and the first `sinks`, of which one at least is not.
 __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&logits)[COLUMN_TILES][2][4], State& state,
-                                       word scales, int left, float scale) {
+                                       word scales, int left, int sinks, float scale) {
     int row = token_of_row(threadIdx.x % 32 / 4);
     // In units of a power of two just below the largest V scale, a probability times a scale fits FP16 for any scales.
     float widest = __uint_as_float(__float_as_uint(to_float(__reduce_max_sync(ALL, scales >> 16))) & 0x7f800000u);
@@ -66,6 +67,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
                     float& logit = logits[n][r][2 * i + c];
                     logit *= k_scale[r][i];
                     if (left < SPAN && 16 * r + 8 * i + row >= left) logit = MINUS_INFINITY;
+                    if (SINK && 16 * r + 8 * i + row < sinks) logit = MINUS_INFINITY;
                     peak = fmaxf(peak, logit);
                 }
             peak = fmaxf(state.peak[n][c], largest_of_tokens(peak));
@@ -124,6 +126,7 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     }
     state.unit = LEAST_UNIT;
     int token = begin + threadIdx.x / 32 * SPAN;
+    if (SINK && token + SPAN <= SINK) token += (SINK - token - SPAN) / TILE * TILE + TILE;  // sinks alone
     if (token >= end) return;
     const int* table = given.block_table + (long long)sequence * given.table_width;
     Codes codes;
@@ -137,11 +140,11 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
         word p[COLUMN_TILES][2][2], scales = codes.scales;
         multiply_k(logits, codes, q);
         // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step ahead.
-        int left = end - token;
+        int left = end - token, sinks = SINK - token;
         bool more = left > TILE;
         token += TILE;
         if (more) load_k(codes, given, next, left - TILE);
-        soften(p, logits, state, scales, left, given.scale);
+        soften(p, logits, state, scales, left, sinks, given.scale);
         multiply_v(state, codes, p);
         if (!more) return;
         load_v(codes, given, next);

@@ -3,8 +3,10 @@
 
 #include "shapes.cuh"
 
+// Where those tokens end that the new one sees packed; they begin at SINK. 0 where there are none.
 __device__ __forceinline__ int stored_tokens(const Arguments& given, int sequence) {
-    return min(given.seq_lens[sequence], (int)given.positions[sequence] + 1);
+    int end = min(given.seq_lens[sequence], (int)given.positions[sequence] + 1) - TAIL;
+    return WINDOWED && end <= SINK ? 0 : end;
 }
 
 struct Found {

@@ -1,0 +1,278 @@
+"""Whether a cache would lose so much of K or V that text suffers: judged by the weights, and by the first tokens of a prompt.
+
+Limits are where `tiny` with planted faults began to suffer and to collapse (docs/fidelity.md): its perplexity rose by 1 % at
+logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.models.balance import Moments, name_layers
+from haarkv.models.parallel import ALONE, Ranks
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, weighted_error
+from haarkv.tq_ops.table import OpTable, with_ops
+
+LEAST_TOKENS, MOST_TOKENS = 16, 128
+SINKS = 4
+"""First tokens of a sequence, whose vectors may be far larger than all others."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A way to say how much is lost.
+
+    Attributes:
+        suffers: from what amount on text suffers.
+        garbage: from what amount on it collapses.
+        words: of the amount.
+    """
+
+    suffers: float
+    garbage: float
+    words: str
+
+
+LOGITS = Measure(0.5, 2.0, "logits are off by {:.2g} nats")
+"""Of K, root mean square over queries and keys."""
+OUTPUT = Measure(0.5, 1.0, "{:.0%} of the output is error")
+"""Of V, as o_proj weighs its channels; at 1 what is stored says nothing."""
+CHANNELS = Measure(1.5, math.inf, "the error is {:.2g} times what a typical channel varies by")
+"""Of K or V, where neither queries nor weights are known: a sign, no proof."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a cache loses of K or V of one layer, in its worst KV head.
+
+    Attributes:
+        side: "K" or "V".
+        kv_format: its name.
+        amount: by the measure.
+        of_sinks: the first tokens alone are to blame.
+    """
+
+    layer: int
+    side: str
+    kv_format: str
+    measure: Measure
+    amount: float
+    of_sinks: bool = False
+
+    @property
+    def suffers(self) -> bool:
+        """Whether text suffers from it."""
+        return self.amount >= self.measure.suffers
+
+    @property
+    def garbage(self) -> bool:
+        """Whether text collapses."""
+        return self.amount >= self.measure.garbage
+
+
+def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]], softmax_scale: float) -> list[Loss]:
+    """What the weights alone let expect, by made-up vectors of their moments; only what text suffers from.
+
+    Real vectors differ: of models without norms of Q and K, little more than the biases is known.
+
+    Args:
+        plan: without learned coordinates, which fit no made-up vectors.
+        moments: K's and V's of each layer that is known.
+    """
+    generator, found = torch.Generator().manual_seed(0), []
+    for layer, (k, v) in moments.items():
+        for side, of, kv_format in (("K", k, plan.k(layer)), ("V", v, plan.v(layer))):
+            if not kv_format.lossy:
+                continue
+            x = _made_up(of, generator, rotates=side == "K")
+            queries = torch.randn(MOST_TOKENS, *of.use.shape, generator=generator) * of.use.sqrt()
+            loss = (
+                key_loss(kv_format, layer, x, queries, softmax_scale)
+                if side == "K"
+                else value_loss(kv_format, layer, x, of.use)
+            )
+            found += [loss] if loss and loss.suffers else []
+    return found
+
+
+def _made_up(of: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
+    """Gaussian vectors [H, n, D] of such moments; RoPE `rotates` what is constant in them, anywhere."""
+    heads, dim = of.spread.shape
+    noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * of.spread.sqrt().unsqueeze(1)
+    constant = of.constant.unsqueeze(1)
+    if rotates:
+        angle = torch.rand(heads, MOST_TOKENS, dim // 2, generator=generator) * (2 * math.pi)
+        constant = constant * math.sqrt(2) * torch.cat([angle.cos(), angle.sin()], dim=-1)
+    return noise + constant
+
+
+def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scale: float, sink: int = 0) -> Loss | None:
+    """Of some keys and queries; None of too few.
+
+    Args:
+        k: [H, n, D] after RoPE, of positions 0 … n - 1.
+        q: [m, Hq, D] after RoPE.
+        sink: first keys that stay in BF16.
+    """
+    error = stored_error(kv_format, layer, k)
+    if error is None:
+        return None
+    error[:, :sink] = 0.0
+    squares = logit_errors(error, q, softmax_scale).square()  # [H, n]
+    whole = float(squares.mean(1).max().sqrt())
+    later = float(squares[:, SINKS:].mean(1).max().sqrt())
+    return Loss(layer, "K", kv_format.name, LOGITS, whole, of_sinks=later < whole / 2)
+
+
+def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss | None:
+    """Of some values [H, n, D], whose channels count by use [H, D]; None of too few."""
+    error = stored_error(kv_format, layer, v)
+    if error is None:
+        return None
+    amount = float(weighted_error(error, v[:, : error.shape[1]], use).max())
+    return Loss(layer, "V", kv_format.name, OUTPUT, amount)
+
+
+def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: int = 0) -> Loss | None:
+    """Of some vectors of which nothing else is known; None of too few.
+
+    Args:
+        x: [H, n, D], of positions 0 … n - 1; K after RoPE.
+        sink: first vectors that stay in BF16.
+    """
+    error = stored_error(kv_format, layer, x)
+    if error is None or error.shape[1] <= SINKS:
+        return None
+    error[:, :sink] = 0.0
+    spread = x[:, SINKS:].float().var(1)
+    whole, later = (float(lost_variation(e, spread).max()) for e in (error, error[:, SINKS:]))
+    return Loss(layer, side, kv_format.name, CHANNELS, whole, of_sinks=later < whole / 2)
+
+
+# -- What is said of it ----------------------------------------------------------------------------------------------------
+
+
+def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
+    """In one line what suffers, and what to use instead.
+
+    Args:
+        losses: at least one.
+        could_balance: balance was left out, and would help.
+    """
+    parts = []
+    for side, measure in dict.fromkeys((loss.side, loss.measure) for loss in losses):
+        of_side = [loss for loss in losses if (loss.side, loss.measure) == (side, measure)]
+        names = " and ".join(dict.fromkeys(loss.kv_format for loss in of_side))
+        lost = measure.words.format(max(loss.amount for loss in of_side))
+        parts.append(f"{side} of {name_layers([loss.layer for loss in of_side])} suffers in {names}: {lost}")
+    if could_balance:
+        instead = "leave balance on"
+    elif all(loss.of_sinks for loss in losses):
+        instead = f"keep the first tokens in BF16: --kv-sink {SINKS}"
+    else:
+        layers = ",".join(str(layer) for layer in sorted({loss.layer for loss in losses}))
+        instead = f"keep what suffers in BF16 (--kv-skip-layers {layers}), or calibrate the model (tq calibrate)"
+    return f"{'; '.join(parts)}; {instead}"
+
+
+@dataclass
+class Guard:
+    """Judges a session's cache when it is loaded, and once more by the first prompt.
+
+    Args:
+        plan: of the cache.
+        moments: K's and V's of each layer, as the model runs.
+        softmax_scale: of the model.
+        could_balance: balance was left out, and would help.
+        allow: warn where text would be garbage, instead of refusing.
+        ranks: who shares the model; all judge together.
+    """
+
+    plan: KVPlan
+    moments: Mapping[int, tuple[Moments, Moments]]
+    softmax_scale: float
+    could_balance: bool = False
+    allow: bool = False
+    ranks: Ranks = ALONE
+    _probed: dict[tuple[int, str], Loss] = field(default_factory=dict)
+    _said: set[tuple[int, str]] = field(default_factory=set)
+    _over: bool = False
+
+    def at_load(self, on_warning: Callable[[str], object]) -> None:
+        """Judge by the weights.
+
+        Raises:
+            InputError: text would be garbage; it names the layers, and says what to use instead.
+        """
+        self._judge(expected_losses(self.plan, self.moments, self.softmax_scale), on_warning)
+
+    def table(self, ops: OpTable) -> OpTable:
+        """An op table that looks at the first tokens of each layer as it runs, once."""
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+            if not self._over and int(batch.positions[0]) == 0:
+                seen[layer] = k, v
+            ops.store_kv(k, v, cache, layer, batch)
+
+        def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+            if layer in seen:
+                tokens = min(int(batch.query_start_loc[1]), MOST_TOKENS)
+                self._probe(layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in seen.pop(layer)))
+            return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+
+        return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
+
+    def after_prefill(self, on_warning: Callable[[str], object]) -> None:
+        """Judge by the first tokens, if there were enough of them.
+
+        Raises:
+            InputError: as `at_load`.
+        """
+        if not self._over:
+            self._over = bool(self._probed)
+            self._judge(list(self._probed.values()), on_warning)
+
+    def _probe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if len(q) < LEAST_TOKENS:
+            return
+        k_format, v_format = self.plan.layers[layer]
+        sides: list[tuple[str, KVFormat, Callable[[], Any]]] = [
+            ("K", k_format, partial(key_loss, k_format, layer, k, q, self.softmax_scale, self.plan.sink)),
+            ("V", v_format, partial(value_loss, v_format, layer, v[:, self.plan.sink :], self.moments[layer][1].use)),
+        ]
+        for side, kv_format, loss_of in sides:
+            try:
+                loss = loss_of() if kv_format.lossy else None
+            except NonFiniteError:  # storing them says so, and where
+                continue
+            if loss:
+                self._probed[layer, side] = loss
+
+    def _judge(self, losses: list[Loss], on_warning: Callable[[str], object]) -> None:
+        # Each rank sees its own heads. All must come to one verdict, or some would wait for the others.
+        every = self.ranks.collect([loss for loss in losses if loss.suffers])
+        worst: dict[tuple[int, str], Loss] = {}
+        for loss in self.ranks.share([loss for of_rank in every for loss in of_rank]):
+            key = loss.layer, loss.side
+            if key not in worst or loss.amount > worst[key].amount:
+                worst[key] = loss
+        if any(loss.garbage for loss in worst.values()) and not self.allow:
+            line = describe(list(worst.values()), could_balance=self.could_balance)
+            raise InputError(f"text would be garbage: {line}; --allow-collapse goes on all the same")
+        new = [loss for key, loss in worst.items() if key not in self._said]
+        self._said |= worst.keys()
+        if new and self.ranks.rank == 0:
+            on_warning(describe(new, could_balance=self.could_balance))

@@ -1,0 +1,232 @@
+"""Balance of a model: channels of K and of V scaled by powers of two, and whatever meets them scaled back, in the weights.
+
+    K: k_norm * s, q_norm / s    (without those norms: rows and biases of the projections to K and Q)
+    V: rows and bias of v_proj * s, columns of o_proj / s
+
+The balanced model computes the same bits as the one that it was made of: powers of two round nothing. Only what a quantized
+cache loses of it is less. Every executor runs it, for it is a model like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.balance import channel_scales, error_ratio
+from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import folder_of, read_config
+from haarkv.models.checkpoint import stored_tensors
+from haarkv.models.weights import LayerWeights, layer_tensors
+
+LEAST_RATIO = 1.1
+"""A side is left as it is unless balance makes so many times less error: one rotation or another differs as much."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What the weights say of the channels of K or V of one layer.
+
+    Attributes:
+        use: [H, D] fp32, mean square of what meets each channel: queries, or columns of o_proj.
+        spread: [H, D] fp32, variance of the channel itself, if what enters the layer is alike in all directions.
+        constant: [H, D] fp32, what a bias adds to every vector; of K, the root mean square of a RoPE pair's.
+    """
+
+    use: Tensor
+    spread: Tensor
+    constant: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """Mean square of each channel [H, D] fp32."""
+        return self.spread + self.constant.square()
+
+    def scaled(self, scales: Tensor) -> Moments:
+        """The same of channels times scales [H, D]."""
+        return Moments(self.use / scales.square(), self.spread * scales.square(), self.constant * scales)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """K ("K") or V ("V") of one layer, and how many times less squared error balance makes of it, in its worst KV head."""
+
+    layer: int
+    side: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A model after `balance`.
+
+    Attributes:
+        model: it, or the model that was given if nothing is uneven.
+        uneven: what was balanced.
+        moments: K's and V's of each layer, as they are now.
+    """
+
+    model: DecoderModel
+    uneven: tuple[Uneven, ...]
+    moments: tuple[tuple[Moments, Moments], ...]
+
+
+def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
+    """Of K. The two channels of a RoPE pair are alike: every position mixes them anew.
+
+    Args:
+        tensors: of one layer, by the fields of a family's `LayerWeights`.
+        heads, dim: KV heads H and head_dim D.
+    """
+    if "k_norm" in tensors:
+        use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
+        bias = torch.zeros(heads, dim)
+    else:
+        of_queries = _row_squares(tensors, "q_proj") + _bias(tensors, "q_bias", tensors["q_proj"]).square()
+        use = of_queries.view(heads, -1, dim).mean(1)
+        spread = _row_squares(tensors, "k_proj").view(heads, dim)
+        bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
+    return Moments(_in_pairs(use), _in_pairs(spread), _in_pairs(bias.square()).sqrt())
+
+
+def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
+    """Of V; arguments as of `key_moments`."""
+    use = torch.linalg.vector_norm(tensors["o_proj"], dim=0, dtype=torch.float32).square().view(heads, -1, dim).sum(1)
+    bias = _bias(tensors, "v_bias", tensors["v_proj"]).view(heads, dim)
+    return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
+
+
+_READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm", *(f"{name}_bias" for name in "qkv")}
+
+
+def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
+    """K's and V's moments of each layer of a checkpoint, of which no other tensor is read; {} of a random model.
+
+    Args:
+        name: as `models.catalog.folder_of` takes it.
+    Raises:
+        InputError: no such model, one that no family builds, or a damaged file.
+    """
+    config, folder = read_config(name), folder_of(name)
+    if folder is None:
+        return {}
+    places = {
+        part.name: (layer, field)
+        for layer in range(config.num_layers)
+        for field, part in layer_tensors(config, layer).items()
+        if field in _READ
+    }
+    found: dict[int, tuple[Moments, Moments]] = {}
+    read: dict[str, Tensor] = {}
+    last = {layer: tensor for tensor, (layer, _) in places.items()}
+    for tensor_name, tensor in stored_tensors(folder, config, torch.bfloat16, wanted=places.__contains__):
+        layer, field = places[tensor_name]
+        read[field] = tensor
+        if tensor_name == last[layer]:  # one layer at a time is held
+            heads, dim = config.num_kv_heads, config.head_dim
+            found[layer] = key_moments(read, heads, dim), value_moments(read, heads, dim)
+            read = {}
+    return found
+
+
+def scales_of(moments: Moments) -> tuple[Tensor, float]:
+    """A side's scales [H, D] fp32, and how many times less squared error its worst head makes; 1s if that is too few."""
+    scales = channel_scales(moments.use, moments.size)
+    ratio = float(error_ratio(moments.use, moments.size, scales).max())
+    return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
+
+
+def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_: True) -> Balanced:
+    """Balance every side that is uneven enough.
+
+    Args:
+        model: of one rank or all; on the host.
+        wanted: of a layer and "K" or "V": whether it may be balanced.
+    """
+    config, layers, found, moments = model.config, [], [], []
+    for index, weights in enumerate(model.weights.layers):
+        layer, now = weights, []
+        for side, moments_of in (("K", key_moments), ("V", value_moments)):
+            of = moments_of(by_field(weights), config.num_kv_heads, config.head_dim)
+            scales, ratio = scales_of(of) if wanted(index, side) else (torch.ones(()), 1.0)
+            if ratio > 1:
+                layer = _folded(layer, side, scales)
+                found.append(Uneven(index, side, ratio))
+            now.append(of.scaled(scales))
+        layers.append(layer)
+        moments.append((now[0], now[1]))
+    changed = replace(model, weights=replace(model.weights, layers=tuple(layers))) if found else model
+    return Balanced(changed, tuple(found), tuple(moments))
+
+
+def name_layers(layers: Sequence[int]) -> str:
+    """Layers in words.
+
+    >>> name_layers([0, 1, 2, 5])
+    'layers 0 to 2 and 5'
+    """
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
+    names = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"layer{'s' * (len(set(layers)) > 1)} {names}"
+
+
+def describe(uneven: Sequence[Uneven]) -> str:
+    """In one line what was balanced, and how uneven it was."""
+    parts = []
+    for side in ("K", "V"):
+        if layers := [of.layer for of in uneven if of.side == side]:
+            worst = max(of.ratio for of in uneven if of.side == side)
+            parts.append(f"{side} of {name_layers(layers)} (up to {worst:.3g} times less error)")
+    return f"balanced {' and '.join(parts)}: their channels are uneven"
+
+
+# -- What the weights say ----------------------------------------------------------------------------------------------------
+
+
+def by_field(layer: LayerWeights) -> dict[str, Tensor]:
+    """A layer's tensors, experts left out."""
+    return {field: tensor for field, _, tensor in layer.named() if "." not in field}
+
+
+def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:
+    """The bias [rows] fp32 of a projection; zeros where it has none."""
+    return tensors[name].float() if name in tensors else torch.zeros(len(projection), device=projection.device)
+
+
+def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Mean square [rows] fp32 of each row's result: normed vectors have a mean square of 1 in every coordinate."""
+    rows: Tensor = torch.linalg.vector_norm(tensors[name].float() * tensors["input_norm"].float(), dim=1)
+    return rows.square()
+
+
+def _in_pairs(squares: Tensor) -> Tensor:
+    """[H, D], the mean of the two channels that RoPE rotates together."""
+    low, high = squares.chunk(2, dim=-1)
+    return ((low + high) / 2).repeat(1, 2)
+
+
+# -- The same model, scaled --------------------------------------------------------------------------------------------------
+
+
+def _folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
+    """A layer with K or V times scales [H, D], and what meets them divided by the same."""
+    tensors = by_field(layer)
+    queries = (tensors["q_proj"].shape[0] if side == "K" else tensors["o_proj"].shape[1]) // scales.numel()
+    rows, of_queries = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()
+    if side == "V":
+        factors = {"v_proj": rows[:, None], "v_bias": rows, "o_proj": of_queries}
+    elif "k_norm" in tensors:  # one norm serves all heads, whose scales are then the same
+        factors = {"k_norm": scales[0], "q_norm": 1 / scales[0]}
+    else:
+        factors = {"k_proj": rows[:, None], "k_bias": rows, "q_proj": of_queries[:, None], "q_bias": of_queries}
+    # Powers of two are numbers of every dtype: nothing is rounded.
+    return layer.changed(lambda field, x: x * factors[field].to(x.dtype) if field in factors else x)

@@ -1,0 +1,39 @@
+"""A short word for a model's weights, so that what was learned from one model is not taken for another's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_NUMBERS = 64
+
+
+def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of a model: every tensor's name and shape, and its first and last 64 numbers in BF16.
+
+    Few pages of a checkpoint are read, and a model that was loaded in another dtype has the same one. A tensor that has been
+    met under another name, such as a tied head, does not count twice.
+
+    Args:
+        named: (Hugging Face name, tensor), as `Weights.named` or a `state_dict` gives them, in any order.
+    Returns:
+        16 hexadecimal digits.
+    """
+    met: set[tuple[int, torch.Size]] = set()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda item: _in_order(item[0])):
+        if (key := (tensor.data_ptr(), tensor.shape)) in met:
+            continue
+        met.add(key)
+        flat = tensor.detach().reshape(-1)
+        ends = torch.cat([flat[:_NUMBERS], flat[-_NUMBERS:]]).to("cpu", torch.bfloat16)
+        digest.update(f"{name} {list(tensor.shape)}\n".encode() + ends.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _in_order(name: str) -> tuple[bool, str]:
+    """The head last: where it is tied, it is the embedding's second name."""
+    return name.startswith("lm_head"), name

@@ -1,0 +1,194 @@
+"""Models with planted faults of real checkpoints: channels, biases and tokens far larger than the rest.
+
+Each is made of another model. Where nothing else is said it computes the same, up to the rounding of its weights, so that any
+loss in a quantized cache is the planted fault's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import TINY
+from haarkv.models.weights import LayerWeights
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import with_ops
+
+
+def outlier_channels(
+    model: DecoderModel, factor: float, pairs: Sequence[int] = (20, 45), channels: Sequence[int] = (7, 90)
+) -> DecoderModel:
+    """K and V with a few large channels in every layer, which whatever meets them takes back.
+
+    Args:
+        model: of a family that norms each head of Q and K.
+        factor: what k_norm's weights and v_proj's rows are multiplied with, q_norm's and o_proj's columns divided by.
+        pairs: of K's channels that RoPE rotates together, the i-th and the (D/2 + i)-th.
+        channels: of V, of each KV head.
+    """
+    dim = model.config.head_dim
+    k = torch.ones(dim)
+    k[[c + half for c in pairs for half in (0, dim // 2)]] = factor
+    v = torch.ones(dim)
+    v[list(channels)] = factor
+
+    def change(field: str, tensor: Tensor) -> Tensor:
+        scale = {
+            "k_norm": k, "q_norm": 1 / k, "v_proj": v.repeat(model.config.num_kv_heads)[:, None],
+            "o_proj": 1 / v.repeat(model.config.num_heads),
+        }.get(field)  # fmt: skip
+        return tensor if scale is None else (tensor.float() * scale).to(tensor.dtype)
+
+    return _changed(model, lambda _, layer: layer.changed(change))
+
+
+def _changed(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWeights]) -> DecoderModel:
+    layers = tuple(change(index, layer) for index, layer in enumerate(model.weights.layers))
+    return replace(model, weights=replace(model.weights, layers=layers))
+
+
+def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_rms: Tensor) -> DecoderModel:
+    """Norms of Q and K become fixed scales of their projections, beside which stand biases of 0. The function differs.
+
+    Args:
+        model: a dense Qwen3.
+        model_type: to make of it, of a family with biases and without those norms.
+        query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
+        key_rms: [layers, num_kv_heads] of K.
+    """
+    config = replace(model.config, model_type=model_type, qkv_bias=True)
+    layers = []
+    for layer, of_q, of_k in zip(model.weights.layers, query_rms, key_rms, strict=True):
+        tensors = {field: tensor for field, _, tensor in layer.named()}
+        for name, rms in (("q", of_q), ("k", of_k)):
+            rows = (tensors.pop(f"{name}_norm") / rms[:, None]).flatten()
+            tensors[f"{name}_proj"] = (tensors[f"{name}_proj"] * rows[:, None]).to(model.dtype)
+        biases = {f"{name}_bias": tensors[f"{name}_proj"].new_zeros(len(tensors[f"{name}_proj"])) for name in "qkv"}
+        layers.append(config.family.LayerWeights(**tensors, **biases))
+    return replace(model, config=config, weights=replace(model.weights, layers=tuple(layers)))
+
+
+def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: Sequence[int] = (62, 63)) -> DecoderModel:
+    """Large biases of K on a few channels of a few layers.
+
+    On the pairs that RoPE rotates slowest a bias adds nearly the same to all logits of a query: softmax drops it.
+
+    Args:
+        model: of a family with biases.
+        norm: of the bias of each KV head.
+        pairs: of channels that RoPE rotates together.
+    """
+    dim = model.config.head_dim
+    places = [c + half for c in pairs for half in (0, dim // 2)]
+    bias = torch.zeros(model.config.num_kv_heads, dim)
+    bias[:, places] = norm / len(places) ** 0.5
+
+    def change(index: int, layer: LayerWeights) -> LayerWeights:
+        if index not in layers:
+            return layer
+        return layer.changed(lambda field, x: x + bias.flatten().to(x.dtype) if field == "k_bias" else x)
+
+    return _changed(model, change)
+
+
+def dead_head(model: DecoderModel, head: int = 0) -> DecoderModel:
+    """A KV head whose V is 0 in every layer: its query heads give nothing. The function differs."""
+    dim = model.config.head_dim
+    rows = torch.ones(model.config.kv_size)
+    rows[head * dim : (head + 1) * dim] = 0.0
+
+    def change(field: str, tensor: Tensor) -> Tensor:
+        return tensor * rows[:, None].to(tensor.dtype) if field == "v_proj" else tensor
+
+    return _changed(model, lambda _, layer: layer.changed(change))
+
+
+def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """By what the norms of Q and K divide on average: [layers, num_heads] and [layers, num_kv_heads] fp32.
+
+    Args:
+        token_ids: a text, at most as long as a block of a cache is.
+    """
+    found: list[Tensor] = []
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.ndim == 3:
+            found.append(x.float().square().mean(-1).sqrt().mean(0))
+        return reference.rms_norm(x, weight, eps)
+
+    config = model.config
+    plan = KVSpec("bf16").plan(config.num_layers)
+    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=1)
+    paging = PagedSequences(cache.num_blocks, cache.block_size)
+    batch = paging.batch([paging.add()], [len(token_ids)])
+    with torch.inference_mode():
+        model.prefill(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
+    return torch.stack(found[0::2]).clone(), torch.stack(found[1::2]).clone()
+
+
+def save(model: DecoderModel, folder: Path) -> Path:
+    """Write a model made of `tiny` as a checkpoint folder.
+
+    Args:
+        folder: to make; it must not be there.
+    """
+    folder.mkdir(parents=True)
+    settings = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    settings |= {"model_type": model.config.model_type, "hidden_size": model.config.hidden_size, "dtype": "float32"}
+    settings.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    save_file({name: tensor.contiguous() for name, tensor in model.weights.named()}, folder / "model.safetensors")
+    return folder
+
+
+def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, looked_at: float = 0.02) -> DecoderModel:
+    """A token whose K is far larger than any other's, as the first token of a text is in many models.
+
+    The hidden state gets one more channel, which only this token has, and there much of; K reads it, on one pair of channels
+    that queries hardly look at. The function differs in that pair.
+
+    Args:
+        model: without norms of Q and K, which would take the size away again.
+        norm: of its K in each KV head.
+        pair: of channels that RoPE rotates together.
+        looked_at: what queries are multiplied with there, so that logits stay what they may be.
+    """
+    config = replace(model.config, hidden_size=model.config.hidden_size + 1)
+    dim, heads, wider = config.head_dim, config.num_kv_heads, config.hidden_size**0.5
+    # A mean over one channel more is smaller by as much as these are larger: what is normed stays the same.
+    grown = (model.config.hidden_size / config.hidden_size) ** 0.5
+
+    def change(field: str, x: Tensor) -> Tensor:
+        if field in ("input_norm", "post_norm"):
+            return torch.cat([x * grown, x.new_ones(1)])
+        if field in ("o_proj", "down_proj"):
+            return torch.cat([x, x.new_zeros(1, x.shape[1])])
+        if field in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            x = torch.cat([x, x.new_zeros(len(x), 1)], dim=1)
+        if field == "k_proj":
+            by_head = x.view(heads, dim, -1)
+            by_head[:, pair, -1] = norm / wider
+        if field == "q_proj":
+            x.view(config.num_heads, dim, -1)[:, [pair, pair + dim // 2]] *= looked_at
+        return x
+
+    weights = model.weights
+    embedding = torch.cat([weights.embedding, weights.embedding.new_zeros(len(weights.embedding), 1)], dim=1)
+    embedding[token], embedding[token, -1] = 0.0, 1e4
+    return replace(model, config=config, weights=replace(
+        weights, embedding=embedding, layers=tuple(layer.changed(change) for layer in weights.layers), lm_head=embedding,
+        final_norm=torch.cat([weights.final_norm * grown, weights.final_norm.new_zeros(1)]),
+    ))  # fmt: skip

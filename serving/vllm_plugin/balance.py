@@ -1,0 +1,77 @@
+"""Uneven channels of K and V of the model that vLLM serves: scaled as they are stored, or told of, or refused.
+
+vLLM holds the weights, so nothing is folded into them: K and V are multiplied by powers of two before they are stored, queries
+and attention's output by the inverse. The scales come from the checkpoint's attention tensors, read once a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from vllm.logger import init_logger
+
+from haarkv.engine.collapse import describe, expected_losses
+from haarkv.models import balance
+from haarkv.models.balance import Moments, Uneven
+from haarkv.models.parallel import kv_heads_of
+from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, KV
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tensor | None]]:
+    """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
+
+    Raises:
+        ValueError: by its weights, text of this model would be garbage; it names the layers and says what to use instead.
+    """
+    model, parallel, options = vllm_config.model_config, vllm_config.parallel_config, vllm_config.additional_config
+    if vllm_config.load_config.load_format == "dummy":
+        return {}
+    wanted = options.get(BALANCE, True)
+    scales: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    now: dict[int, tuple[Moments, Moments]] = {}
+    uneven: list[Uneven] = []
+    for layer, pair in _moments(model.model).items():
+        of_sides = [balance.scales_of(of) for of in pair]
+        chosen = [of if wanted and ratio > 1 else None for of, ratio in of_sides]
+        uneven += [
+            Uneven(layer, side, ratio) for side, (_, ratio), of in zip("KV", of_sides, chosen, strict=True) if of is not None
+        ]
+        k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, chosen, strict=True))
+        now[layer], scales[layer] = (k, v), (chosen[0], chosen[1])
+    if uneven:
+        logger.info("%s; %s false leaves them as they are", balance.describe(uneven), BALANCE)
+    losses = expected_losses(KVSpec(KV).plan(len(now)), now, model.get_head_size() ** -0.5)
+    if losses:
+        line = describe(losses, could_balance=not wanted)
+        if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
+            raise ValueError(f"text from a {KV} KV cache would be garbage: {line}; {ALLOW_COLLAPSE} true goes on all the same")
+        logger.warning("%s", line)
+    if parallel.tensor_parallel_size == 1:
+        return scales
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
+    return {layer: (_of_rank(k, rank, size), _of_rank(v, rank, size)) for layer, (k, v) in scales.items()}
+
+
+def _of_rank(scales: Tensor | None, rank: int, size: int) -> Tensor | None:
+    return None if scales is None else scales[kv_heads_of(len(scales), rank, size)]
+
+
+@cache
+def _moments(model: str) -> Mapping[int, tuple[Moments, Moments]]:
+    try:
+        return balance.moments_of(model)
+    except InputError as error:
+        logger.info("channels of K and V are left as they are, for the weights of %s are not understood: %s", model, error)
+        return {}

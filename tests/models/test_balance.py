@@ -1,0 +1,172 @@
+"""Balance: the same model bit for bit, channels that a rotation can take, and nothing where weights are even."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from planted import run, tiny, tiny_qwen2, token_ids
+from small_models import CONFIGS, small_model
+
+from haarkv.codebooks.balance import channel_scales, error_ratio
+from haarkv.models import planted
+from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
+from haarkv.models.balance import by_field as fields_of
+from haarkv.tq_ops import formats
+
+GAUSSIAN = torch.Generator().manual_seed(5)
+
+
+def changed_fields(model, other):
+    pairs = zip(model.weights.layers, other.weights.layers, strict=True)
+    return {
+        name for a, b in pairs for (name, _, x), (_, _, y) in zip(a.named(), b.named(), strict=True) if not torch.equal(x, y)
+    }
+
+
+class TestScales:
+    def test_they_undo_what_was_planted(self):
+        use, size = torch.ones(2, 128), torch.ones(2, 128)
+        use[0, 3], size[0, 3] = 2.0**-20, 2.0**20
+        scales = channel_scales(use, size)
+        assert scales[0, 3] == 2.0**-10
+        assert (scales.flatten()[[0, 1, 2, *range(4, 256)]] == 1).all()
+
+    def test_are_powers_of_two_near_the_best(self):
+        use, size = (torch.rand(4, 64, generator=GAUSSIAN) * 100 for _ in range(2))
+        scales = channel_scales(use, size)
+        assert torch.equal(scales.log2(), scales.log2().round())
+        best = error_ratio(use, size, (use / size) ** 0.25)
+        found = error_ratio(use, size, scales)
+        assert (found <= best).all()
+        # Rounding an exponent costs (sinh(ln 2) / ln 2)**2 = 1.17 where exponents lie anywhere between two whole numbers.
+        assert (found > 0.83 * best).all()
+
+    @pytest.mark.parametrize(("use", "size"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1e-30, 1e30)])
+    def test_of_channels_that_are_never_seen_or_always_0(self, use, size):
+        uses, sizes = torch.ones(1, 32), torch.ones(1, 32)
+        uses[0, 0], sizes[0, 0] = use, size
+        scales = channel_scales(uses, sizes)
+        assert (scales > 0).all()
+        assert (scales[0, 1:] == 1).all()
+        assert torch.isfinite(scales).all()
+        assert torch.isfinite(error_ratio(uses, sizes, scales)).all()
+
+    def test_a_dead_head_stays_as_it_is(self):
+        scales = channel_scales(torch.ones(2, 32), torch.zeros(2, 32))
+        assert (scales == 1).all()
+        assert (error_ratio(torch.ones(2, 32), torch.zeros(2, 32), scales) == 1).all()
+
+    def test_the_ratio_is_what_quantizing_shows(self):
+        size = torch.ones(1, 128)
+        size[0, :2] = 900.0
+        use = 1 / size
+        scales = channel_scales(use, size)
+        x, f = torch.randn(1, 2048, 128, generator=GAUSSIAN) * size.sqrt().unsqueeze(1), formats.get("tq4")
+
+        def error(of):
+            stored = f.dequantize(f.quantize(x * of, 0), 0) / of
+            return float(((stored - x).square() * use.unsqueeze(1)).sum())
+
+        measured = error(torch.ones(128)) / error(scales)
+        assert measured == pytest.approx(float(error_ratio(use, size, scales)), rel=0.15)
+
+
+class TestModel:
+    def test_tiny_is_even_and_stays_the_very_same(self):
+        made = balance(tiny())
+        assert made.model is tiny()
+        assert made.uneven == ()
+
+    @pytest.mark.parametrize("factor", [30, 100])
+    def test_a_planted_model_becomes_even_again(self, factor):
+        made = balance(planted.outlier_channels(tiny(), factor))
+        assert {(of.layer, of.side) for of in made.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
+        assert balance(made.model).uneven == ()
+
+    def test_a_tenth_of_the_error_is_the_least_that_counts(self):
+        assert balance(planted.outlier_channels(tiny(), 1.5)).uneven == ()
+        assert balance(planted.outlier_channels(tiny(), 3)).uneven
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", ["norms", "biases"])
+    def test_it_computes_the_same_bits(self, name, dtype):
+        base = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 50, (1, 4))
+        weights = replace(
+            base.weights, layers=tuple(x.changed(lambda _, t: t.to(dtype)) for x in base.weights.layers),
+            embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
+        )  # fmt: skip
+        model = replace(base, weights=weights)
+        made = balance(model)
+        assert made.uneven
+        expected = {"k_norm", "q_norm", "v_proj", "o_proj"} if name == "norms" else {"k_proj", "k_bias", "q_proj"}
+        assert changed_fields(model, made.model) == expected
+        ids = token_ids(64)
+        assert torch.equal(run(made.model, ids), run(model, ids))
+
+    def test_heads_are_scaled_each_by_itself(self):
+        # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.
+        config = replace(CONFIGS["gqa5_d128"], model_type="llama")
+        model = small_model(config)
+        outlier = torch.ones(config.num_kv_heads, config.head_dim)
+        outlier[1, [5, 69]] = 64.0
+        of_queries = outlier.repeat_interleave(5, dim=0).flatten()
+
+        def plant(field, x):
+            rows = {"k_proj": outlier.flatten(), "v_proj": outlier.flatten(), "q_proj": 1 / of_queries}.get(field)
+            return x / of_queries if field == "o_proj" else x if rows is None else x * rows[:, None]
+
+        layers = tuple(layer.changed(plant) for layer in model.weights.layers)
+        uneven = replace(model, weights=replace(model.weights, layers=layers))
+        made = balance(uneven)
+        assert len(made.uneven) == 2 * config.num_layers
+        ids = list(range(40))
+        assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
+        for layer, moments in zip(made.model.weights.layers, made.moments, strict=True):
+            for of_side, of in zip((key_moments, value_moments), moments, strict=True):
+                now = of_side(fields_of(layer), config.num_kv_heads, config.head_dim)
+                assert torch.allclose(now.use, of.use, rtol=1e-4)
+                assert torch.allclose(now.size, of.size, rtol=1e-4)
+
+    def test_only_what_is_wanted(self):
+        made = balance(planted.outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
+        assert [(of.layer, of.side) for of in made.uneven] == [(3, "V"), (4, "V"), (5, "V")]
+        assert changed_fields(planted.outlier_channels(tiny(), 30), made.model) == {"v_proj", "o_proj"}
+
+    def test_a_dead_head_changes_nothing_for_the_others(self):
+        made = balance(planted.dead_head(planted.outlier_channels(tiny(), 30)))
+        assert all(torch.isfinite(x).all() for layer in made.model.weights.layers for _, _, x in layer.named())
+        whole = balance(planted.outlier_channels(tiny(), 30))
+        dim = tiny().config.head_dim
+        for ours, theirs in zip(made.model.weights.layers, whole.model.weights.layers, strict=True):
+            assert torch.equal(ours.v_proj[dim:], theirs.v_proj[dim:])
+
+
+def test_what_is_said_of_it():
+    made = balance(planted.outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
+    said = describe(made.uneven)
+    assert "K of layers 0 to 2, 4 and 5" in said
+    assert "V of layers 0 to 5" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"), [([3], "layer 3"), ([1, 0], "layers 0 and 1"), ([0, 1, 2, 5, 7], "layers 0 to 2, 5 and 7")]
+)
+def test_layers_in_words(layers, words):
+    assert name_layers(layers) == words
+
+
+@pytest.mark.parametrize("name", ["norms", "biases"])
+def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
+    model = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 100, (1,))
+    folder = planted.save(model, tmp_path / "m")
+    of_file, config = moments_of(folder), model.config
+    assert len(of_file) == config.num_layers
+    for layer, pair in of_file.items():
+        tensors = fields_of(model.weights.layers[layer])
+        for of, moments in zip(pair, (key_moments, value_moments), strict=True):
+            expected = moments(tensors, config.num_kv_heads, config.head_dim)
+            assert torch.allclose(of.use, expected.use, rtol=0.02)
+            assert torch.allclose(of.size, expected.size, rtol=0.02)
+            assert torch.allclose(of.constant, expected.constant, rtol=0.02)
+    assert moments_of("random:0.6b") == {}

@@ -1,0 +1,198 @@
+"""`tq calibrate`, and what takes its file: what is written, what is refused, what an interrupt leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import pytest
+from checkpoints import layer_tensor, write_checkpoint
+from refusals import assert_refused
+
+from haarkv.engine.session import load as load_session
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.validation.planning import calibrate as learning_room
+from tq.cli import main
+
+TEXT = Path(checkpoints.__file__).read_text(encoding="utf-8")
+POOR = "spam, spam, spam, eggs and spam\n" * 40
+UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
+SHORT = ("--tokens", "600", "--verify-tokens", "60", "--window", "60")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("calibrate") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, checkpoint):
+    """A calibration of the small checkpoint."""
+    folder = tmp_path_factory.mktemp("written")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    out = folder / "it.safetensors"
+    given = ["--model", checkpoint, "--text", folder / "text.txt", "--out", out, *SHORT, "--force"]
+    assert main(["calibrate", *map(str, given)]) == 0
+    return out.read_bytes()
+
+
+@pytest.fixture
+def tq(capsys, tmp_path, monkeypatch, checkpoint, written):
+    """Runs a command on the small checkpoint, in a folder with two texts and a calibration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
+    (tmp_path / "it.safetensors").write_bytes(written)
+    capsys.readouterr()
+
+    def run(command, *args):
+        code = main([command, "--model", str(checkpoint), *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def calibrate(tq, *args):
+    return tq("calibrate", "--text", "text.txt", "--verify", "unseen.txt", "--out", "new.safetensors", *SHORT, *args)
+
+
+# -- What is written ------------------------------------------------------------------------------------------------------
+def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
+    code, out, err = calibrate(tq, "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    file = calibration_file.load(tmp_path / "new.safetensors")
+    assert said["digest"] == file.calibration.digest
+    assert (said["tokens"], said["verified_tokens"]) == (600, 60)
+    assert {key: said[key] for key in file.learned} == file.learned
+    tq4, learned = said["verified"]
+    assert (tq4["kv"], learned["kv"]) == ("tq4", "lr32")
+    assert tq4["bytes_per_token"] == learned["bytes_per_token"]
+    assert learned["kl_mean"] < tq4["kl_mean"]
+    code, out, _ = calibrate(tq, "--out", "again.safetensors")
+    assert code == 0
+    assert "learned from 600 tokens; errors cost" in out
+    assert "written to again.safetensors" in out
+    assert calibration_file.load(tmp_path / "again.safetensors").calibration.digest == file.calibration.digest
+
+
+def test_eval_and_generate_take_learned_formats(tq):
+    files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--greedy-prompts", 0, "--tokens", 60, "--json")
+    code, out, err = tq("eval", *files, "--kv", "k=lr48,v=lr16,lr64,tq4")
+    assert (code, err) == (0, "")
+    rows = {row["kv"]: row for row in json.loads(out)["rows"]}
+    assert rows.keys() == {"k=lr48,v=lr16", "lr64", "tq4"}
+    assert rows["lr64"]["kl_mean"] < rows["tq4"]["kl_mean"]
+    prompt = ("--kv", "lr64", "--calibration", "it.safetensors", "--prompt", "def", "--max-new-tokens", 3, "--json")
+    code, out, _ = tq("generate", *prompt)
+    assert code == 0
+    assert json.loads(out)["kv"]["format"] == "lr64"
+
+
+def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
+    given = ("--calibration", "it.safetensors", "--text", "text.txt", "--verify", "unseen.txt", "--out", "plan.safetensors")
+    short = ("--tails", "0,4", "--sinks", "0,2", "--context", 60, "--tokens", 60, "--verify-tokens", 60, "--force")
+    code, out, err = tq("plan", *given, *short, "--budget", 5.0)
+    assert (code, err) == (0, "")
+    assert "written to plan.safetensors" in out
+    spec = plan_file.load(tmp_path / "plan.safetensors")
+    names = {f.name for f in spec.plan(2).formats}
+    assert names
+    assert all(name.startswith("lr") for name in names)
+    assert spec.calibration.digest == calibration_file.load(tmp_path / "it.safetensors").calibration.digest
+    assert load_session(str(checkpoint), kv=spec).plan.describe() == spec.plan(2).describe()
+    files = ("--text", "unseen.txt", "--kv", "tq4", "--kv-plan", "plan.safetensors", "--greedy-prompts", 0, "--tokens", 60)
+    rows = json.loads(tq("eval", *files, "--json")[1])["rows"]
+    assert [row["kv"] for row in rows] == ["tq4", "plan"]
+    assert rows[1]["bits_per_value"] <= 5.0
+    assert tq("generate", "--kv-plan", "plan.safetensors", "--prompt", "def", "--max-new-tokens", 2, "--json")[0] == 0
+
+
+# -- What is not written --------------------------------------------------------------------------------------------------
+def test_what_is_no_better_than_tq4_is_written_by_force_only(tq, tmp_path):
+    """A few words that repeat teach nothing of other text."""
+    (tmp_path / "poor.txt").write_text(POOR, encoding="utf-8")
+    poor = ("calibrate", "--text", "poor.txt", "--verify", "unseen.txt", "--out", "new.safetensors", *SHORT)
+    assert_refused(tq(*poor), "new.safetensors is not written: on unseen text lr32", "--force")
+    assert not (tmp_path / "new.safetensors").exists()
+    code, out, _ = tq(*poor, "--force")
+    assert code == 0
+    assert "more text helps" in out
+    assert (tmp_path / "new.safetensors").exists()
+
+
+def test_an_interrupt_leaves_the_old_file_and_the_layers_done(tq, tmp_path, monkeypatch):
+    (tmp_path / "new.safetensors").write_bytes(b"old")
+    run, layers = learning_room._run, []
+
+    def stop(model, ops, layer, hidden):
+        layers.append(layer)
+        if layer == 1 and layers[0] == 0:
+            raise KeyboardInterrupt
+        return run(model, ops, layer, hidden)
+
+    monkeypatch.setattr(learning_room, "_run", stop)
+    before = {path.name for path in tmp_path.iterdir()}
+    assert calibrate(tq, "--resume", "run.safetensors")[0] == 130
+    assert (tmp_path / "new.safetensors").read_bytes() == b"old"
+    assert {path.name for path in tmp_path.iterdir()} == before | {"run.safetensors"}
+    layers.clear()
+    assert calibrate(tq, "--resume", "run.safetensors")[0] == 0
+    assert set(layers) == {1}
+    resumed = calibration_file.load(tmp_path / "new.safetensors").calibration.digest
+    assert calibrate(tq)[0] == 0
+    assert calibration_file.load(tmp_path / "new.safetensors").calibration.digest == resumed
+
+
+# -- Mistakes -------------------------------------------------------------------------------------------------------------
+REFUSED = {
+    "no_text": (["--text", "nothing.txt"], ["--text", "No such file"]),
+    "no_unseen_text": (["--verify", "nothing.txt"], ["--verify", "No such file"]),
+    "no_model": (["--model", "nothing/here"], ["no such model"]),
+    "out_folder": (["--out", "nothing/here.safetensors"], ["does not exist"]),
+    "one_file_for_both": (["--resume", "new.safetensors"], ["same file"]),
+    "resume": (["--resume", "text.txt"], ["no half-done calibration"]),
+    "window": (["--window", "0"], ["--window", "1 … 1024"]),
+    "executor": (["--executor", "magic"], ["magic"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_calibration_that_cannot_be_made_is_one_line_and_2(tq, case):
+    args, words = REFUSED[case]
+    assert_refused(calibrate(tq, *args), *words)
+
+
+def test_a_damaged_or_missing_file_is_one_line_and_2(tq, tmp_path, written):
+    (tmp_path / "bad.safetensors").write_bytes(written[:-7])
+    for command in (
+        ["generate", "--kv", "lr32", "--prompt", "def"],
+        ["plan", "--text", "text.txt", "--budget", 4, "--out", "p"],
+    ):
+        assert_refused(tq(*command, "--calibration", "bad.safetensors"), "bad.safetensors is no calibration")
+        assert_refused(tq(*command, "--calibration", "nothing"), "nothing cannot be read")
+    assert_refused(tq("generate", "--kv", "lr32", "--prompt", "def"), "lr32 needs the coordinates", "tq calibrate")
+    assert_refused(tq("generate", "--kv-plan", "it.safetensors", "--prompt", "def"), "calibration without a plan")
+
+
+def test_another_models_file_is_one_line_and_2(tq, tmp_path, capsys):
+    def mutate(tensors):
+        tensors[layer_tensor(1, "mlp.up_proj")] *= 2
+
+    other = write_checkpoint(tmp_path / "other", mutate=mutate)
+    given = ["--calibration", "it.safetensors", "--kv", "lr32"]
+    code = main(["generate", "--model", str(other), *given, "--prompt", "def"])
+    assert_refused((code, *capsys.readouterr()), "learned from other weights", "tq calibrate")
+    code = main(["eval", "--model", str(other), *given, "--text", "unseen.txt"])
+    assert_refused((code, *capsys.readouterr()), "learned from other weights")
+    assert_refused(tq("generate", "--model", "tiny", *given, "--prompt", "def"), "made for another model", "hidden 256")
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom tq.cli import main\nassert main(['calibrate', '--help']) == 0\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--verify" in done.stdout

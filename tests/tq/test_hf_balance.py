@@ -1,0 +1,122 @@
+"""`tq.TQCache` of models with planted faults: balanced by their weights, told of by layer, or refused."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from planted import text, tiny, tiny_qwen2
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
+
+import tq
+from haarkv.models import planted
+from haarkv.models.catalog import TINY
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from tq.hf.store import Packed
+from tq.hf.weights import moments_of
+
+PLANTED = {
+    "outliers": lambda: planted.outlier_channels(tiny(), 30),
+    "biases": lambda: planted.key_biases(tiny_qwen2(), 800, (1, 4)),
+}
+
+
+@pytest.fixture(scope="module")
+def even():
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return AutoTokenizer.from_pretrained(TINY)(text()[:700], return_tensors="pt").input_ids[:, :160]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("planted")
+    return {
+        name: AutoModelForCausalLM.from_pretrained(planted.save(make(), root / name), dtype=torch.float32)
+        for name, make in PLANTED.items()
+    }
+
+
+@torch.inference_mode()
+def logits(model, ids, cache):
+    return model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+
+
+def kl(model, ids, cache):
+    exact = logits(model, ids, DynamicCache(config=model.config))
+    return float((exact.exp() * (exact - logits(model, ids, cache))).sum(-1).mean())
+
+
+def test_of_an_even_model_nothing_is_said_and_nothing_changes(even, ids):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = tq.TQCache(even.config, "tq4", model=even)
+        assert cache.uneven == ()
+        assert torch.equal(logits(even, ids, cache), logits(even, ids, tq.TQCache(even.config, "tq4")))
+
+
+def test_outliers_are_balanced_and_said_in_one_line(models, even, ids):
+    model = models["outliers"]
+    with warnings.catch_warnings(record=True) as said:
+        cache = tq.TQCache(model.config, "tq4", model=model)
+        balanced = kl(model, ids, cache)
+    assert len(said) == 1
+    assert "balanced K of layers 0 to 5" in str(said[0].message)
+    assert "and V of layers 0 to 5" in str(said[0].message)
+    assert len(cache.uneven) == 12
+    assert balanced < 1.5 * kl(even, ids, tq.TQCache(even.config, "tq4"))
+    with pytest.warns(UserWarning, match="suffers in tq4"):
+        assert kl(model, ids, tq.TQCache(model.config, "tq4", model=model, balance=False)) > 10 * balanced
+
+
+def test_the_config_alone_tells_of_the_first_tokens(models, ids):
+    model = models["outliers"]
+    with warnings.catch_warnings(record=True) as said:
+        cache = tq.TQCache(model.config, "tq4")
+        logits(model, ids, cache)
+        model(ids[:, :4], past_key_values=cache)
+    assert len(said) == 1
+    assert re.match("K of layers .* suffers in tq4: the error is .* typical channel", str(said[0].message))
+
+
+def test_biases_are_refused_by_the_weights_unless_allowed(models):
+    model = models["biases"]
+    with pytest.raises(InputError, match="garbage: K of layers 1 and 4 suffers in tq4"):
+        tq.TQCache(model.config, "tq4", model=model, balance=False)
+    with pytest.warns(UserWarning, match="K of layers 1 and 4"):
+        tq.TQCache(model.config, "tq4", model=model, balance=False, allow_collapse=True)
+    tq.TQCache(model.config, "tq4", model=model, balance=False, plan={1: "k=bf16,v=tq4", 4: "k=bf16,v=tq4"})
+
+
+def test_generate_hands_the_model_over(models):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    with pytest.raises(InputError, match="garbage"):
+        tq.generate(models["biases"], tokenizer, "def", balance=False, max_new_tokens=1)
+    with pytest.warns(UserWarning, match="balanced K of layers 1 and 4"):
+        assert isinstance(tq.generate(models["biases"], tokenizer, "def", max_new_tokens=1), str)
+
+
+def test_weights_of_other_names_are_left_as_they_are():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=61)
+    model = GPT2LMHeadModel(config)
+    assert moments_of(model, config) == {}
+    assert tq.TQCache(config, "tq4", model=model).uneven == ()
+
+
+@pytest.mark.parametrize("name", ["tq4", "tq8", "kivi4"])
+def test_scaled_channels_come_back_as_they_were(name):
+    kv_format = formats.get(name)
+    group = kv_format.group_tokens
+    x = torch.randn(1, 2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
+    scales = torch.ones(2, 128)
+    scales[1, 5], scales[0, 9] = 2.0**-6, 2.0**4
+    packed = Packed(kv_format, 0, x[:, :, :0], scales)
+    packed.append(packed.quantize(x.unflatten(2, (-1, group)) if group > 1 else x))
+    by_hand = x * scales.unsqueeze(1)
+    by_hand = by_hand.unflatten(2, (-1, group)) if group > 1 else by_hand
+    expected = kv_format.dequantize(kv_format.quantize(by_hand, 0), 0).reshape(x.shape) / scales.unsqueeze(1)
+    assert torch.equal(next(packed.pieces()), expected)

@@ -1,0 +1,185 @@
+"""OSCAR: its rotations from moments, its bytes by a slow path in float64, each head in its own rotation."""
+
+import numpy as np
+import pytest
+import torch
+from bases import calibration
+
+from haarkv.codebooks.learned import Basis
+from haarkv.codebooks.oscar import rotations
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration, NonFiniteVectorError
+from haarkv.tq_ops.formats.oscar import oscar_format
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning.oscar import moments
+
+HEADS = 2
+KEPT = {"k": 0.96, "v": 0.92}
+
+
+def moment(dim, seed):
+    """[H, D, D] fp64 whose eigenvalues span four orders of magnitude."""
+    x = torch.randn(HEADS, 4 * dim, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x *= torch.logspace(0, -2, dim, dtype=torch.float64)
+    return x.mT @ x
+
+
+def learned(dim=128):
+    sides = [tuple(rotations(moment(dim, 10 * side + layer)) for layer in range(2)) for side in (0, 1)]
+    return Calibration(*sides, digest=f"rotations of {dim}")
+
+
+def vectors(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- Rotations -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_rotation_spreads_what_counts_over_all_coordinates(dim):
+    given = moment(dim, 1)
+    basis = rotations(given)
+    assert not basis.mean.any()
+    assert torch.equal(basis.weights, torch.ones(HEADS, dim))
+    assert torch.equal(basis.forward, basis.forward.bfloat16().float())
+    assert torch.equal(basis.back, basis.forward.mT)
+    product = basis.back @ basis.forward
+    assert (product - torch.eye(dim)).abs().max() < 0.01
+    rotated = (basis.forward.double().mT @ given @ basis.forward.double()).diagonal(dim1=1, dim2=2)
+    assert (rotated.amax(1) / rotated.amin(1)).max() < 1.05  # of the trace each has the same share
+    assert (given.diagonal(dim1=1, dim2=2).amax(1) > 100 * given.diagonal(dim1=1, dim2=2).amin(1)).all()
+    assert not torch.equal(basis.forward[0], basis.forward[1])
+
+
+def test_the_order_of_a_rotation_by_hand():
+    """R = U H P of a diagonal moment, whose eigenvectors are the axes, 2, 0, 3 and 1 in ascending order."""
+    values = torch.diag(torch.tensor([3.0, 8.0, 1.0, 5.0]))
+    vectors_of = torch.linalg.eigh(values.double()).eigenvectors.float()
+    assert torch.equal(vectors_of.abs(), torch.eye(4)[[2, 0, 3, 1]].T)
+    hadamard = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+    # Columns 3, 2, 1, 0 belong to the largest values in order; these go to places 00, 10, 01, 11.
+    assert torch.equal(rotations(values[None]).forward[0], vectors_of @ hadamard[:, [3, 1, 2, 0]])
+
+
+def test_moments_of_single_tokens_by_loops():
+    q, k, v = vectors(5, 4, 8), vectors(5, 2, 8, seed=1), vectors(5, 2, 8, seed=2)
+    asked, weighted = moments(q, k, v)
+    for head in range(2):
+        of_head = [q[token, h].double() for token in range(5) for h in (2 * head, 2 * head + 1)]
+        expected = sum(torch.outer(x, x) for x in of_head) / 10
+        torch.testing.assert_close(asked[head], expected)
+        weights = [float(k[token, head].double() @ expected @ k[token, head].double()) for token in range(5)]
+        expected = sum(w / sum(weights) * torch.outer(x, x) for w, x in zip(weights, v[:, head].double(), strict=True))
+        torch.testing.assert_close(weighted[head], expected)
+
+
+# -- Bytes -----------------------------------------------------------------------------------------------------------------
+def slow(x, rotation, kept):
+    """One vector in float64: values before they are cut to levels, scales and zeros by group, after clipping."""
+    y = x.double() @ rotation.double()
+    limit = sorted(y.abs().tolist())[min(int(kept * len(y)), len(y) - 1)]
+    clipped = [max(-limit, min(limit, value)) for value in y.tolist()]
+    size = min(len(y), 128)
+    values, scales, zeros = [], [], []
+    for begin in range(0, len(y), size):
+        group = clipped[begin : begin + size]
+        scale = max(max(group) - min(group), 1e-8) / 3
+        zero = -min(group) / scale
+        values += [value / scale + zero + 0.5 for value in group]
+        scales.append(scale)
+        zeros.append(zero)
+    return values, scales, zeros
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_bytes_are_those_of_the_slow_path(side, dim):
+    of, x = learned(dim), vectors(HEADS, 7, dim, seed=3) * 3
+    x[0, 0, 5], x[1, 1] = 80.0, 0.0
+    kv_format, basis = formats.get("oscar2", side, of), getattr(of, side)[1]
+    fields = kv_format.quantize(x, 1)
+    packed, restored = kv_format.to_bytes(fields), kv_format.dequantize(fields, 1)
+    groups = max(1, dim // 128)
+    assert packed.shape[-1] == kv_format.bytes_per_vector(dim) == dim // 4 + 4 * groups
+    for head in range(HEADS):
+        for token in range(7):
+            values, scales, zeros = slow(x[head, token], basis.forward[head], KEPT[side])
+            data = packed[head, token].numpy()
+            level = [data[j % (dim // 4)] >> 2 * (j // (dim // 4)) & 3 for j in range(dim)]
+            for found, value in zip(level, values, strict=True):
+                assert found == min(3, int(value)) or abs(value - round(value)) < 1e-4  # a tie that FP32 breaks otherwise
+            numbers = data[dim // 4 :].view("<f2").astype(float)
+            np.testing.assert_allclose(numbers, [*scales, *zeros], rtol=2**-10, atol=2**-24)
+            stored = [
+                (n - z) * s
+                for n, s, z in zip(
+                    level, *(np.repeat(numbers[i : i + groups], dim // groups) for i in (0, groups)), strict=True
+                )
+            ]
+            expected = torch.tensor(stored, dtype=torch.float64) @ basis.forward[head].double().T
+            torch.testing.assert_close(restored[head, token].double(), expected, rtol=0, atol=1e-4)
+    assert not restored[1, 1].any()
+
+
+def test_the_largest_numbers_of_a_vector_are_clipped():
+    """Behind a rotation that does nothing, six of K's numbers are cut back, eleven of V's."""
+    eye = torch.eye(128).expand(HEADS, 128, 128).contiguous()
+    basis = Basis(torch.zeros(HEADS, 128), eye, eye, torch.ones(HEADS, 128))
+    of = Calibration((basis,), (basis,), "nothing")
+    x = torch.linspace(-1, 1, 128).expand(HEADS, 1, 128)
+    for side, limit in (("k", sorted(x[0, 0].abs().tolist())[122]), ("v", sorted(x[0, 0].abs().tolist())[117])):
+        kv_format = oscar_format(of, side)
+        fields = kv_format.quantize(x, 0)
+        assert float(fields["scale"][0, 0, 0]) == pytest.approx(2 * limit / 3, rel=2**-10)
+        assert kv_format.dequantize(fields, 0).abs().max().item() == pytest.approx(limit, rel=2**-9)
+
+
+def test_a_choice_leads_to_the_levels_and_explains_noise():
+    kv_format, x, noise = oscar_format(learned(), "k"), vectors(HEADS, 400, 128, seed=5), 1e-4
+    choice, levels = kv_format.choice(x, 0, 5 * noise), kv_format.levels(kv_format.quantize(x, 0))
+    assert torch.equal(torch.bucketize(choice.value, choice.boundaries, right=True).to(torch.uint8), levels)
+    off = x + noise * x.norm(dim=-1, keepdim=True) * (2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(6)) - 1)
+    moved = kv_format.levels(kv_format.quantize(off, 0)) != levels
+    near = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1) <= choice.reach
+    assert moved.sum() > 10
+    assert near[moved].all()
+    assert near.float().mean() < 0.1
+
+
+# -- In a cache ------------------------------------------------------------------------------------------------------------
+def test_the_cache_stores_each_head_in_its_own_rotation():
+    of = learned()
+    plan = KVSpec("oscar2", calibration=of).plan(2)
+    assert len(plan.formats) == 2
+    cache = PagedKVCache(plan, num_kv_heads=HEADS, head_dim=128, num_blocks=2, block_size=16)
+    paging = PagedSequences(2, 16)
+    k, v = vectors(20, HEADS, 128, seed=1), vectors(20, HEADS, 128, seed=2)
+    cache.write(1, k, v, paging.batch([paging.add()], [20]))
+    for side, x, restored in zip("kv", (k, v), cache.read(1, torch.tensor([[0, 1]])), strict=True):
+        kv_format, by_head = oscar_format(of, side), x.transpose(0, 1)
+        expected = kv_format.dequantize(kv_format.quantize(by_head, 1), 1)
+        torch.testing.assert_close(restored[0, :, :20], expected, rtol=0, atol=1e-5)
+        others = kv_format.dequantize(kv_format.quantize(by_head, 0), 0)
+        assert not torch.allclose(restored[0, :, :20], others, atol=1e-2)
+
+
+def test_what_is_refused():
+    with pytest.raises(InputError, match=r"oscar2 needs the rotations that .* learns of a model"):
+        formats.get("oscar2")
+    with pytest.raises(InputError, match="oscar2 takes rotations, and the calibration's coordinates of layer 0 are none"):
+        formats.get("oscar2", "v", calibration())
+    kv_format = oscar_format(learned(), "k")
+    with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
+        kv_format.fields(64)
+    x = torch.ones(HEADS, 3, 128)
+    x[1, 2, 7] = torch.nan
+    with pytest.raises(NonFiniteVectorError) as caught:
+        kv_format.quantize(x, 0)
+    assert caught.value.index == (1, 2)
+    x = vectors(HEADS, 3, 128)
+    x[0, 1] *= 1e6
+    with pytest.raises(NonFiniteVectorError) as caught:
+        kv_format.quantize(x, 0)
+    assert caught.value.index == (0, 1)

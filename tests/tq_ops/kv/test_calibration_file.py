@@ -1,0 +1,130 @@
+"""Calibration files: what comes back, what is refused, and a plan that lives in one."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from bases import calibration
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from haarkv.codebooks.learned import Basis
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps, loads
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+
+MADE_UP = calibration(layers=2, heads=2, dim=32)
+SHAPE = ModelShape(2, 2, 32, 64, 257)
+FILE = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "0123456789abcdef", {"tokens": 5})
+CONTENT = dumps(FILE)
+
+
+def changed(change=lambda tensors: None, metadata=None):
+    """The bytes of the file with other tensors or metadata, and a SHA-256 that fits them."""
+    tensors, words = load_tensors(CONTENT), metadata_of(CONTENT) | (metadata or {})
+    change(tensors)
+    words.pop("sha256")
+    return save_tensors(tensors, words | {"sha256": calibration_file._digest(tensors, words)})
+
+
+def test_what_is_written_comes_back_to_the_bit():
+    back = loads(CONTENT, "it")
+    assert (back.shape, back.fingerprint, back.learned, back.plan) == (SHAPE, FILE.fingerprint, {"tokens": 5}, "")
+    assert back.calibration.digest == FILE.calibration.digest
+    for ours, theirs in zip(
+        (*FILE.calibration.k, *FILE.calibration.v), (*back.calibration.k, *back.calibration.v), strict=True
+    ):
+        assert all(torch.equal(getattr(ours, of.name), getattr(theirs, of.name)) for of in fields(Basis))
+    assert metadata_of(dumps(back)) == metadata_of(CONTENT)
+
+
+def test_the_digest_tells_one_number_from_another():
+    other = replace(MADE_UP.v[1], mean=MADE_UP.v[1].mean + 1e-3)
+    digests = {calibration_of(*sides).digest for sides in ((MADE_UP.k, MADE_UP.v), (MADE_UP.v, MADE_UP.k))}
+    digests |= {calibration_of(MADE_UP.k, (MADE_UP.v[0], other)).digest, FILE.calibration.digest}
+    assert len(digests) == 3
+
+
+def test_every_truncated_file_is_refused():
+    for length in [0, 5, 8, 40, 2000, len(CONTENT) // 2, len(CONTENT) - 1]:
+        with pytest.raises(InputError, match=r"^it is no calibration: .*; `tq calibrate` writes one$"):
+            loads(CONTENT[:length], "it")
+
+
+def test_a_flipped_bit_anywhere_is_refused():
+    for place in range(len(CONTENT) - 1, 0, -4001):
+        damaged = bytearray(CONTENT)
+        damaged[place] ^= 4
+        with pytest.raises(InputError, match="is no calibration"):
+            loads(bytes(damaged), "it")
+
+
+def _nan(tensors):
+    tensors["layers.1.v.forward"][1, 3, 5] = torch.nan
+
+
+def _float_matrix(tensors):
+    tensors["layers.0.k.back"] = tensors["layers.0.k.back"].float()
+
+
+REFUSED = {
+    "nan": (changed(_nan), "layers.1.v.forward is not finite"),
+    "lacks": (changed(lambda tensors: tensors.pop("layers.1.k.weights")), "it lacks layers.1.k.weights"),
+    "dtype": (changed(_float_matrix), "layers.0.k.back is torch.float32"),
+    "heads": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
+    "layers": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_layers": 3})}), "it lacks layers.2.k.mean"),
+    "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 1"),
+    "model": (changed(metadata={"model": "[]"}), "no attribute"),
+    "words": (save_tensors({"a": torch.zeros(1)}), "it lacks fingerprint, haarkv_calibration"),
+    "text": (b"{}", "truncated or no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_calibration_is_one_line(case):
+    content, words = REFUSED[case]
+    with pytest.raises(InputError, match=words) as caught:
+        loads(content, "it")
+    assert str(caught.value).startswith("it is no calibration: ")
+
+
+def test_what_is_not_finite_is_never_written():
+    bad = replace(MADE_UP.k[0], mean=MADE_UP.k[0].mean * torch.inf)
+    with pytest.raises(ValueError, match=r"layers\.0\.k\.mean is not finite"):
+        dumps(replace(FILE, calibration=calibration_of((bad, MADE_UP.k[1]), MADE_UP.v)))
+
+
+# -- A plan in its calibration's file -------------------------------------------------------------------------------------
+def test_a_plan_and_its_calibration_are_one_file(tmp_path):
+    spec = replace(FILE.spec, kv="k=lr48,v=lr16", layers={1: "k=tq4,v=lr32"}, tail=8, sink=2)
+    text = plan_file.dumps(spec.plan(2), SHAPE)
+    (tmp_path / "plan.safetensors").write_bytes(dumps(replace(FILE, plan=text)))
+    back = plan_file.load(tmp_path / "plan.safetensors")
+    assert back.plan(2, SHAPE).describe() == "k=lr48,v=lr16; layer 1: k=tq4,v=lr32; tail 8; sink 2"
+    assert (back.made_for, back.weights) == (SHAPE, FILE.fingerprint)
+    assert back.calibration.digest == FILE.calibration.digest
+    with pytest.raises(InputError, match="lr48 needs the coordinates"):
+        plan_file.loads(text, "text")
+
+
+def test_a_calibration_alone_is_no_plan(tmp_path):
+    (tmp_path / "it.safetensors").write_bytes(CONTENT)
+    with pytest.raises(InputError, match=r"it\.safetensors is a calibration without a plan; `tq plan --calibration"):
+        plan_file.load(tmp_path / "it.safetensors")
+    (tmp_path / "it.safetensors").write_bytes(CONTENT[:-1])
+    with pytest.raises(InputError, match="is no calibration"):
+        plan_file.load(tmp_path / "it.safetensors")
+    with pytest.raises(InputError, match="the calibration nothing cannot be read"):
+        calibration_file.load("nothing")
+
+
+def test_another_model_is_refused():
+    with pytest.raises(InputError, match="the calibration was made for another model: 2 layers of 2 KV heads of 32"):
+        replace(FILE.spec, kv="lr32").plan(2, replace(SHAPE, hidden_size=80))
+    FILE.spec.require_weights(FILE.fingerprint)
+    KVSpec().require_weights("any")
+    with pytest.raises(InputError, match=r"learned from other weights .fingerprint 0123456789abcdef; this model's is beef"):
+        FILE.spec.require_weights("beef")

@@ -1,0 +1,182 @@
+"""Learning from a text: streamed moments against loops over all vectors, resumption, and what learning is worth."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import SMALL, random_tokens, small_model
+
+from haarkv.codebooks.learned import expected_cost
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.table import with_ops
+from haarkv.validation.planning import calibrate, learning
+from haarkv.validation.planning.calibrate import learn_model
+from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, recording
+from haarkv.validation.planning.planner import learned_anchors, places, predicted
+
+MODEL = small_model(replace(SMALL, num_layers=2))
+CONFIG = MODEL.config
+WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
+RUN = {"model": "m", "text": "t"}
+
+
+def metric_of(layer):
+    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.num_kv_heads, CONFIG.head_dim)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:])
+
+
+def seen_by_attention(layer):
+    """q, k and v of all windows that reach a layer's attention, each [T, heads, D], taken apart from the code under test."""
+    found = {"q": [], "k": [], "v": []}
+
+    def store_kv(k, v, cache, index, batch):
+        if index == layer:
+            found["k"].append(k)
+            found["v"].append(v)
+        reference.store_kv(k, v, cache, index, batch)
+
+    def paged_attention(q, cache, index, batch, scale):
+        if index == layer:
+            found["q"].append(q)
+        return reference.paged_attention(q, cache, index, batch, scale)
+
+    ops = with_ops(reference, {"store_kv": store_kv, "paged_attention": paged_attention})
+    for window in WINDOWS[:3]:
+        hidden = MODEL.embed(window)
+        for index in range(layer + 1):
+            hidden = calibrate._run(MODEL, ops, index, hidden)
+    return {name: torch.cat(parts).double() for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_moments_are_those_of_all_vectors_at_once(layer):
+    """In one pass and in float64, of whatever pieces; means and spreads by loops over heads."""
+    seen, sums = seen_by_attention(layer), Sums(metric_of(layer))
+    for begin, end in ((0, 1), (1, 50), (50, 120)):
+        sums.add_kv(seen["k"][begin:end], seen["v"][begin:end])
+        sums.add_q(seen["q"][begin:end])
+    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    o_proj = MODEL.weights.layers[layer].o_proj.double()
+    for head in range(CONFIG.num_kv_heads):
+        columns = [o_proj[:, (head * group + g) * 128 : (head * group + g + 1) * 128] for g in range(group)]
+        metric_v = sum(w.T @ w for w in columns)
+        torch.testing.assert_close(sums.metric_v[head], metric_v)
+        q = seen["q"][:, head * group : (head + 1) * group].flatten(0, 1)
+        torch.testing.assert_close(sums.metric_k[head], q.T @ q / len(q))
+        k, v = seen["k"][:, head], seen["v"][:, head]
+        torch.testing.assert_close(sums.k.mean[head], k.mean(0))
+        torch.testing.assert_close(sums.k.spread(sums.k.mean)[head], torch.cov(k.T, correction=0))
+        weight = 1 / ((v @ metric_v) * v).sum(-1)
+        mean = (weight.unsqueeze(1) * v).sum(0) / weight.sum()
+        torch.testing.assert_close(sums.v.mean[head], mean)
+        centred = v - mean
+        torch.testing.assert_close(
+            sums.v.spread(sums.v.mean)[head], (centred * weight.unsqueeze(1)).T @ centred / weight.sum()
+        )
+
+
+def test_a_spread_around_another_mean():
+    moments, x = Moments.empty(1, 4), torch.randn(1, 30, 4, dtype=torch.float64)
+    moments.add(x)
+    other = torch.randn(1, 4, dtype=torch.float64)
+    centred = x - other.unsqueeze(1)
+    torch.testing.assert_close(moments.spread(other), centred.mT @ centred / 30)
+
+
+def test_recording_changes_nothing():
+    hidden, sums = MODEL.embed(WINDOWS[0]), Sums(metric_of(0))
+    plain, recorded = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, sums)))
+    assert torch.equal(plain, recorded)
+    assert sums.k.weight.tolist() == [40.0] * CONFIG.num_kv_heads
+    assert sums.q.weight.tolist() == [40.0 * CONFIG.num_heads / CONFIG.num_kv_heads] * CONFIG.num_kv_heads
+
+
+def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
+    """The error that counts, of attention's logits, on the vectors that were learned from."""
+    calibration, seen = calibration_of(*zip(*whole.layers, strict=True)), seen_by_attention(1)
+    k, q = seen["k"].float().transpose(0, 1), seen["q"]
+    costs = {}
+    for kv_format in (calibration.format("k", 128), formats.get("tq4")):
+        error = (kv_format.dequantize(kv_format.quantize(k, 1), 1) - k).double()
+        by_head = q.view(len(q), CONFIG.num_kv_heads, -1, 128).transpose(0, 1).flatten(1, 2)
+        costs[kv_format.name] = float((by_head @ error.mT).square().mean())
+    assert costs["lr128"] < 0.6 * costs["tq4"]
+
+
+def test_held_back_windows_are_judged_and_not_learned_from(whole):
+    alone = learn_model(MODEL, reference, WINDOWS[:3], [])
+    for (k, v), (k2, v2) in zip(whole.layers, alone.layers, strict=True):
+        assert torch.equal(k.forward, k2.forward)
+        assert torch.equal(v.back, v2.back)
+    assert all(math.isnan(fit) for pair in alone.fits for fit in pair)
+    # 120 tokens are few for 128 coordinates: what was not seen costs far more. The same windows cost the same.
+    assert all(fit > 1.5 for pair in whole.fits for fit in pair)
+    same = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[:3])
+    assert all(fit == pytest.approx(1.0) for pair in same.fits for fit in pair)
+
+
+def test_an_interrupted_calibration_goes_on_to_the_same_result(whole):
+    kept = []
+
+    def save(state):
+        kept.append(learning.dumps(state, RUN))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], save=save)
+    steps = []
+    state = learning.loads(kept[0], RUN)
+    assert len(state.layers) == 1
+    again = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], learning=state, on_step=lambda *step: steps.append(step))
+    assert steps == [("layer 2 of 2", 40)] * 4
+    assert again.fits == whole.fits
+    for pair, other in zip(again.layers, whole.layers, strict=True):
+        assert all(
+            torch.equal(getattr(a, name), getattr(b, name)) for a, b in zip(pair, other, strict=True) for name in vars(a)
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "run", "words"),
+    [
+        (b"", RUN, "no half-done calibration"),
+        (b"abcdefghijk", RUN, "no half-done calibration"),
+        (None, {**RUN, "text": "other"}, "begun with another text"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(whole, content, run, words):
+    with pytest.raises(InputError, match=f"--resume: .*{words}"):
+        learning.loads(learning.dumps(whole, RUN) if content is None else content, run)
+
+
+def test_a_model_that_is_not_finite_is_named_by_its_layer():
+    weights = MODEL.weights.layers[1].changed(lambda name, x: x * torch.nan if name == "q_norm" else x)
+    broken = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))
+    with pytest.raises(NonFiniteError, match="layer 1: "):
+        learn_model(broken, reference, WINDOWS[:1], [])
+
+
+# -- What the planner predicts from a calibration -------------------------------------------------------------------------
+def test_costs_of_other_numbers_of_nibbles_follow_the_measured_ones(whole):
+    calibration = calibration_of(*zip(*whole.layers, strict=True))
+    assert learned_anchors(128) == ("lr64", "lr128")
+    assert learned_anchors(32) == ("lr16", "lr32")
+    costs = {place: {"lr64": 0.5, "lr128": 0.25, "bf16": 0.0} for place in places(CONFIG)}
+    found = predicted(costs, calibration)
+    for (layer, side), row in found.items():
+        weights = getattr(calibration, side)[layer].weights
+
+        def ratio(a, b, weights=weights):
+            return float(expected_cost(weights, a).mean() / expected_cost(weights, b).mean())
+
+        assert row.keys() == {"bf16", *(f"lr{n}" for n in range(16, 257, 16))}
+        assert (row["bf16"], row["lr64"], row["lr128"]) == (0.0, 0.5, 0.25)
+        assert row["lr48"] == pytest.approx(0.5 * ratio(48, 64))
+        assert row["lr256"] == pytest.approx(0.25 * ratio(256, 128))

@@ -1,0 +1,215 @@
+"""`tq calibrate`: learn from a text in which coordinates a model's K and V are cheapest to store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tq.commands.generate import read_prompt
+from tq.files import check_writable, write_whole
+from tq.options import executor_option, json_option, model_option, resume_option, run_options, set_threads
+from tq.output import loading, print_table, scoring, unread_is_fine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+    from haarkv.validation.fidelity.evaluation import FidelityRow, Workload
+    from haarkv.validation.planning.calibrate import Subject
+    from haarkv.validation.planning.learning import Learning
+
+
+@click.command("calibrate")
+@click.option(
+    "--text",
+    "text_files",
+    metavar="FILE",
+    multiple=True,
+    required=True,
+    help="UTF-8 text to learn from; repeatable; - is stdin.",
+)
+@click.option(
+    "--verify",
+    "verify_file",
+    metavar="FILE",
+    help="A text to judge by [default: the second half of --text, excluded from learning].",
+)
+@click.option(
+    "--out",
+    "out_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The calibration, as safetensors.",
+)
+@model_option()
+@executor_option()
+@run_options()
+@click.option("--tokens", type=click.IntRange(min=1), default=10240, show_default=True, help="Tokens of --text to learn from.")
+@click.option("--verify-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens to judge by.")
+@click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
+@resume_option
+@click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
+@json_option
+def command(
+    text_files: tuple[str, ...],
+    verify_file: str | None,
+    out_file: Path,
+    tokens: int,
+    verify_tokens: int,
+    window: int | None,
+    threads: int | None,
+    resume_file: Path | None,
+    force: bool,
+    as_json: bool,
+    **model: Any,
+) -> None:
+    """Learn in which coordinates a model's K and V are cheapest to store, for formats lrN.
+
+    All windows go through the model layer by layer. A layer's queries, its o_proj, and the spread of its K and V give the
+    coordinates of each KV head. Some thousand tokens of text like yours are enough; the error on unseen text says whether
+    they were. Then lrN is judged on that text beside tq4 of the same bytes, and the file is written if lrN is better.
+
+    \b
+      tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
+      tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
+    """
+    text = "\n".join(_read(file, "--text") for file in text_files)
+    other = None if verify_file is None else _read(verify_file, "--verify")
+    if resume_file is not None and resume_file.resolve() == out_file.resolve():
+        raise click.UsageError("--out and --resume name the same file")
+    for file in (out_file, resume_file):
+        if file is not None:
+            check_writable(file)
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.calibration_file import dumps
+    from haarkv.validation.fidelity.evaluation import make_workload
+    from haarkv.validation.planning.calibrate import load_subject
+
+    set_threads(threads)
+    with loading(model["model"]) as progress:
+        subject = load_subject(progress=progress, **model)
+    encode, context = subject.tokenizer.encode, subject.config.max_position_embeddings
+    ids = encode(text)
+    own, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
+    work = make_workload(own, context, window=window, tokens=tokens, prompts=0)
+    judged = make_workload(unseen, context, window=window, tokens=verify_tokens, prompts=0)
+    began = time.monotonic()
+    learning = _learn(subject, work, judged, resume_file)
+    seconds = time.monotonic() - began
+    found = subject.file_of(learning, {})
+    with scoring(2 * judged.scored) as on_step:
+        rows = subject.judge(found.calibration, judged, on_step)
+    report = _Report(work.scored, judged.scored, learning.fits, rows, seconds, len(learning.layers))
+    if report.worse and not force:
+        raise InputError(
+            f"{out_file} is not written: on unseen text {rows[1].kv} has a mean KL of {rows[1].kl_mean:.3g}, no better than "
+            f"tq4's {rows[0].kl_mean:.3g}; give more --text, or --force"
+        )
+    found = subject.file_of(learning, report.as_json)
+    write_whole(out_file, dumps(found))
+    with unread_is_fine():
+        _print(out_file, found, report, as_json)
+
+
+def _read(file: str, option: str) -> str:
+    if text := read_prompt(file, option):
+        return text
+    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
+
+
+def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
+    """Learn all layers, or those that an earlier run has left."""
+    from haarkv.validation.planning import learning
+
+    windows, held_back = ([of.fed(window) for window in of.windows] for of in (work, judged))
+    tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
+    run = {
+        "model": subject.fingerprint,
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
+    }
+    earlier = None
+    if resume_file is not None and resume_file.exists():
+        earlier = learning.loads(resume_file.read_bytes(), run)
+
+    def save(state: Learning) -> None:
+        if resume_file is not None:
+            write_whole(resume_file, learning.dumps(state, run))
+
+    left = subject.config.num_layers - len(earlier.layers if earlier else ())
+    with scoring(left * (work.scored + judged.scored)) as on_step:
+        return subject.learn(windows, held_back, learning=earlier, save=save, on_step=on_step)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is said of a calibration.
+
+    Attributes:
+        tokens, verified_tokens: learned from, and judged by.
+        fits: of each layer, how many times as much K and V cost on unseen text as on the text learned from.
+        rows: tq4's, and that of lrN of the same bytes.
+        seconds: learning took.
+        layers: how many.
+    """
+
+    tokens: int
+    verified_tokens: int
+    fits: Sequence[tuple[float, float]]
+    rows: Sequence[FidelityRow]
+    seconds: float
+    layers: int
+
+    @property
+    def worse(self) -> bool:
+        """Whether tq4 is as good at the same bytes."""
+        return self.rows[1].kl_mean >= self.rows[0].kl_mean
+
+    @property
+    def fit(self) -> tuple[float, float]:
+        """K's and V's, averaged over the layers."""
+        k, v = (sum(side) / len(self.fits) for side in zip(*self.fits, strict=True))
+        return k, v
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """What the file carries."""
+        keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
+        return {
+            "tokens": self.tokens,
+            "verified_tokens": self.verified_tokens,
+            "fit": {"k": self.fit[0], "v": self.fit[1]},
+            "verified": [{key: getattr(row, key) for key in keys} for row in self.rows],
+        }
+
+
+def _print(out_file: Path, found: CalibrationFile, report: _Report, as_json: bool) -> None:
+    from haarkv.validation.planning.calibrate import ENOUGH
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    per_layer = report.seconds / report.layers
+    if as_json:
+        cost = {"seconds_per_layer": per_layer, "peak_bytes": peak}
+        print(json.dumps({"calibration": str(out_file), "digest": found.calibration.digest, **report.as_json, **cost}))
+        return
+    where = f"{report.verified_tokens:,} unseen tokens, against the model's own bf16 cache"
+    cells = [
+        (row.kv, f"{row.bits_per_value:.3f}", f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_p999:.3g}")
+        for row in report.rows
+    ]
+    print_table(where, ["kv", "bits", "KL mean", "median", "99.9 %"], cells)
+    k, v = report.fit
+    enough = max(k, v) <= ENOUGH
+    print(
+        f"learned from {report.tokens:,} tokens; errors cost {k:.2f} times as much on unseen text for K, {v:.2f} times for V: "
+        + ("the text was enough" if enough else f"above {ENOUGH:g} more text helps")
+    )
+    print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; written to {out_file}")

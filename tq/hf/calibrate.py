@@ -1,0 +1,133 @@
+"""`tq.calibrate`: learned coordinates of any causal model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from haarkv.models.fingerprint import fingerprint
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
+from haarkv.validation.planning.calibrate import bases_of, fit_of
+from haarkv.validation.planning.moments import Sums, metric_of_values
+from tq.files import check_writable, write_whole
+from tq.hf.config import decoder_config, head_dims, model_shape
+
+_RECORDING = "haarkv_recording"
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+"""What families call the projection behind attention."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    windows: Sequence[Sequence[int]],
+    *,
+    held_back: Sequence[Sequence[int]] = (),
+    out: str | Path | None = None,
+    on_window: Callable[[int, int], None] = lambda *_: None,
+) -> CalibrationFile:
+    """Learn the coordinates of every layer's K and V, for formats `lrN` of `TQCache`.
+
+        file = tq.calibrate(model, [tokenizer(text).input_ids for text in texts])
+        model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="k=lr128,v=lr64", calibration=file))
+
+    Args:
+        model: a causal language model whose attention goes through transformers' attention interface.
+        windows: token ids of each text; ten thousand tokens in all are enough for most models.
+        held_back: the same, of texts that are not learned from: `learned["fit"]` of the file says for each layer how many
+            times as much K and V cost on them; far above 1.25, more text would help.
+        out: a file to write as well, as `tq calibrate` does.
+        on_window: called with (windows done, windows in all).
+    Raises:
+        InputError: no window, a model whose attention cannot be recorded, or a file that cannot be written.
+        NonFiniteError: K, V or a query is not finite, with the layer.
+    """
+    if not windows or not all(map(len, (*windows, *held_back))):
+        raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
+    if out is not None:
+        check_writable(Path(out))
+    own, other = _Recorder(model), _Recorder(model)
+    every = [(own, window) for window in windows] + [(other, window) for window in held_back]
+    for done, (recorder, window) in enumerate(every, 1):
+        recorder.run(window)
+        on_window(done, len(every))
+    bases = [bases_of(sums, layer) for layer, sums in own.sums()]
+    fits = (
+        [fit_of(a, b, pair) for (_, a), (_, b), pair in zip(own.sums(), other.sums(), bases, strict=True)] if held_back else []
+    )
+    k, v = zip(*bases, strict=True)
+    learned = {"tokens": sum(map(len, windows)), "fit": fits}
+    weights = fingerprint(model.state_dict().items())
+    file = CalibrationFile(calibration_of(k, v), model_shape(decoder_config(model.config), len(bases)), weights, learned)
+    if out is not None:
+        write_whole(Path(out), dumps(file))
+    return file
+
+
+class _Recorder:
+    """Runs windows through a model, and adds up what its attention is given."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._found = model, dict[int, Sums]()
+        self._layers = decoder_config(model.config).num_hidden_layers
+
+    def sums(self) -> list[tuple[int, Sums]]:
+        """Of every layer, in order.
+
+        Raises:
+            InputError: a layer whose attention was not seen.
+        """
+        if missing := set(range(self._layers)) - self._found.keys():
+            raise InputError(
+                f"the attention of layer {min(missing)} does not go through transformers' attention interface, or has no K "
+                "and V of its own; nothing can be learned of it"
+            )
+        return sorted(self._found.items())
+
+    @torch.no_grad()
+    def run(self, window: Sequence[int]) -> None:
+        """One window, from an empty cache."""
+        model, before = self._model, self._model.config._attn_implementation
+        AttentionInterface.register(_RECORDING, self._attention)
+        AttentionMaskInterface.register(_RECORDING, sdpa_mask)
+        try:
+            model.set_attn_implementation(_RECORDING)
+            model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False)
+        finally:
+            model.set_attn_implementation(before)
+
+    def _attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attention as it is; q [1, Hq, T, D] and K, V [1, Hkv, T, D] are taken down."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if layer not in self._found:
+            self._found[layer] = Sums(_metric(module, layer, query.shape[1], key, value, self._model))
+        self._found[layer].add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._found[layer].add_q(query[0].transpose(0, 1))
+        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
+        return out, None
+
+
+def _metric(module: nn.Module, layer: int, heads: int, key: Tensor, value: Tensor, model: PreTrainedModel) -> Tensor:
+    """What an error of V costs, [Hkv, D, D], from the projection behind attention."""
+    head_dim = value.shape[-1]
+    if key.shape[-1] != head_dim or head_dims(decoder_config(model.config), layer) != (head_dim, head_dim):
+        raise InputError(f"K and V of layer {layer} have heads of different sizes, which learned nibbles do not take")
+    for name in _OUTPUTS:
+        projection = getattr(module, name, None)
+        if projection is not None:
+            weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
+            if weight.shape[1] == heads * head_dim:
+                return metric_of_values(weight.detach(), key.shape[1], head_dim)
+    raise InputError(
+        f"layer {layer} of {model.config.model_type} has no projection behind attention that is known "
+        f"({', '.join(_OUTPUTS)}); what an error of V costs cannot be told"
+    )

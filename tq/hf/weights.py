@@ -1,0 +1,136 @@
+"""What a Hugging Face model's weights say of its K and V: how to balance them, and what a cache would lose."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from haarkv.engine.collapse import LEAST_TOKENS, MOST_TOKENS, Guard, Loss, channel_loss, describe
+from haarkv.models import balance
+from haarkv.models.balance import Moments, Uneven, key_moments, scales_of, value_moments
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.plan import KVPlan
+from tq.hf.config import head_dims
+
+Scales = tuple[Tensor | None, Tensor | None]
+"""What channels [H, D] of K and of V are multiplied with before they are stored; None leaves them as they are."""
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn\.([qkvo]_proj|[qk]_norm)|(input)_layernorm)\.(weight|bias)")
+_NEEDED = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
+    """Each layer's tensors by the fields of a family's weights; layers that name theirs in another way are left out."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in model.named_parameters():
+        if match := _NAME.fullmatch(name):
+            layer, attention, norm, kind = match.groups()
+            part = "input_norm" if norm else attention
+            field_name = f"{part[0]}_bias" if kind == "bias" else part
+            found.setdefault(int(layer), {})[field_name] = tensor.detach()
+    return {layer: tensors for layer, tensors in found.items() if tensors.keys() >= _NEEDED}
+
+
+def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
+    """K's and V's moments of each layer whose weights are understood.
+
+    Args:
+        decoder: the part of the model's config that describes the decoder.
+    """
+    found = {}
+    for layer, tensors in layers_of(model).items():
+        k_dim, v_dim = head_dims(decoder, layer)
+        heads = tensors["k_proj"].shape[0] // k_dim
+        if _understood(tensors, heads, k_dim, v_dim):
+            found[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
+    return found
+
+
+def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
+    """Whether shapes are those of attention as it is meant here; weights that are packed or not here are none."""
+    hidden = tensors["input_norm"].shape
+    if any(x.is_meta or not x.is_floating_point() for x in tensors.values()) or k_dim != v_dim:
+        return False
+    if any(tensors[name].shape[1:] != hidden for name in ("q_proj", "k_proj", "v_proj")):
+        return False
+    rows = {name: tensors[name].shape[0] for name in ("q_proj", "k_proj", "v_proj")}
+    whole = rows["k_proj"] == rows["v_proj"] == heads * k_dim and rows["q_proj"] % rows["k_proj"] == 0
+    norms = {"q_norm", "k_norm"} & tensors.keys()
+    both = len(norms) != 1 and all(tensors[name].shape == (k_dim,) for name in norms)
+    return whole and both and tensors["o_proj"].shape[1] == rows["q_proj"]
+
+
+@dataclass
+class Watch:
+    """Tells in one line what a cache loses of the first tokens, when its last layer has seen them.
+
+    Args:
+        last: the last layer that is watched.
+    """
+
+    last: int
+    _losses: list[Loss] = field(default_factory=list)
+    _over: bool = False
+
+    def look(self, layer: int, sink: int, sides: Iterable[tuple[str, KVFormat, Tensor, Tensor | None]]) -> None:
+        """Judge a layer's first vectors.
+
+        Args:
+            sink: first vectors that stay as they are.
+            sides: "K" or "V", the format, the vectors [B, H, n, D] and the scales.
+        """
+        if self._over:
+            return
+        for side, kv_format, x, scales in sides:
+            if kv_format.lossy and x.shape[2] >= LEAST_TOKENS:
+                first = x[0, :, :MOST_TOKENS].float()
+                scaled = first if scales is None else first * scales.to(x.device).unsqueeze(1)
+                try:
+                    loss = channel_loss(kv_format, layer, side, scaled, sink)
+                except NonFiniteError:  # storing them says so, and where
+                    continue
+                self._losses += [loss] if loss and loss.suffers else []
+        if layer == self.last:
+            self._over = True
+            if self._losses:
+                warnings.warn(describe(self._losses), stacklevel=2)
+
+
+def balance_of(
+    model: Any, decoder: Any, plan: KVPlan, *, wanted: bool, allow_collapse: bool
+) -> tuple[dict[int, Scales], tuple[Uneven, ...]]:
+    """Scales of each layer that is uneven, after a look at what the cache would lose with them.
+
+    Args:
+        model: whose weights are read where they are.
+        decoder: the part of its config that describes the decoder.
+        plan: of the cache.
+        wanted: False scales nothing.
+        allow_collapse: warn where text would be garbage, instead of refusing.
+    Raises:
+        InputError: text would be garbage; it names the layers, and says what to use instead.
+    """
+    scales: dict[int, Scales] = {}
+    now: dict[int, tuple[Moments, Moments]] = {}
+    uneven = []
+    for layer, pair in moments_of(model, decoder).items():
+        found: list[Tensor | None] = [None, None]
+        for index, (side, of) in enumerate(zip("KV", pair, strict=True)):
+            of_side, ratio = scales_of(of)
+            if wanted and ratio > 1 and plan.layers[layer][index].lossy:
+                found[index] = of_side
+                uneven.append(Uneven(layer, side, ratio))
+        scales[layer] = found[0], found[1]
+        k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, found, strict=True))
+        now[layer] = k, v
+    if uneven:
+        warnings.warn(f"{balance.describe(uneven)}; balance=False leaves them as they are", stacklevel=4)
+    Guard(plan, now, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(
+        lambda message: warnings.warn(message, stacklevel=6)
+    )
+    return scales, tuple(uneven)

@@ -1,0 +1,53 @@
+"""Made-up learned coordinates, of every KV head another, far from a rotation, with outlier channels: for tests and timing.
+
+They stand for no model. Attention and storing take as long as with learned ones, and a mistake in a matrix shows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.learned import Basis
+from haarkv.tq_ops.formats.learned import Calibration
+
+_LARGE, _CHANNELS = 30.0, 2
+
+
+def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
+    """Coordinates whose weights fall by `10**spread` from first to last, for vectors of two large channels.
+
+    Args:
+        heads: H, KV heads.
+        dim: D, numbers of a vector.
+        seed: of all that is random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
+    rotation = torch.linalg.qr(gaussian).Q
+    weights = torch.logspace(0, -spread, dim, dtype=torch.float64).repeat(heads, 1)
+    weights = weights / weights.sum(1, keepdim=True) * dim
+    channels = torch.ones(dim, dtype=torch.float64)
+    channels[:_CHANNELS] = _LARGE
+    # x = (y * sqrt(weights)) @ rotation.T * channels, so that y are about equal and errors count by weight.
+    back = (weights.sqrt().unsqueeze(-1) * rotation.mT * channels).to(torch.bfloat16)
+    forward = torch.linalg.inv(back.double()).to(torch.bfloat16)
+    mean = channels * torch.randn(heads, dim, generator=generator, dtype=torch.float64) / 4
+    return Basis(mean.float(), forward.float(), back.float(), weights.float())
+
+
+@cache
+def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0) -> Calibration:
+    """Of a model of so many layers and KV heads; the same object each time. Do not write to it."""
+    sides = [tuple(basis(heads, dim, seed + 2 * layer + side) for layer in range(layers)) for side in (0, 1)]
+    return Calibration(sides[0], sides[1], digest=f"made up {seed}")
+
+
+def vectors(of: Basis, tokens: int, generator: torch.Generator) -> Tensor:
+    """Vectors [H, tokens, D] fp32 as a basis expects them."""
+    heads, dim = of.mean.shape
+    y = torch.randn(heads, tokens, dim, generator=generator)
+    found: Tensor = (y @ of.back) / dim**0.5 + of.mean.unsqueeze(1)
+    return found

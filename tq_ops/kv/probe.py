@@ -1,0 +1,70 @@
+"""How much of some real K and V a format loses, in the units of what they are for: logits, and attention's output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.formats import KVFormat
+
+
+def stored_error(kv_format: KVFormat, layer: int, x: Tensor) -> Tensor | None:
+    """What comes back of vectors, less the vectors: [H, n, D] fp32; None of fewer than a format stores together.
+
+    Args:
+        x: [H, n, D]; K after RoPE. Of a format that stores G tokens together, the last n % G are left out.
+    Raises:
+        NonFiniteVectorError: as the format's `quantize`.
+    """
+    group, x = kv_format.group_tokens, x.float()
+    if group == 1:
+        return kv_format.dequantize(kv_format.quantize(x, layer), layer) - x
+    x = x[:, : x.shape[1] // group * group]
+    if not x.numel():
+        return None
+    grouped = x.reshape(len(x), -1, group, x.shape[-1])
+    return kv_format.dequantize(kv_format.quantize(grouped, layer), layer).flatten(1, 2) - x
+
+
+def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
+    """By how much each key's error changes the logits of some queries, root mean square: [H, n] fp32, in nats.
+
+    What an error adds to all keys of a query alike is left out, for softmax drops it.
+
+    Args:
+        error: [H, n, D] of the keys, after RoPE.
+        q: [m, Hq, D], after RoPE; KV head g serves the query heads g*Hq/H … (g+1)*Hq/H - 1.
+        softmax_scale: of the logits, 1/sqrt(D).
+    """
+    by_head = q.float().reshape(len(q), len(error), -1, q.shape[-1])
+    queries = by_head.permute(1, 0, 2, 3).flatten(1, 2)  # [H, m * Hq/H, D]
+    changed: Tensor = (queries @ error.mT) * softmax_scale
+    return (changed - changed.mean(-1, keepdim=True)).square().mean(1).sqrt()
+
+
+def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
+    """Share of the vectors that the errors are, where channels count by use: [H] fp32, 1 if all is lost.
+
+        sqrt(sum of use * error**2 / sum of use * x**2)
+
+    Args:
+        error, x: [H, n, D].
+        use: [H, D], what a squared error of a channel costs.
+    """
+    weight = use.unsqueeze(1)
+    total = (x.float().square() * weight).sum((1, 2))
+    lost = (error.square() * weight).sum((1, 2))
+    return torch.where(total > 0, lost / total, 0.0).sqrt()
+
+
+def lost_variation(error: Tensor, spread: Tensor) -> Tensor:
+    """Errors against what the vectors vary by, of the median channel: [H] fp32; from 1 on, it no longer tells them apart.
+
+        sqrt(median over channels of mean(error**2) / spread)
+
+    Args:
+        error: [H, n, D].
+        spread: [H, D], variance of each channel; channels that never vary are left out.
+    """
+    ratio = (error.square().mean(1) / spread).where(spread > 0, torch.nan)
+    return ratio.nanmedian(1).values.nan_to_num().sqrt()

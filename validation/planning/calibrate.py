@@ -1,0 +1,221 @@
+"""Learn the coordinates of a model's K and V from a text: moments of what the cache is given, layer by layer.
+
+    for every layer:    run all windows through it, and sum q q^T, k k^T and v v^T of each KV head as they go by
+                        codebooks.learned.learn(metric of K from the queries, of V from o_proj; spreads; means)
+
+Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
+but not in what is learned: the same sums of theirs say how much worse the coordinates suit a text that was not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.learned import Basis, expected_cost, learn
+from haarkv.engine.session import Session, plan_for, shape_of
+from haarkv.executors.catalog import AUTO, create, default_dtype, select
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
+from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
+from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
+from haarkv.validation.planning.learning import Learning
+from haarkv.validation.planning.moments import Sums, metric_of_values, recording
+
+OnStep = Callable[[str, int], None]
+"""Told what has been done, and how many tokens it took."""
+ENOUGH = 1.25
+"""Held-back text may cost so many times what the text learned from does; beyond it, more text helps."""
+
+
+def learn_model(
+    model: DecoderModel,
+    ops: OpTable,
+    windows: Sequence[Tensor],
+    held_back: Sequence[Tensor],
+    *,
+    learning: Learning | None = None,
+    save: Callable[[Learning], None] = lambda _: None,
+    on_step: OnStep = lambda *_: None,
+) -> Learning:
+    """Learn the coordinates of every layer's K and V.
+
+    The forward is the model's own, with K and V in bf16, each window from an empty cache.
+
+    Args:
+        model: where `ops` work.
+        ops: the table that runs the layers; it must take a bf16 cache.
+        windows: token ids [n] int64 of each window to learn from, at least one.
+        held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
+        learning: what an earlier run has done with the same model and windows.
+        save: called after each layer.
+    Raises:
+        NonFiniteError: K, V or a query is not finite, with the layer.
+    """
+    learning, config = learning or Learning(), model.config
+    lengths = [len(window) for window in (*windows, *held_back)]
+    if learning.hidden is None:
+        learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
+    for layer in range(len(learning.layers), config.num_layers):
+        own, other = (
+            Sums(metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)) for _ in range(2)
+        )
+        after = []
+        for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
+            sums = own if number < len(windows) else other
+            after.append(_run(model, recording(ops, sums), layer, hidden))
+            on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
+        learning.hidden = torch.cat(after)
+        learning.layers.append(bases_of(own, layer))
+        learning.fits.append(fit_of(own, other, learning.layers[-1]))
+        save(learning)
+    return learning
+
+
+@torch.inference_mode()
+def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tensor:
+    """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
+    config, blocks = model.config, blocks_for(len(hidden))
+    plan = KVSpec("bf16").plan(config.num_layers)
+    shape = (config.num_kv_heads, config.head_dim)
+    page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.head_dim) for f in plan.layers[layer]) * config.num_kv_heads)
+    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
+    cache = PagedKVCache(
+        plan, num_kv_heads=shape[0], head_dim=shape[1], num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages
+    )
+    paging = PagedSequences(blocks, cache.block_size, num_rows=1)
+    batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
+    return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
+
+
+def bases_of(sums: Sums, layer: int) -> tuple[Basis, Basis]:
+    """K's and V's coordinates of a layer, from its sums.
+
+    Raises:
+        NonFiniteError: a sum is not finite.
+    """
+    try:
+        k = learn(sums.metric_k, sums.k.spread(sums.k.mean), sums.k.mean)
+        v = learn(sums.metric_v, sums.v.spread(sums.v.mean), sums.v.mean)
+    except ValueError:
+        raise NonFiniteError(
+            f"layer {layer}: K, V or the queries of this text are not finite; nothing can be learned"
+        ) from None
+    return k, v
+
+
+def fit_of(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, float]:
+    """How many times as much K and V cost on held-back text as on the text learned from, by the model of `expected_cost`."""
+    found = []
+    for side, basis in zip("kv", bases, strict=True):
+        costs = []
+        for sums in (own, other):
+            moments = getattr(sums, side)
+            metric = sums.metric_k if side == "k" else sums.metric_v
+            forward, back = basis.forward.double(), basis.back.double()
+            spread = forward.mT @ moments.spread(basis.mean.double()) @ forward
+            of_coordinate = (back @ metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
+            costs.append(float(expected_cost(basis.weights, basis.head_dim // 2, of_coordinate).mean()))
+        found.append(costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan)
+    return found[0], found[1]
+
+
+# -- A model that is calibrated -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model and what records its K and V.
+
+    Attributes:
+        model: where `ops` work.
+        ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
+        fingerprint: of the weights.
+    """
+
+    name: str
+    model: DecoderModel
+    ops: OpTable
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the model."""
+        return self.model.config
+
+    def learn(self, windows: Sequence[Tensor], held_back: Sequence[Tensor], **how: Any) -> Learning:
+        """As `learn_model`."""
+        return learn_model(self.model, self.ops, windows, held_back, **how)
+
+    def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:
+        """What is written of a finished learning."""
+        k, v = zip(*learning.layers, strict=True)
+        return CalibrationFile(calibration_of(k, v), shape_of(self.config), self.fingerprint, learned)
+
+    def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
+        """`tq4` and `lrN` of the same bytes, on a text that was not learned from.
+
+        Raises:
+            InputError: no number of learned nibbles has the bytes of `tq4`.
+        """
+        model = self.model.to(torch.device("cpu"))
+        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.head_dim}", calibration=calibration)]
+
+        def session(spec: KVSpec) -> Session:
+            plan = plan_for(spec, self.config)
+            return Session(self.name, self.config, create("reference", model, plan), self.tokenizer, plan)
+
+        setup = Setup(model, session(KVSpec("bf16")), {spec.kv: session(spec) for spec in specs}, self.fingerprint)
+        return evaluate(setup, unseen, on_step=on_step)
+
+
+def load_subject(
+    model: str,
+    *,
+    executor: str = AUTO,
+    device: str | None = None,
+    dtype: str | None = None,
+    layers: int | None = None,
+    progress: Progress | None = None,
+) -> Subject:
+    """Load a model to be calibrated.
+
+    Args:
+        model, executor, device, dtype, layers, progress: as in `engine.session.load`.
+    Raises:
+        InputError: whatever of this does not exist or does not fit together, or an executor whose layers run whole.
+    """
+    config = read_config(model, layers)
+    bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
+    plan_for(KVSpec("tq4"), config)
+    try:
+        plan, name = bf16, select(executor, config, [bf16], device=device, dtype=dtype).name
+    except InputError:
+        plan, name = tq4, select(executor, config, [tq4], device=device, dtype=dtype).name
+    loaded = load_model(model, dtype or default_dtype(name), layers, progress)
+    runner = create(name, loaded, plan, device)
+    if runner.ops is None:
+        raise InputError(
+            f"executor {name} runs a layer whole, so its K and V cannot be recorded; use --executor cpu or reference"
+        )
+    ops = runner.ops
+    if plan is tq4:
+        ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
+    tokenizer = load_tokenizer(model, loaded.config)
+    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()))

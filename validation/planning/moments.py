@@ -1,0 +1,118 @@
+"""What a layer's coordinates are learned from: second moments of queries, keys and values, added up as tokens go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable, with_ops
+
+_TINY = 1e-300
+
+
+@dataclass
+class Moments:
+    """Weighted sums over the vectors of one side of a layer: float64.
+
+    Attributes:
+        weight: [H], sum of the vectors' weights.
+        first: [H, D], of weight * x.
+        second: [H, D, D], of weight * x x^T.
+    """
+
+    weight: Tensor
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def empty(cls, heads: int, dim: int) -> Moments:
+        """Of no vectors."""
+        shapes = ((heads,), (heads, dim), (heads, dim, dim))
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def add(self, x: Tensor, weight: Tensor | None = None) -> None:
+        """Add vectors [H, n, D] float64 of weights [H, n], each 1 unless given."""
+        weight = torch.ones(x.shape[:2], dtype=torch.float64) if weight is None else weight
+        weighted = x * weight.unsqueeze(-1)
+        self.weight += weight.sum(1)
+        self.first += weighted.sum(1)
+        self.second += weighted.mT @ x
+
+    @property
+    def mean(self) -> Tensor:
+        """[H, D]; zeros of a head that had no vector of any weight."""
+        return self.first / self.weight.clamp(min=_TINY).unsqueeze(-1)
+
+    def spread(self, mean: Tensor) -> Tensor:
+        """E[(x - mean) (x - mean)^T], [H, D, D], of a mean [H, D] that may be another text's."""
+        outer = self.mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        second = self.second / self.weight.clamp(min=_TINY)[:, None, None]
+        return second - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+
+class Sums:
+    """What one layer is learned from, added up as tokens go by.
+
+    Keys count alike: those of larger norm make larger errors of the logits. Values are divided by their length in the metric,
+    so that a few long ones do not decide: in attention's output a long value's weight is what attention makes it.
+
+    Args:
+        metric_v: [H, D, D] float64, of V.
+    Attributes:
+        tokens: that were added.
+        q, k, v: moments of each.
+    """
+
+    def __init__(self, metric_v: Tensor) -> None:
+        self._heads, dim, _ = metric_v.shape
+        self.metric_v, self.tokens = metric_v, 0
+        self.q, self.k, self.v = (Moments.empty(self._heads, dim) for _ in range(3))
+
+    def add_kv(self, k: Tensor, v: Tensor) -> None:
+        """Add K and V [T, H, D] of some tokens."""
+        self.tokens += len(k)
+        keys, values = (x.transpose(0, 1).to("cpu", torch.float64) for x in (k, v))
+        length = ((values @ self.metric_v) * values).sum(-1)
+        self.k.add(keys)
+        self.v.add(values, torch.where(length > 0, 1 / length.clamp(min=_TINY), 0.0))
+
+    def add_q(self, q: Tensor) -> None:
+        """Add queries [T, Hq, D]; those that share a KV head count as one head's."""
+        by_head = q.to("cpu", torch.float64).view(len(q), self._heads, -1, q.shape[-1])
+        self.q.add(by_head.transpose(0, 1).flatten(1, 2))
+
+    @property
+    def metric_k(self) -> Tensor:
+        """E[q q^T], [H, D, D] float64: what an error of a key costs in the squared error of its logits."""
+        return self.q.second / self.q.weight.clamp(min=_TINY)[:, None, None]
+
+
+def metric_of_values(o_proj: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Sum of W^T W over the query heads of a KV head, W being their columns of o_proj: [H, D, D] float64.
+
+    An error e of a value moves the attention block's output by p W e, p being the probability: it costs e^T W^T W e.
+
+    Args:
+        o_proj: [hidden, Hq * D].
+    """
+    by_head = o_proj.view(len(o_proj), num_kv_heads, -1, head_dim)
+    columns = (by_head[:, head].flatten(0, 1).to("cpu", torch.float64) for head in range(num_kv_heads))
+    return torch.stack([of_head.T @ of_head for of_head in columns])
+
+
+def recording(ops: OpTable, sums: Sums) -> OpTable:
+    """An op table that adds what the cache and attention are given to some sums."""
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        sums.add_kv(k, v)
+        ops.store_kv(k, v, cache, layer, batch)
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        sums.add_q(q)
+        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+
+    return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
