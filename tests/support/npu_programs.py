@@ -10,6 +10,7 @@ from npu_verify import check_verified
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.npu.learned import coordinates_of
 from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
@@ -44,6 +45,8 @@ def verify(simulator, case):
 
 
 TQ4 = formats.get("tq4")
+MEAN_AT = 1
+"""The token whose first vector is the mean, where coordinates are learned."""
 
 
 def _fields(kv_format, blocks, kv_heads):
@@ -101,6 +104,9 @@ def awkward(tokens, kv_heads, seed):
 def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4, TQ4), make=StoreProgram):
     """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers."""
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
+    for x, kv_format in zip((k, v), pair, strict=True):
+        if of := coordinates_of(kv_format, 128, layer):
+            x[MEAN_AT % tokens, 0] = of.mean[0]
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows

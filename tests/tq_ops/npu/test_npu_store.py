@@ -1,7 +1,8 @@
 """Scope 2a on the device: quantize and append, bit for bit what the format stores."""
 
 import pytest
-from npu_programs import needs_pypto, store_case, verify
+from npu_learned import made_up
+from npu_programs import MEAN_AT, needs_pypto, store_case, verify
 from npu_verify import VerificationError, check_verified
 
 from haarkv.tq_ops import formats
@@ -32,6 +33,20 @@ def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, na
     worst, run = verify(simulator, case)
     assert worst == 0
     assert len({row.pass_name for row in run.rows}) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nibbles", [pytest.param((128, 64)), pytest.param((256, 192), marks=pytest.mark.npu_long)])
+def test_learned_nibbles_of_every_stage_are_those_of_the_format_after_every_pass(simulator, nibbles):
+    """Two stages of K and one of V, or three of both; a vector that is the mean stores scale 0."""
+    made = made_up()
+    case = store_case(20, pair=(made.format("k", nibbles[0]), made.format("v", nibbles[1])))
+    assert (case.program.k.stages, case.program.v.stages) == ((2, 1) if nibbles == (128, 64) else (3, 3))
+    worst, run = verify(simulator, case)
+    assert worst == 0
+    assert len({row.pass_name for row in run.rows}) >= 6
+    slot = int(case.tensors["slot"][MEAN_AT])
+    assert case.tensors["k_scale"].view(-1, 2, 128)[slot // 128, 0, slot % 128] == 0
 
 
 def test_a_wrong_golden_is_refused(simulator):
