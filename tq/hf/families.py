@@ -29,7 +29,7 @@ from tq.hf.cache import TQCache
 from tq.hf.calibrate import calibrate
 
 LENGTH = 512
-CACHES = ("tq2", "tq3", "tq4", "tq5", "k=lr48,v=lr32", "k=lr64,v=lr32", "lr48", "k=lr64,v=lr48", "lr64", "k=lr96,v=lr48")
+CACHES = ("tq2", "tq3", "tq4", "tq5", *(f"k=lr{k},v=lr32" for k in (48, 64, 80, 96)), "lr64")
 """At head_dim 64, where 16 nibbles are one bit a number."""
 COMMON = {
     "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "bos_token_id": 0,
@@ -54,6 +54,12 @@ def tokens_of(texts: Sequence[str]) -> Tensor:
     """All texts in one row of token ids, an end of text after each."""
     tokenizer = load_tokenizer("tiny", read_config("tiny"))
     return torch.tensor([token for text in texts for token in (*tokenizer.encode(text), 0)])
+
+
+def spread_over(tokens: Tensor, count: int) -> Tensor:
+    """Evenly spaced windows [count, LENGTH]."""
+    starts = torch.linspace(0, len(tokens) - LENGTH, count).long().tolist()
+    return torch.stack([tokens[start : start + LENGTH] for start in starts])
 
 
 def train(model: PreTrainedModel, tokens: Tensor, steps: int, per_step: int = 4, lr: float = 3e-3) -> None:
@@ -132,9 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=20, help=f"held-out windows of {LENGTH} tokens to compare on")
     args = parser.parse_args(argv)
     own, unseen = tokens_of(train_texts()), tokens_of(list(held_out_texts().values()))
-    learned_from = own[: 20 * LENGTH].view(20, LENGTH)
-    spread = torch.linspace(0, len(unseen) - LENGTH, args.windows).long()
-    windows = torch.stack([unseen[start : start + LENGTH] for start in spread.tolist()])
+    learned_from, windows = spread_over(own, 20), spread_over(unseen, args.windows)
     rows = []
     for name in FAMILIES:
         model = trained(name, args.folder, args.steps)
