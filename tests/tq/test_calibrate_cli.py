@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 from checkpoints import layer_tensor, write_checkpoint
 from refusals import assert_refused
 
 from haarkv.engine.session import load as load_session
+from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.planning import calibrate as learning_room
 from tq.cli import main
@@ -107,6 +110,24 @@ def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
     assert [row["kv"] for row in rows] == ["tq4", "plan"]
     assert rows[1]["bits_per_value"] <= 5.0
     assert tq("generate", "--kv-plan", "plan.safetensors", "--prompt", "def", "--max-new-tokens", 2, "--json")[0] == 0
+
+
+def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
+    transformers = pytest.importorskip("transformers")
+    from tq.hf.cache import TQCache
+
+    file = calibration_file.loads(written, "it")
+    plan = replace(file.spec, kv="k=lr64,v=lr48").plan(2)
+    content = calibration_file.dumps(replace(file, plan=plan_file.dumps(plan, file.shape)))
+    (tmp_path / "plan.safetensors").write_bytes(content)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    cache = TQCache(model.config, plan=tmp_path / "plan.safetensors")
+    ids = torch.tensor([list(TEXT.encode()[:40])])
+    with torch.no_grad():
+        exact, stored = model(ids).logits, model(ids, past_key_values=cache).logits
+    assert repr(cache.layers[1]) == "TQLayer(1, k=lr64, v=lr48)"
+    assert 0 < float((exact - stored).square().mean().sqrt()) < 0.1 * float(exact.std())
+    assert fingerprint(model.state_dict().items()) == file.fingerprint
 
 
 # -- What is not written --------------------------------------------------------------------------------------------------
