@@ -76,6 +76,6 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6, zorder=0)
     axes.margins(0.1)
-    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.legend(frameon=False, loc="best", fontsize=9)
     named = sorted(rows, key=lambda row: row["kl_mean"])
     write_names(axes, [(r["bits_per_value"], r["kl_mean"], r["kv"], _FAMILIES[family(r["kv"])][0]) for r in named], fontsize=8)
