@@ -48,7 +48,7 @@ def parse_list(specs: Sequence[str]) -> list[str]:
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            found[formats.describe(*formats.parse(whole))] = None
+            found[whole if formats.needs_calibration(whole) else formats.describe(*formats.parse(whole))] = None
     return list(found)
 
 
