@@ -53,7 +53,8 @@ def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            found[formats.describe(*formats.parse(whole, learned))] = None
+            named = learned is None and formats.needs_calibration(whole)  # whoever builds the cache has its coordinates
+            found[whole if named else formats.describe(*formats.parse(whole, learned))] = None
     return list(found)
 
 

@@ -61,6 +61,15 @@ struct Avx2 {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, x), _mm256_permutevar8x32_ps(t.high, x), upper);
 #endif
     }
+    static void store_words(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<I*>(p), x); }
+    static I no_words() { return _mm256_setzero_si256(); }
+    static I add_reached(I n, F y, F boundary) {
+        return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(y, boundary, _CMP_GE_OQ)));
+    }
+    static void interleave(F even, F odd, F* first, F* second) {
+        const F low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+        *first = _mm256_permute2f128_ps(low, high, 0x20), *second = _mm256_permute2f128_ps(low, high, 0x31);
+    }
     static F low_bf16(I x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
     static F high_bf16(I x) {
         return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));

@@ -35,6 +35,16 @@ struct Avx512 {
     static I load_words(const void* p) { return _mm512_loadu_si512(p); }
     template <int N> static I shift(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
     static F lookup(Table t, I x) { return _mm512_permutexvar_ps(x, t); }
+    static void store_words(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+    static I no_words() { return _mm512_setzero_si512(); }
+    static I add_reached(I n, F y, F boundary) {
+        return _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(y, boundary, _CMP_GE_OQ), n, _mm512_set1_epi32(1));
+    }
+    static void interleave(F even, F odd, F* first, F* second) {
+        const I lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        *first = _mm512_permutex2var_ps(even, lower, odd);
+        *second = _mm512_permutex2var_ps(even, _mm512_add_epi32(lower, _mm512_set1_epi32(8)), odd);
+    }
     static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
     static F high_bf16(I x) {
         return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));

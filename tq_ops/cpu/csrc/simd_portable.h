@@ -78,6 +78,18 @@ struct Portable {
         for (int i = 0; i < 8; ++i) y[i] = t.value[x[i] & 15u];
         return y;
     }
+    static void store_words(int32_t* p, I x) { std::memcpy(p, &x, sizeof x); }
+    static I no_words() { return I{}; }
+    static I add_reached(I n, F y, F boundary) {
+        for (int i = 0; i < 8; ++i) n[i] += y[i] >= boundary[i];
+        return n;
+    }
+    static void interleave(F even, F odd, F* first, F* second) {
+        for (int i = 0; i < 4; ++i) {
+            (*first)[2 * i] = even[i], (*first)[2 * i + 1] = odd[i];
+            (*second)[2 * i] = even[4 + i], (*second)[2 * i + 1] = odd[4 + i];
+        }
+    }
     static F low_bf16(I x) {
         x <<= 16;
         F y;

@@ -1,5 +1,24 @@
 // Whole vectors: rotated by a matrix, and quantized.
 
+// COLUMNS registers of a matrix's row. Of BF16 each pair of registers holds even columns, then odd ones: one load widens to both.
+template <class Simd, int COLUMNS> inline void load_columns(const float* row, typename Simd::F* value) {
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
+}
+
+template <class Simd, int COLUMNS> inline void load_columns(const uint16_t* row, typename Simd::F* value) {
+    if constexpr (COLUMNS % 2 == 1) {
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
+    } else {
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c += 2) {
+            const typename Simd::I words = Simd::load_words(row + c * Simd::width);
+            value[c] = Simd::low_bf16(words), value[c + 1] = Simd::high_bf16(words);
+        }
+    }
+}
+
 // COLUMNS registers of columns from `column` on of y [R, outputs] = x [R, inputs] @ matrix.
 template <class Simd, int R, int COLUMNS, class M>
 inline void rotate_columns(const float* x, const M* matrix, int inputs, int outputs, int column, float* y) {
@@ -9,8 +28,7 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
     for (int i = 0; i < inputs; ++i) {
         const M* row = matrix + static_cast<int64_t>(i) * outputs + column;
         typename Simd::F value[COLUMNS];
-#pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
+        load_columns<Simd, COLUMNS>(row, value);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const typename Simd::F factor = Simd::set1(x[r * inputs + i]);
@@ -18,6 +36,12 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
             for (int c = 0; c < COLUMNS; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
         }
     }
+    if constexpr (COLUMNS % 2 == 0 && sizeof(M) == 2)
+        for (int c = 0; c < COLUMNS; c += 2)
+            for (int r = 0; r < R; ++r) {
+                const typename Simd::F even = acc[c][r], odd = acc[c + 1][r];
+                Simd::interleave(even, odd, &acc[c][r], &acc[c + 1][r]);
+            }
     for (int c = 0; c < COLUMNS; ++c)
         for (int r = 0; r < R; ++r) Simd::store(y + r * outputs + column + c * Simd::width, acc[c][r]);
 }
@@ -82,13 +106,13 @@ inline double normalize(const float* x, int dim, float* unit) {
     return norm;
 }
 
-// level[i] = #{b : y[i] >= b} of n numbers; arrays have room for the next multiple of 64.
-inline void find_levels(const float* y, int n, const float* boundaries, int32_t* level) {
-    for (int begin = 0; begin < n; begin += 64) {
-        int32_t passed[64] = {};
-        for (int b = 0; b < 15; ++b)
-            for (int i = 0; i < 64; ++i) passed[i] += y[begin + i] >= boundaries[b];
-        for (int i = 0; i < 64; ++i) level[begin + i] = passed[i];
+// level[i] = #{b : y[i] >= b} of n numbers; arrays have room for the next multiple of a register's lanes.
+template <class Simd> void find_levels(const float* y, int n, const float* boundaries, int32_t* level) {
+    for (int i = 0; i < n; i += Simd::width) {
+        const typename Simd::F value = Simd::load(y + i);
+        typename Simd::I reached = Simd::no_words();
+        for (int b = 0; b < 15; ++b) reached = Simd::add_reached(reached, value, Simd::set1(boundaries[b]));
+        Simd::store_words(level + i, reached);
     }
 }
 
@@ -111,7 +135,7 @@ float refine(const Quantizer& by, int head, const float* y, int dim, typename Si
         const int count = by.counts[head * by.stages + stage];
         const float step = by.steps[stage];
         for (int i = 0; i < dim; ++i) scaled[i] = left[i] / step;
-        find_levels(scaled, count, by.boundaries, found);
+        find_levels<Simd>(scaled, count, by.boundaries, found);
         for (int i = 0; i < count; ++i) level[i] = found[i];
         level += count;
         for (int i = 0; i < count; i += Simd::width) {
@@ -172,7 +196,7 @@ void quantize_rotated(const Quantizer& by, const float* x, int rows, float* scra
     int32_t* level = reinterpret_cast<int32_t*>(unit);
     const typename Simd::Table table = Simd::table(by.centroids);
     for (int r = 0; r < rows; ++r) {
-        find_levels(rotated + r * dim, dim, by.boundaries, level);
+        find_levels<Simd>(rotated + r * dim, dim, by.boundaries, level);
         typename Simd::F sums = Simd::zero();
         for (int i = 0; i < dim; i += Simd::width) {
             const typename Simd::F centroid = Simd::lookup(table, Simd::load_words(level + i));
