@@ -17,6 +17,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.formats.learned import LearnedFormat
+from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -89,7 +90,8 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
     ]
 
 
-LEARNED = "k=lr208,v=lr128"
+_K_NIBBLES, _V_NIBBLES = 208, 128
+LEARNED = f"k=lr{_K_NIBBLES},v=lr{_V_NIBBLES}"
 """Formats for faults in learned coordinates: K's have third levels, and V's as many levels as numbers."""
 
 
@@ -100,17 +102,17 @@ def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
         model, layer: as in `planted`.
     """
     assert model.config.num_kv_heads > 1, "heads can be exchanged where there are two"
-    exchanged = "two heads' matrices exchanged"
+    (k, v), exchanged = _learned(model), "two heads' matrices exchanged"
     return [
-        _storing(exchanged, layer, _altered("k", _exchanged)),
-        _storing("a mean left out of K", layer, _altered("k", _without_mean)),
-        _storing("a mean left out of V", layer, _altered("v", _without_mean), "store_kv.v"),
-        _storing("steps of the stages swapped", layer, _altered("k", _swapped_steps)),
-        _storing("coordinates transposed", layer, _altered("v", _transposed), "store_kv.v"),
-        _reading(f"{exchanged} in attention", layer, _exchanged, _same),
-        _reading("V's mean left out of the output", layer, _same, _without_mean),
-        _reading("steps of the stages swapped in attention", layer, _swapped_steps, _same),
-        _reading("V's rows transposed", layer, _same, _transposed),
+        _storing(exchanged, layer, _with("k", k.altered(_exchanged))),
+        _storing("a mean left out of K", layer, _with("k", k.altered(_without_mean))),
+        _storing("a mean left out of V", layer, _with("v", v.altered(_without_mean)), "store_kv.v"),
+        _storing("steps of the stages swapped", layer, _with("k", k.altered(_swapped_steps))),
+        _storing("coordinates transposed", layer, _with("v", v.altered(_transposed)), "store_kv.v"),
+        _reading(f"{exchanged} in attention", layer, k.altered(_exchanged), v),
+        _reading("V's mean left out of the output", layer, k, v.altered(_without_mean)),
+        _reading("steps of the stages swapped in attention", layer, k.altered(_swapped_steps), v),
+        _reading("V's rows transposed", layer, k, v.altered(_transposed)),
     ]
 
 
@@ -161,10 +163,6 @@ def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stor
 
 
 # -- Learned coordinates -----------------------------------------------------------------------------------------------
-def _same(of: Coordinates) -> Coordinates:
-    return of
-
-
 def _exchanged(of: Coordinates) -> Coordinates:
     return replace(of, forward=of.forward.roll(1, 0), rows=of.rows.roll(1, 0))
 
@@ -183,34 +181,32 @@ def _transposed(of: Coordinates) -> Coordinates:
     return replace(of, forward=of.forward.mT.contiguous(), rows=of.rows.mT.contiguous())
 
 
-def _wrong(kv_format: KVFormat, alter: Callable[[Coordinates], Coordinates]) -> KVFormat:
-    assert isinstance(kv_format, LearnedFormat), "planted in a cache of learned formats"
-    return kv_format.altered(alter)
+def _learned(model: DecoderModel) -> tuple[LearnedFormat, LearnedFormat]:
+    """K's and V's format of `LEARNED`, of the made-up coordinates of a model's shape."""
+    config = model.config
+    made = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    return made.format("k", _K_NIBBLES), made.format("v", _V_NIBBLES)
 
 
-def _altered(side: str, alter: Callable[[Coordinates], Coordinates]) -> Alter:
+def _with(side: str, wrong: LearnedFormat) -> Alter:
     """Storing K or V by coordinates that are wrong."""
 
     def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-        right, x = (cache.k_format(layer), k) if side == "k" else (cache.v_format(layer), v)
-        stored = by_token(_wrong(right, alter).quantize(x.transpose(0, 1), layer))
-        return _quantized(k, v, cache, layer) | {side: stored}
+        x = k if side == "k" else v
+        return _quantized(k, v, cache, layer) | {side: by_token(wrong.quantize(x.transpose(0, 1), layer))}
 
     return store
 
 
-def _reading(
-    name: str, at: int, of_k: Callable[[Coordinates], Coordinates], of_v: Callable[[Coordinates], Coordinates]
-) -> Fault:
+def _reading(name: str, at: int, k_format: KVFormat, v_format: KVFormat) -> Fault:
     """A layer whose attention takes K's or V's stored levels for others than they are."""
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         if layer != at:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        pairs = tuple((_wrong(k, of_k), _wrong(v, of_v)) for k, v in cache.plan.layers)
         wrong = PagedKVCache(
-            KVPlan(pairs), num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
-            block_size=cache.block_size, device=cache.device,
+            KVPlan.uniform(k_format, v_format, cache.num_layers), num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
+            num_blocks=cache.num_blocks, block_size=cache.block_size, device=cache.device,
         )  # fmt: skip
         load(wrong, layer, sides(cache, layer))
         return reference.paged_attention(q, wrong, layer, batch, softmax_scale)

@@ -14,9 +14,11 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 
 
 def quantizer():
-    """A structure whose tables nobody else holds."""
-    tables = {name: torch.ones(16) for name in ("rotation", "boundaries", "centroids")}
-    return library.Quantizer(**tables, head_dim=16), weakref.ref(tables["centroids"])
+    """Of one table, and a weak reference to it."""
+    centroids = torch.randn(16)
+    empty = {name: 0 for name, _ in library.Quantizer._fields_ if name not in ("matrix", "centroids")}
+    matrix = library.Matrix(numbers=torch.zeros(2), head_stride=0, inputs=1, outputs=2, bf16=0)
+    return library.Quantizer(**empty, matrix=matrix, centroids=centroids), weakref.ref(centroids)
 
 
 def test_a_structure_keeps_alive_what_it_points_to():
@@ -31,8 +33,8 @@ def test_a_structure_keeps_alive_what_it_points_to():
 
 def test_so_does_a_structure_around_it():
     inner, table = quantizer()
-    empty = {name: 0 for name, _ in library.Store._fields_ if name != "quantizer"}
-    outer = library.Store(**empty, quantizer=inner)
+    empty = {name: 0 for name, _ in library.StoreSide._fields_ if name != "quantizer"}
+    outer = library.StoreSide(**empty, quantizer=inner)
     del inner
     gc.collect()
     assert table() is not None
