@@ -17,7 +17,13 @@ FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an exec
 # The default, and the two that are no formats but what formats are measured against.
 COMMON = {"tq4", "bf16", "fp32"}
 # What is measured, tried or checked is chosen by name: a new format or executor works without being there.
-CHOOSES = ("benchmarks/*", "validation/planning/planner.py", "validation/ops/suite.py", "validation/fidelity/peers.py")
+CHOOSES = (
+    "benchmarks/*",
+    "validation/planning/planner.py",
+    "validation/ops/suite.py",
+    "validation/fidelity/peers.py",
+    "tq/hf/families.py",
+)
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 

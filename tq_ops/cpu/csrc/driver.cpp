@@ -102,7 +102,7 @@ struct HaarkvAttention {
 
 // K or V of new tokens and where they go.
 struct HaarkvStoreSide {
-    const void* x;  // [T, Hkv, D] BF16 or FP32
+    const void* x;   // [T, Hkv, D] BF16 or FP32
     uint8_t* codes;  // as in Side, and so are the strides
     uint16_t* scales;
     int64_t codes_stride, scales_stride;
@@ -249,7 +249,8 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const Kernels& kernels = kernels_of(s->isa);
     // Up to kMaxRows vectors that one matrix rotates: heads of a token, or where heads differ tokens of a head.
     auto tiles_of = [&](const HaarkvStoreSide& side) {
-        return side.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows) : s->tokens * divide_up(heads, kMaxRows);
+        return side.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows)
+                                                 : s->tokens * divide_up(heads, kMaxRows);
     };
     auto quantize_tile = [&](const HaarkvStoreSide& side, int64_t tile) {
         const int64_t dim = side.quantizer.matrix.inputs, bytes = side.quantizer.levels / 2;

@@ -65,8 +65,7 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
 }
 
 // Lanes first ... last - 1 of the numbers at p; the others are zero. Nothing beside them is read.
-template <class Simd>
-__attribute__((always_inline)) inline typename Simd::F load_lanes(const float* p, int first, int last) {
+template <class Simd> __attribute__((always_inline)) inline typename Simd::F load_lanes(const float* p, int first, int last) {
     if (first == 0 && last == Simd::width) return Simd::load(p);
     float lanes[Simd::width] = {};
     for (int i = first; i < last; ++i) lanes[i] = p[i];
@@ -96,8 +95,8 @@ inline void mix(Words of, const float* weights, int stride, typename Simd::Table
     typename Simd::F acc[PLANES][R];
     for (int k = 0; k < PLANES; ++k)
         for (int r = 0; r < R; ++r)
-            acc[k][r] = Simd::mul(load_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last),
-                                  Simd::set1(shrink[r]));
+            acc[k][r] =
+                Simd::mul(load_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last), Simd::set1(shrink[r]));
     auto add = [&](int key, auto past) __attribute__((always_inline)) {
         constexpr bool kPast = decltype(past)::value;
         if constexpr (FIRST == 0) ahead.turn();
@@ -119,8 +118,7 @@ inline void mix(Words of, const float* weights, int stride, typename Simd::Table
     for (int key = 0; key + 1 < of.n; ++key) add(key, Int<true>{});
     add(of.n - 1, Int<false>{});  // the cache may end right after the last vector
     for (int k = 0; k < PLANES; ++k)
-        for (int r = 0; r < R; ++r)
-            store_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last, acc[k][r]);
+        for (int r = 0; r < R; ++r) store_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last, acc[k][r]);
 }
 
 // All levels of a register's width of words.

@@ -170,8 +170,8 @@ inline void mix_wide(const Words& of, __m512i table, const float* shrink, const 
         }
 }
 
-// The lanes of a register for WORDS words, 8, 4 or 2, so that none is idle: the lower halves of all words, then the upper ones,
-// then both again moved down by the levels that the planes before have, and so on.
+// The lanes of a register for WORDS words, 8, 4 or 2, so that none is idle: the lower halves of all words, then the upper
+// ones, then both again moved down by the levels that the planes before have, and so on.
 template <int WORDS> struct Lanes {
     static constexpr int kPlanes = WORDS / 2;
     int16_t from[32] = {};  // where the half of a lane and key lies in the words of two keys
@@ -243,10 +243,7 @@ template <int R> struct IntegerProducts {
     static int64_t floats(const Cache& cache) { return R * (kQueryStride + padded(cache.block_size)) / 2; }
 
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
-        : cache(cache),
-          stride(stride),
-          q(reinterpret_cast<int16_t*>(scratch)),
-          whole(q + R * kQueryStride) {
+        : cache(cache), stride(stride), q(reinterpret_cast<int16_t*>(scratch)), whole(q + R * kQueryStride) {
         const float most = most_total(cache.k.integers, 8 * kGroupWords);
         for (int r = 0; r < R; ++r)
             step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
@@ -327,7 +324,7 @@ template <int R> struct IntegerProducts {
                      const uint8_t* at, int64_t share) const {
         const __m512i table = Vnni512::table(cache.v.integers);
         const int all = cache.v.levels / 8, passes = words / 16 * 8 / kPlanes + (words % 16 / 8 * 4 + kPlanes - 1) / kPlanes +
-                                                    words % 8 / 4 + words % 4 / 2;
+                                                     words % 8 / 4 + words % 4 / 2;
         Ahead ahead(at, share, n > 1 ? passes * (n / 2) : 1);
         auto from = [&](int word) { return Words{codes + word * 4, bytes_of(cache.v), n, whole, stride}; };
         int word = 0;

@@ -11,9 +11,9 @@
 
 namespace haarkv {
 
-constexpr int kMaxRows = 8;       // query rows that one pass over the codes serves
-constexpr int kMaxDim = 256;      // the largest head_dim
-constexpr int kMaxStages = 3;     // levels of one learned coordinate
+constexpr int kMaxRows = 8;    // query rows that one pass over the codes serves
+constexpr int kMaxDim = 256;   // the largest head_dim
+constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 16;  // keys are padded to this in scratch
 
@@ -88,8 +88,8 @@ struct Kernels {
     void (*attend)(const Cache&, const Tile&, float* scratch);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
-    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [N / 2], byte j = level[j] | level[j + N / 2] << 4;
-    // scratch [2 * rows * D]; rows <= kMaxRows.
+    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [N / 2], byte j = level[j] | level[j + N / 2] <<
+    // 4; scratch [2 * rows * D]; rows <= kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     void (*project)(const Projection&, int64_t begin, int64_t end);

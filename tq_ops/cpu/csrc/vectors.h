@@ -1,6 +1,7 @@
 // Whole vectors: rotated by a matrix, and quantized.
 
-// COLUMNS registers of a matrix's row. Of BF16 each pair of registers holds even columns, then odd ones: one load widens to both.
+// COLUMNS registers of a matrix's row. Of BF16 each pair of registers holds even columns, then odd ones: one load widens to
+// both.
 template <class Simd, int COLUMNS> inline void load_columns(const float* row, typename Simd::F* value) {
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
@@ -120,9 +121,7 @@ inline void put_levels(const int32_t* level, int n, uint8_t* codes) {
     for (int i = 0; i < n / 2; ++i) codes[i] = static_cast<uint8_t>(level[i] | level[i + n / 2] << 4);
 }
 
-inline uint16_t saturated_half(double scale) {
-    return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f);
-}
+inline uint16_t saturated_half(double scale) { return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f); }
 
 // What is left of y [D], of weighted length 1, becomes the next stage's levels. Returns the weighted length of what they
 // restore.

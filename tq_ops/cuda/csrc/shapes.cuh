@@ -16,8 +16,8 @@ constexpr int STEPS = HEAD_DIM / 16;            // products of Q.K, and of P.V, 
 constexpr int SUMS = 4 * STEPS * COLUMN_TILES;  // a lane's numbers of the output
 constexpr int PAIRS = 256, PAIR_STRIDE = 256;   // bytes from a pair to the next: 32 lanes of K's, then of V's
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
-constexpr bool WINDOWED = TAIL + SINK > 0;      // some tokens are seen in BF16
-constexpr int FOLDED_WARPS = WARPS / 2;  // whose outputs wait in shared memory at once
+constexpr bool WINDOWED = TAIL + SINK > 0;  // some tokens are seen in BF16
+constexpr int FOLDED_WARPS = WARPS / 2;     // whose outputs wait in shared memory at once
 constexpr unsigned ALL = 0xffffffffu;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr float LEAST_PEAK = -1e30f;                  // below every logit
