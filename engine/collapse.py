@@ -98,11 +98,14 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
                 continue
             x = _made_up(of, generator, rotates=side == "K")
             queries = torch.randn(MOST_TOKENS, *of.use.shape, generator=generator) * of.use.sqrt()
-            loss = (
-                key_loss(kv_format, layer, x, queries, softmax_scale)
-                if side == "K"
-                else value_loss(kv_format, layer, x, of.use)
-            )
+            try:
+                loss = (
+                    key_loss(kv_format, layer, x, queries, softmax_scale)
+                    if side == "K"
+                    else value_loss(kv_format, layer, x, of.use)
+                )
+            except NonFiniteError:  # weights that are not finite: the forward says so, and where
+                continue
             found += [loss] if loss and loss.suffers else []
     return found
 

@@ -365,7 +365,7 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
 @needs_pypto[1]
 @pytest.mark.parametrize(
     ("program", "argument", "rung", "word"),
-    [("add", 2, "add", "x + y is wrong in 1 of"), ("store_kv", 4, "store", "unexplained levels of K")],
+    [("add", 2, "add", "x + y is wrong in 1 of"), ("store_kv", "k_codes", "store", "unexplained levels of K")],
 )
 def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, program, argument, rung, word):
     call = SimRunner.call
@@ -373,9 +373,12 @@ def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, progra
     def wrong(self, called, tensors):
         call(self, called, tensors)
         if called.name == program:
-            # Of the cache, a byte that was just written: the first token's slot is 0 of the last block.
-            block = tensors[argument].view(-1, 2, 128, 64)[-1] if program == "store_kv" else tensors[argument]
-            block[(1, 0, 3) if program == "store_kv" else (7, 7)] += 64
+            if program == "store_kv":  # of the cache, a byte that was just written
+                given = dict(zip((of.name for of in called.arguments), tensors, strict=True))
+                block, offset = divmod(int(given["slot"].flatten()[0]), 128)
+                given[argument].view(-1, 2, 128, 64)[block, 1, offset, 3] += 64
+            else:
+                tensors[argument][7, 7] += 64
 
     monkeypatch.setattr(SimRunner, "call", wrong)
     code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")

@@ -669,5 +669,5 @@ def test_a_plan_file_for_another_model_is_refused(tmp_path, changes):
 @pytest.mark.parametrize("also", [{"kv": "tq2"}, {"tail": 3}, {"sink": 1}, {"skip_layers": [0]}])
 def test_a_plan_file_and_what_it_says_already_is_refused(tmp_path, also):
     path = write_plan(tmp_path / "plan.json", KVSpec("tq4"))
-    with pytest.raises(InputError, match="leave out kv, tail, sink and skip_layers"):
+    with pytest.raises(InputError, match="leave out kv, tail, sink, skip_layers and calibration"):
         tq.TQCache(config_of("qwen3"), plan=path, **also)

@@ -145,7 +145,7 @@ def test_help_shows_every_public_name_with_a_line_of_its_own():
     described = {
         line.split()[0]: line.split(None, 1)[1] for line in tq.__doc__.splitlines() if line.endswith(".") and "  " in line
     }
-    assert described.keys() == {*tq.__all__, "TQCache", "generate"} == set(tq._PUBLIC)
+    assert described.keys() == {*tq.__all__, "TQCache", "generate", "calibrate"} == set(tq._PUBLIC)
     for name, purpose in described.items():
         assert name in dir(tq)
         assert getattr(tq, name) is not None

@@ -272,8 +272,12 @@ def test_learned_formats_are_read_where_kernels_take_them():
     assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
     assert cpu_layout.tables(learned.format("k", 16), LAYER, 64) is None
     assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
-    for reads in (cuda_layout.READS, NPU_READS, ONNX_READS):
-        assert "not lr32" in misfit(reads, learned.format("k", 32), 64)
+    assert "not lr32" in misfit(cuda_layout.READS, learned.format("k", 32), 64)
+    wide = calibration(heads=2, dim=128)
+    reason = "its programs take 64 to 256 learned nibbles in steps of 64, not 96"
+    assert misfit(NPU_READS, wide.format("k", 96), 128) == reason
+    assert misfit(NPU_READS, wide.format("k", 192), 128) is None
+    assert misfit(ONNX_READS, learned.format("k", 16), 64) is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from haarkv.tq_ops.npu.kernels.attention import (
 )
 from haarkv.tq_ops.npu.kernels.bf16 import Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
+from haarkv.tq_ops.npu.sides import BF16, TQ4
 
 _UNROTATE_CUBE = [128, 128], [128, 128], [128, 128]
 
@@ -24,7 +25,7 @@ class Published(Packed):
     """The same codes, every tile of K and V un-rotated before it is used, as the published kernels do."""
 
     def __init__(self, codes, scale, rotation):
-        super().__init__(codes, scale)
+        super().__init__(TQ4, codes, scale, None)
         self.rotation = rotation
 
     def tiles(self, place, shape):
@@ -38,10 +39,10 @@ class Published(Packed):
 
 def _sides(variant, k_codes, k_scale, v_codes, v_scale, rotation):
     if variant == "bf16":
-        return Plain(k_codes, k_scale), Plain(v_codes, v_scale)
+        return Plain(BF16, k_codes, k_scale, None), Plain(BF16, v_codes, v_scale, None)
     if variant == "published":
         return Published(k_codes, k_scale, rotation), Published(v_codes, v_scale, rotation)
-    return Packed(k_codes, k_scale), Packed(v_codes, v_scale)
+    return Packed(TQ4, k_codes, k_scale, None), Packed(TQ4, v_codes, v_scale, None)
 
 
 def _prepare(q, rotation, q_ready, rotation_fp16, variant, rows):
@@ -99,7 +100,7 @@ def build(program: Any, options: dict[str, Any]) -> Any:
         for b in pypto.loop(seq_lens.shape[0], name="SEQUENCE", idx_name="b"):
             keys = seq_lens[b]
             for g in pypto.loop(shape.num_kv_heads // at_once, name="HEADS", idx_name="g"):
-                softmax = softmaxes(shape)
+                softmax = softmaxes(shape, HEAD_DIM)
                 row = b * heads + g * at_once * shape.queries
                 for t in pypto.loop((keys + step - 1) // step, name="KEYS", idx_name="t"):
                     place = Place(block_table, b, t * (step // BLOCK), g * at_once)
