@@ -52,7 +52,11 @@ class Runner:
         self.seq_lens, self.slot_mapping = torch.zeros(most, dtype=lengths), torch.zeros(most, dtype=slots)
         self.block_table = torch.zeros(most, 4, dtype=torch.int32)
         scheduler = SimpleNamespace(max_num_batched_tokens=most, max_num_seqs=most)
-        config = SimpleNamespace(model_config=None, scheduler_config=scheduler)
+        # Of a model of made-up weights nothing is balanced: no checkpoint is read.
+        load = SimpleNamespace(load_format="dummy")
+        config = SimpleNamespace(
+            model_config=None, scheduler_config=scheduler, load_config=load, parallel_config=None, additional_config={}
+        )
         self.builder = RotatedMetadataBuilder(spec_of(SHAPE), ["model.layers.3.self_attn.attn"], config, CPU)
         self.lengths = [0] * 3
 
