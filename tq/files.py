@@ -8,7 +8,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 
+import click
+
 from haarkv.tq_ops.errors import InputError
+
+
+def check_outputs(out_file: Path, resume_file: Path | None) -> None:
+    """Refuse, before any work, to write a result and its resume file where that cannot be.
+
+    Raises:
+        click.UsageError: both are one file.
+        InputError: as `check_writable`.
+    """
+    if resume_file is not None and resume_file.resolve() == out_file.resolve():
+        raise click.UsageError("--out and --resume name the same file")
+    for file in (out_file, resume_file):
+        if file is not None:
+            check_writable(file)
 
 
 def check_writable(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompt
-from tq.files import check_writable, write_whole
+from tq.files import check_outputs, write_whole
 from tq.options import executor_option, json_option, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring, unread_is_fine
 
@@ -83,11 +83,7 @@ def command(
     """
     text = "\n".join(_read(file, "--text") for file in text_files)
     other = None if verify_file is None else _read(verify_file, "--verify")
-    if resume_file is not None and resume_file.resolve() == out_file.resolve():
-        raise click.UsageError("--out and --resume name the same file")
-    for file in (out_file, resume_file):
-        if file is not None:
-            check_writable(file)
+    check_outputs(out_file, resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
     from haarkv.validation.fidelity.evaluation import make_workload

@@ -12,7 +12,7 @@ import click
 
 from tq.commands.eval import open_partial
 from tq.commands.generate import read_prompt
-from tq.files import check_writable, write_whole
+from tq.files import check_outputs, write_whole
 from tq.options import Numbers, executor_option, json_option, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring, unread_is_fine
 
@@ -95,11 +95,7 @@ def command(
       tq generate --kv-plan plan.json --prompt 'def main('
     """
     text, other = _read(text_file, "--text"), None if verify_file is None else _read(verify_file, "--verify")
-    if resume_file is not None and resume_file.resolve() == out_file.resolve():
-        raise click.UsageError("--out and --resume name the same file")
-    for file in (out_file, resume_file):
-        if file is not None:
-            check_writable(file)
+    check_outputs(out_file, resume_file)
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
