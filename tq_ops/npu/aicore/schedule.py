@@ -107,6 +107,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def _step(functions: list[tuple[int, str]]) -> tuple[Task, ...]:
+    """The tasks of one step, which names its functions from 0 on."""
     before: dict[int, set[int]] = {}
     for index, text in functions:
         for edge in _EDGES.finditer(text):
@@ -115,6 +116,9 @@ def _step(functions: list[tuple[int, str]]) -> tuple[Task, ...]:
             far = [_number(int(m[1]), int(m[2])) for m in _STITCHED.finditer(edge[3] or "")]
             for successor in (*near, *far):
                 before.setdefault(successor, set()).add(number)
+    named = {index for index, _ in functions} | {number >> _TASKS_OF_A_FUNCTION for number in before}
+    if len(functions) != len(named) or max(named) >= len(named):
+        raise InputError("the record of a schedule lacks a function that others name: run the program again")
     return tuple(task for _, text in functions for task in _tasks(text, before))
 
 

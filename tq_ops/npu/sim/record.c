@@ -27,9 +27,12 @@ static void keep(int module, int severity, const char *format, ...) {
         return;
     va_list values;
     va_start(values, format);
+    // The scheduler's threads log at once: one line ends before the next begins.
+    flockfile(out);
     vfprintf(out, format, values);
-    va_end(values);
     fputc('\n', out);
+    funlockfile(out);
+    va_end(values);
 }
 
 static void drop(int module, int severity, const char *format, ...) {

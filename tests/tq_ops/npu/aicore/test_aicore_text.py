@@ -151,6 +151,14 @@ def test_a_record_of_something_else_is_refused():
         read_schedule(RECORD.replace("#stackSize: 0", "#stackSize: 40"))
 
 
+@pytest.mark.parametrize("lost", ["last", "first"])
+def test_a_record_that_lacks_a_function_is_refused(lost):
+    """Lines of two threads that run into each other hide one; a step then lacks tasks and edges."""
+    record = RECORD.replace("func 1 [0]", "fun") if lost == "last" else RECORD.replace("func 1 [0]", "func 2 [0]")
+    with pytest.raises(InputError, match="lacks a function"):
+        read_schedule(record)
+
+
 def test_orders_by_chance_keep_the_edges_and_differ():
     step = read_schedule(RECORD).steps[0]
     # Ten tasks that wait for none, and the three of the record.
