@@ -1,7 +1,7 @@
 """Decode attention in CUDA C++ (`csrc/decode.cu`): what it takes, its launch, and the memory that it needs.
 
 It does what `attention.attend_kernel` and `merge_kernel` do for one new token a sequence, in one launch. The Triton kernels
-stay for prompts, FP32, and wherever CUDA C++ cannot be compiled.
+stay for prompts, FP32, learned coordinates, and wherever CUDA C++ cannot be compiled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
     group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
     bits = {k.bits, v.bits}
-    made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
+    made = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and not (k.learned or v.learned)
     fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
     if not (made and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
         return False
