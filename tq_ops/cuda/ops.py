@@ -7,14 +7,13 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize, window
+from haarkv.tq_ops.cuda.arguments import ROWS, Rotated, quantized_by, strides_of, tiles_of, unset_queries
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16, storing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, into_rotated, layout_of
@@ -25,8 +24,8 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 LOG2_E = 1.4426950408889634
-_ROWS, _WIDTH = 16, 32
-"""Tile of the small products: a tensor-core tile of vectors, and so few columns that even a decode step fills a GPU."""
+_WIDTH = 32
+"""Columns of a small product: so few that even a decode step fills a GPU."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -102,33 +101,6 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
-def _quantized_by(k: Layout, v: Layout, x: Tensor, head_dim: int) -> dict[str, Any]:
-    """What `quantize.append` needs of both sides' arguments, by name; x says where it runs."""
-    named: dict[str, Any] = {}
-    for side, of in (("k", k), ("v", v)):
-        learned, upper = of.learned, side.upper()
-        named |= {
-            f"{side}_forward": of.forward, f"{side}_mean": learned.mean if learned else None,
-            f"{side}_numbers": learned.numbers if learned else None,
-            f"{side}_centroids": of.centroids, f"{side}_boundaries": of.boundaries,
-            f"{upper}_BITS": of.bits, f"{upper}_N": of.levels, f"{upper}_W": of.width, f"{upper}_ROUNDS": of.rounds_unit,
-            f"{upper}_SMALLEST": of.smallest, f"{upper}_SATURATES": of.saturates, f"{upper}_LEARNED": learned is not None,
-            f"{upper}_TYPE": choices.rotation_operand(x, of.rounds_unit),
-        }  # fmt: skip
-    types, widest = (named["K_TYPE"], named["V_TYPE"]), max(head_dim, k.width, v.width)
-    return named | {"num_warps": choices.store_warps(widest, types, max(k.bits, v.bits))}
-
-
-def _tiles(tokens: int, heads: int, of: Layout) -> int:
-    """Of `rotate.vectors_of`."""
-    return of.matrices * triton.cdiv(tokens * heads // of.matrices, _ROWS)
-
-
-def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[int]:
-    """From a block to the next: in K's codes, V's, K's scales and V's."""
-    return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
-
-
 def append(
     k: Tensor,
     v: Tensor,
@@ -156,11 +128,11 @@ def append(
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     tokens = k.shape[0]
-    quantize.quantize_kernel[(max(_tiles(tokens, heads, of) for of in (of_k, of_v)), 2)](
-        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+    quantize.quantize_kernel[(max(tiles_of(tokens, heads, of) for of in (of_k, of_v)), 2)](
+        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
         batch.slot_mapping, tokens, fault=fault, layer=layer,
-        **_quantized_by(of_k, of_v, k, head_dim), **storing(kept, batch), **choices.COMPILED,
-        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=_ROWS, WRITE=write, STAND_IN=stand_in,
+        **quantized_by(of_k, of_v, k, head_dim), **storing(kept, batch), **choices.COMPILED,
+        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write, STAND_IN=stand_in,
     )  # fmt: skip
 
 
@@ -176,35 +148,15 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     append(k, v, cache, layer, batch, fault)
 
 
-class Rotated(NamedTuple):
-    """Queries in the domain of the codes.
-
-    Attributes:
-        queries: [T, Hq, W] fp16 in a BF16 model, else fp32.
-        gains: [T, Hq] fp32, powers of two by which those of learned coordinates were divided, so that FP16 holds them; None of
-            a rotation.
-    """
-
-    queries: Tensor
-    gains: Tensor | None
-
-
-def _rotated(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
-    """Unset, for queries of a model of this dtype."""
-    kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
-    gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
-    return Rotated(torch.empty(tokens, heads, layout.width, dtype=kept, device=device), gains)
-
-
 def rotate(q: Tensor, layout: Layout) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes."""
     (tokens, heads, head_dim), width = q.shape, layout.width
-    out, largest = _rotated(tokens, heads, layout, q.dtype, q.device), layout.learned.largest if layout.learned else None
+    out, largest = unset_queries(tokens, heads, layout, q.dtype, q.device), layout.learned.largest if layout.learned else None
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
-    rotate_kernel[(_tiles(tokens, heads, layout), width // _WIDTH)](
+    rotate_kernel[(tiles_of(tokens, heads, layout), width // _WIDTH)](
         q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim, W=width,
         LEARNED=largest is not None,
-        TYPE=choices.rotation_operand(q, exact), ROWS=_ROWS, WIDTH=_WIDTH, **choices.COMPILED,
+        TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
     )  # fmt: skip
     return out
 
@@ -290,7 +242,7 @@ def attend(
     attention.attend_kernel[(programs, heads)](
         *rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
-        *_strides(k_fields, v_fields),
+        *strides_of(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, scale, programs,
         K_BITS=of_k.bits, V_BITS=of_v.bits, K_N=of_k.levels, V_N=of_v.levels, K_W=of_k.width, V_W=of_v.width,
         GAINS=rotated.gains is not None, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
@@ -299,7 +251,7 @@ def attend(
     )  # fmt: skip
     out = torch.empty_like(q)
     of_merge = choices.merge_tile(whole, head_dim, of_v.width)
-    tiles = _tiles(tokens, heads * group, of_v) if whole else tokens * heads * group
+    tiles = tiles_of(tokens, heads * group, of_v) if whole else tokens * heads * group
     across = head_dim // (of_merge.width * of_merge.pieces) if rotate_back else 1
     merge.merge_kernel[(tiles, across)](
         parts, maxima, sums, out, of_v.rotation, of_v.learned.mean if of_v.learned else None, tokens, batch.query_start_loc,
@@ -348,18 +300,18 @@ def rotate_and_append(
     tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
     of_k, of_v = _layouts(cache, layer, qkv.device)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    rotated = _rotated(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
+    rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
     queries = torch.empty(tokens, heads.num_heads, head_dim, dtype=heads.dtype, device=qkv.device)
     kept = kept_in(cache, layer)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
     width = choices.query_columns(tokens == batch.seq_lens.shape[0], of_k.width, q_type)
-    of_q = _tiles(tokens, heads.num_heads, of_k) * (of_k.width // width)
-    prologue.prologue_kernel[(_tiles(tokens, kv_heads, of_k) + _tiles(tokens, kv_heads, of_v) + of_q,)](
+    of_q = tiles_of(tokens, heads.num_heads, of_k) * (of_k.width // width)
+    prologue.prologue_kernel[(tiles_of(tokens, kv_heads, of_k) + tiles_of(tokens, kv_heads, of_v) + of_q,)](
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
-        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
+        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
         batch.slot_mapping, of_k.rotation, of_k.learned.largest if of_k.learned else None, fault=fault, layer=layer,
-        **_quantized_by(of_k, of_v, qkv, head_dim), **storing(kept, batch), **choices.COMPILED,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=cache.block_size, ROWS=_ROWS, WIDTH=width,
+        **quantized_by(of_k, of_v, qkv, head_dim), **storing(kept, batch), **choices.COMPILED,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
         BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
     )  # fmt: skip

@@ -101,6 +101,17 @@ def test_tiny_v_keeps_its_precision():
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
+@pytest.mark.parametrize("new", [1, 40])
+def test_queries_too_large_for_fp16_in_learned_coordinates_keep_their_precision(new):
+    """Learned matrices are of any size; here queries become ten times FP16's largest number."""
+    case = Case("k=lr80,v=lr48", 64, 2, 2, 8, (20,), (new,))
+    made, batch = filled(case)
+    q = 1e4 * torch.randn(new, 4, 64).bfloat16()
+    theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125e-4)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125e-4)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+
 @pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"tail": 40}], ids=str)
 def test_a_dead_sequence_reads_and_stores_nothing(kept):
     """What pads a captured batch: length 0, slot -1, a block table of zeros."""
