@@ -25,14 +25,15 @@ from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 class Coordinates:
     """What the N levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
 
-        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum weights * y**2);  levels are taken of y / rho
+        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum shares * y**2);  levels are taken of gain * y / rho
         x is near scale * (steps * c[level]) @ rows + mean
 
     Attributes:
         mean: [H, D] fp32, in units of x.
         forward: [H, D, D] fp32, a coordinate a column.
         rows: [H, N, D] fp32: the coordinate of each level, a row, times its step.
-        weights: [H, D] fp32, of the coordinates in a vector's length.
+        shares: [H, D] fp32, 1 of n for each of the n coordinates that own a level, times D; 0 of the others.
+        weights: [H, D] fp32, of those coordinates in a vector's length; 0 of the others.
         owners: [H, N] int64, `stage * D + coordinate` of each level; a coordinate's later stages refine what the earlier left.
         steps: of each stage; the first is 1.
     """
@@ -40,6 +41,7 @@ class Coordinates:
     mean: Tensor
     forward: Tensor
     rows: Tensor
+    shares: Tensor
     weights: Tensor
     owners: Tensor
     steps: tuple[float, ...]
