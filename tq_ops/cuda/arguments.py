@@ -29,7 +29,7 @@ def quantized_by(k: Layout, v: Layout, x: Tensor, head_dim: int) -> dict[str, An
             f"{upper}_TYPE": choices.rotation_operand(x, of.rounds_unit),
         }  # fmt: skip
     types, widest = (named["K_TYPE"], named["V_TYPE"]), max(head_dim, k.width, v.width)
-    return named | {"num_warps": choices.store_warps(widest, types, max(k.bits, v.bits))}
+    return named | {"num_warps": choices.store_warps(widest, types, max(k.bits, v.bits), bool(k.learned or v.learned))}
 
 
 def tiles_of(tokens: int, heads: int, of: Layout) -> int:

@@ -150,9 +150,12 @@ def query_columns(one_each: bool, width: int, operand: tl.dtype) -> int:
     return 32 if one_each or operand == tl.float32 else width // 2
 
 
-def store_warps(width: int, operands: Collection[tl.dtype], bits: int) -> int:
-    """Warps of a program that quantizes 16 vectors: at head_dim 256, with FP32 operands, or wide levels, four would spill."""
-    return 8 if width > 128 or bits > _NARROW or tl.float32 in operands else 4
+def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned: bool) -> int:
+    """Warps of a program that quantizes 16 vectors.
+
+    With four it would spill at head_dim 256, with FP32 operands, or wide levels, and take 208 registers for learned nibbles.
+    """
+    return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned else 4
 
 
 def row_warps(size: int) -> int:

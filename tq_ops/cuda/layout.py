@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
@@ -67,9 +68,10 @@ class Learned:
 
     Attributes:
         mean: [H, D] fp32, as in `Coordinates`.
-        forward: [H, D, D + W] bf16: a coordinate a column, all of them; then for each level the one that it belongs to.
-        numbers: [H, D + 2 * W + 2] fp32: the coordinates' weights; for each level the weight of its coordinate where no later
-            level refines it, else 0; for each level its stage; then the second and the third stage's step.
+        forward: [H, D, W] bf16, for each level the coordinate that it belongs to.
+        numbers: [H, 4 * W + 5] fp32. For each level: its coordinate's share and weight where it is that one's first level,
+            else 0; the weight where no later level refines it, else 0; its stage. Then the second and the third stage's step,
+            and the gains of `formats.learned`.
         largest: [H, D] fp32, of each row of the rotation its largest number's size.
     """
 
@@ -206,13 +208,14 @@ def _spread(of_levels: Tensor, order: Tensor) -> Tensor:
 def _learned_of(of: Coordinates, order: Tensor, device: torch.device) -> Learned:
     heads, dim = of.mean.shape
     stage, owner = of.owners // dim, of.owners % dim
+    first, weight = stage == 0, of.weights.gather(1, owner)
     last = torch.zeros(heads, dim, dtype=torch.int64).scatter_reduce_(1, owner, stage, "amax").gather(1, owner) == stage
-    owned = of.forward.gather(2, owner.unsqueeze(1).expand(heads, dim, -1))
+    of_levels = (of.shares.gather(1, owner) * first, weight * first, weight * last, stage.float())
     numbers = (
-        of.weights, _spread(torch.where(last, of.weights.gather(1, owner), 0.0), order), _spread(stage.float(), order),
-        torch.tensor(of.steps[1:]).expand(heads, -1),
+        *(_spread(part, order) for part in of_levels),
+        *(torch.tensor(part).expand(heads, -1) for part in (of.steps[1:], GAINS)),
     )  # fmt: skip
-    forward = torch.cat([of.forward, _spread(owned, order)], dim=2)
+    forward = _spread(of.forward.gather(2, owner.unsqueeze(1).expand(heads, dim, -1)), order)
     assert torch.equal(forward.bfloat16().float(), forward), "coordinates are BF16 numbers"
     return Learned(
         mean=of.mean.to(device).contiguous(),

@@ -1,7 +1,7 @@
 """Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots.
 
-A vector of learned coordinates is multiplied by all of them, for its length, and by those that own levels, in the order of the
-levels. So each level is chosen where it is stored: its column goes through its coordinate's stages up to its own.
+A vector of learned coordinates is multiplied by the coordinate of each level, in the order of the levels. So each level is
+chosen where it is stored: its column goes through its coordinate's stages up to its own.
 """
 
 import triton
@@ -71,26 +71,30 @@ def by_rotation(
 
 
 @triton.jit
-def refined(y, numbers, first, centroids, boundaries, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """Levels [ROWS, W/2] of a half whose first column is `first`, and what they restore: its weighted square [ROWS].
+def refined(y, gain, numbers, first, centroids, boundaries, W: tl.constexpr, BITS: tl.constexpr):
+    """Levels [ROWS, W/2] of a half whose first column is `first`, at a gain, and two sums [ROWS] over its coordinates.
 
     Args:
-        y: [ROWS, W/2], the coordinate of each level, of a vector of length 1.
+        y: [ROWS, W/2], the coordinate of each level.
         numbers: one head's row of `layout.Learned.numbers`.
+    Returns:
+        levels; the weighted product of y and of what they restore, and the weighted square of that.
     """
     column = first + tl.arange(0, W // 2)
-    weight, stage = tl.load(numbers + D + column)[None, :], tl.load(numbers + D + W + column)[None, :]
-    level = levels(y, boundaries, BITS)
+    weight, stage = tl.load(numbers + 2 * W + column)[None, :], tl.load(numbers + 3 * W + column)[None, :]
+    left = gain * y
+    level = levels(left, boundaries, BITS)
     restored = tl.load(centroids + level)
-    left = y - restored
+    left -= restored
     for finer in tl.static_range(1, 3):
-        step = tl.load(numbers + D + 2 * W + finer - 1)
+        step = tl.load(numbers + 4 * W + finer - 1)
         next_level = levels(tl.div_rn(left, step + tl.zeros(y.shape, tl.float32)), boundaries, BITS)
         more = step * tl.load(centroids + next_level)
         level = tl.where(stage >= finer, next_level, level)
         restored = tl.where(stage >= finer, restored + more, restored)
         left -= more
-    return level, tl.sum(weight * restored * restored, 1)
+    restored_weight = restored * weight
+    return level, tl.sum(restored_weight * y, 1), tl.sum(restored_weight * restored, 1)
 
 
 @triton.jit
@@ -99,21 +103,32 @@ def by_coordinates(
     D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """As `by_rotation`, of learned coordinates; mean, forward and numbers are one head's, as in `layout.Learned`."""
-    dim = tl.arange(0, D // 2)
+    dim, column = tl.arange(0, D // 2), tl.arange(0, W // 2)
     low, high = low - tl.load(mean + dim)[None, :], high - tl.load(mean + D // 2 + dim)[None, :]
     low, high, gamma = exact_norm(low, high)
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    all_low = rotate_columns(low, high, forward, 0, ROWS, D, D + W, D // 2, TYPE, False)
-    all_high = rotate_columns(low, high, forward, D // 2, ROWS, D, D + W, D // 2, TYPE, False)
-    of_low, of_high = tl.load(numbers + dim)[None, :], tl.load(numbers + D // 2 + dim)[None, :]
-    rho = tl.sqrt_rn(tl.sum(of_low * all_low * all_low, 1) + tl.sum(of_high * all_high * all_high, 1))
+    y_low = rotate_columns(low, high, forward, 0, ROWS, D, W, W // 2, TYPE, False)
+    y_high = rotate_columns(low, high, forward, W // 2, ROWS, D, W, W // 2, TYPE, False)
+    shares = tl.load(numbers + column)[None, :], tl.load(numbers + W // 2 + column)[None, :]
+    rho = tl.sqrt_rn(tl.sum(y_low * y_low * shares[0], 1) + tl.sum(y_high * y_high * shares[1], 1))
+    weights = tl.load(numbers + W + column)[None, :], tl.load(numbers + W + W // 2 + column)[None, :]
+    length = gamma * tl.sqrt_rn(tl.sum(y_low * y_low * weights[0], 1) + tl.sum(y_high * y_high * weights[1], 1))
     divisor = tl.where(rho > 0, rho, 1.0)[:, None]
-    low_level = tl.div_rn(rotate_columns(low, high, forward, D, ROWS, D, D + W, W // 2, TYPE, False), divisor)
-    high_level = tl.div_rn(rotate_columns(low, high, forward, D + W // 2, ROWS, D, D + W, W // 2, TYPE, False), divisor)
-    low_level, low_share = refined(low_level, numbers, 0, centroids, boundaries, D, W, BITS)
-    high_level, high_share = refined(high_level, numbers, W // 2, centroids, boundaries, D, W, BITS)
-    kept = tl.sqrt_rn(low_share + high_share)
-    return low_level, high_level, tl.where(kept > 0, tl.div_rn(gamma * rho, tl.where(kept > 0, kept, 1.0)), 0.0)
+    y_low, y_high = tl.div_rn(y_low, divisor), tl.div_rn(y_high, divisor)
+    level_low, level_high = tl.zeros((ROWS, W // 2), tl.int32), tl.zeros((ROWS, W // 2), tl.int32)
+    kept, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
+    # A loop and not three copies of it, which take three times as long to compile.
+    for attempt in tl.range(0, 3):
+        gain = tl.load(numbers + 4 * W + 2 + attempt)
+        next_low, along_low, kept_low = refined(y_low, gain, numbers, 0, centroids, boundaries, W, BITS)
+        next_high, along_high, kept_high = refined(y_high, gain, numbers, W // 2, centroids, boundaries, W, BITS)
+        along, next_kept = along_low + along_high, kept_low + kept_high
+        fit = tl.div_rn(along * along, next_kept)
+        better = fit > best
+        level_low = tl.where(better[:, None], next_low, level_low)
+        level_high = tl.where(better[:, None], next_high, level_high)
+        kept, best = tl.where(better, next_kept, kept), tl.where(better, fit, best)
+    return level_low, level_high, tl.div_rn(length, tl.sqrt_rn(kept))
 
 
 @triton.jit
@@ -143,7 +158,7 @@ def append(
         left_out = tl.zeros(bad.shape, tl.int1)
     if LEARNED:
         low, high, scale = by_coordinates(
-            low, high, mean + matrix * D, forward + matrix * (D * (D + W)), numbers + matrix * (D + 2 * W + 2),
+            low, high, mean + matrix * D, forward + matrix * (D * W), numbers + matrix * (4 * W + 5),
             centroids, boundaries, D, W, BITS, ROWS, TYPE,
         )  # fmt: skip
     else:

@@ -18,7 +18,9 @@ def check(capability: int, *groups: str) -> None:
     assert [row for row in rows if row["wrong"]] == []
 
 
-@pytest.mark.parametrize("groups", [("decode", "planted"), ("prefill", "store"), ("step", "short tail", "short learned")], ids=" ".join)
+@pytest.mark.parametrize(
+    "groups", [("decode", "planted"), ("prefill", "store"), ("step", "short tail", "short learned")], ids=" ".join
+)
 def test_batches_on_ampere(groups):
     """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
 
