@@ -198,10 +198,15 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     )
 
 
+def width_of(levels: int) -> int:
+    """W, columns in which N levels lie: twice a power of two."""
+    return 2 << (levels // 2 - 1).bit_length()
+
+
 def _spread(of_levels: Tensor, order: Tensor) -> Tensor:
     """[..., N] of levels -> [..., W] of the kernels' columns, zeros in those that stand for none."""
     low, high = of_levels[..., order].chunk(2, dim=-1)
-    half = 1 << (low.shape[-1] - 1).bit_length()
+    half = width_of(of_levels.shape[-1]) // 2
     return torch.cat([torch.nn.functional.pad(part, (0, half - part.shape[-1])) for part in (low, high)], dim=-1)
 
 

@@ -220,7 +220,7 @@ def attend(
     kept, scale = kept_in(cache, layer), softmax_scale * LOG2_E
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
-        return decode.attend(q, rotated.queries, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
+        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
     tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits)
     # Ragged column tiles: a sequence wastes less than one.

@@ -37,6 +37,7 @@ def built(
 ) -> tuple[str, int]:
     """Machine code as text, and registers a thread; with `fp32` the rotation is of that type."""
     shape = (8, group, head_dim, k_bits, v_bits, block, fp32, decode.blocks_a_processor(group, head_dim), tail, sink)
+    shape = (*shape, head_dim, head_dim, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
         path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
@@ -120,9 +121,9 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
-    # As C lays them out: fifteen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
-    sides = struct.pack("<qqiiqqii", *range(16, 24))
-    given = struct.pack("<15q", *range(1, 16)) + sides + struct.pack("<iif4x", 24, 25, 0.5)
+    # As C lays them out: seventeen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
+    sides = struct.pack("<qqiiqqii", *range(18, 26))
+    given = struct.pack("<17q", *range(1, 18)) + sides + struct.pack("<iif4x", 26, 27, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",

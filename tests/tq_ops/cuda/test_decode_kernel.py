@@ -33,11 +33,10 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_bac
     q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
     theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
     k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    rotated = (q.float().flatten(0, 1) @ k.rotation.float()).half().view(q.shape)
     scale, kept = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER)
     in_bf16 = ops.attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, rotated, made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
     return ours, theirs
 
 
@@ -67,6 +66,12 @@ CASES = [
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+    # Learned nibbles, whole words of a lane: one, three and five of K, one, two and three of V.
+    case("k=lr128,v=lr64", 128, 5, 2, 128, 700, 3),
+    case("k=lr96,v=lr192", 64, 3, 2, 16, 300, 17, pages=True),
+    case("k=lr160,v=lr128", 256, 2, 2, 128, 300, 17),
+    case("k=lr32,v=tq4", 64, 3, 2, 128, 300, 3, 12, 13, 14, tail=9, sink=4),
+    case("k=tq3,v=lr64", 128, 9, 2, 16, 600, 300, 1, tail=2, sink=300),
 ]
 
 
@@ -150,7 +155,7 @@ def test_planted_faults_are_found(fault):
     one = CASES[0]
     made, batch = filled(one)
 
-    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0)
+    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
     broken = FAULTS[fault](ptx_of(*shape))  # an edit that changes nothing fails here
 
     def check_twice() -> None:
