@@ -85,15 +85,18 @@ def test_tokens_in_bf16_take_one_launch_more(monkeypatch, attention):
 
 
 @pytest.mark.parametrize("kept", [{}, {"tail": 5, "sink": 2}], ids=str)
-def test_learned_nibbles_launch_what_triton_launches_for_others(monkeypatch, kept):
-    """With NVRTC as well: `decode.takes` leaves them to Triton."""
+@pytest.mark.parametrize(
+    ("kv", "attention"), [("k=lr96,v=lr64", ["decode"]), ("k=lr80,v=lr48", ["attend_kernel", "merge_kernel"])]
+)
+def test_learned_nibbles_launch_what_others_do(monkeypatch, kept, kv, attention):
+    """Some numbers of them `decode.takes` leaves to Triton."""
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
     config = config_of("qwen3")
-    spec = KVSpec("k=lr80,v=lr48", calibration=made_up.calibration(2, config.num_kv_heads, 64), **kept)
+    spec = KVSpec(kv, calibration=made_up.calibration(2, config.num_kv_heads, 64), **kept)
     layer, _ = added_by_a_layer(config, monkeypatch, [40, 7, 1], spec)
-    window = ["window_kernel"] if kept else []
-    assert layer[1 : 5 + len(window)] == ["prologue_kernel", *window, "attend_kernel", "merge_kernel", "mm"]
-    assert len(layer) == 10 + len(window)
+    before = ["mm", "prologue_kernel", *(["window_kernel"] if kept else []), *attention]
+    assert layer[: len(before)] == before
+    assert len(layer) == 6 + len(before)
 
 
 def test_folded_rotations_launch_no_more(monkeypatch):

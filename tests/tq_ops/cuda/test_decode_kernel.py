@@ -9,7 +9,8 @@ import pytest
 import torch
 from op_tables import LAYER, Case, filled, relative
 
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -67,11 +68,11 @@ CASES = [
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
     # Learned nibbles, whole words of a lane: one, three and five of K, one, two and three of V.
-    case("k=lr128,v=lr64", 128, 5, 2, 128, 700, 3),
-    case("k=lr96,v=lr192", 64, 3, 2, 16, 300, 17, pages=True),
-    case("k=lr160,v=lr128", 256, 2, 2, 128, 300, 17),
-    case("k=lr32,v=tq4", 64, 3, 2, 128, 300, 3, 12, 13, 14, tail=9, sink=4),
-    case("k=tq3,v=lr64", 128, 9, 2, 16, 600, 300, 1, tail=2, sink=300),
+    case("k=lr128,v=lr64", 128, 5, 2, 128, 300, 3),
+    case("k=lr96,v=lr192", 64, 3, 2, 16, 60, 17, pages=True),
+    case("k=lr160,v=lr128", 256, 2, 1, 128, 40),
+    case("k=lr32,v=tq4", 64, 3, 2, 128, 40, 13, tail=9, sink=4),
+    case("k=tq3,v=lr64", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
 ]
 
 
@@ -190,11 +191,16 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
         (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
         (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
         (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
+        (torch.bfloat16, 128, 5, "k=lr96,v=lr64", 128, True), (torch.bfloat16, 128, 9, "k=lr160,v=lr64", 128, False),
+        (torch.bfloat16, 128, 5, "k=lr80,v=lr64", 128, False), (torch.bfloat16, 128, 5, "k=lr96,v=lr96", 128, False),
     ],
 )  # fmt: skip
 def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    made = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block)
+    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
+    made = PagedKVCache(
+        KVSpec(kv, calibration=calibration).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block
+    )
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
     assert decode.takes(q, made, 0, k, v) == taken
