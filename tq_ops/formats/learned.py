@@ -98,7 +98,7 @@ def coordinates(basis: Basis, nibbles: int) -> Coordinates:
     rows = rows.to(torch.bfloat16).float()
     owning = (torch.arange(dim) < counts[:, :1]).float()
     shares = owning * (dim / counts[:, :1])
-    return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps)
+    return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps, GAINS)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class LearnedFormat:
         require_finite(x)
         of = self._on(layer, x.device)
         y, length = self._values(x, of)
-        tried = [self._choose(y, gain, of) for gain in GAINS]
+        tried = [self._choose(y, gain, of) for gain in of.gains]
         best = torch.stack([t.fit for t in tried]).argmax(0)
         level, kept = tried[0].levels, tried[0].kept
         for number, other in enumerate(tried[1:], 1):
@@ -264,7 +264,7 @@ class LearnedFormat:
         Where two gains serve a vector alike, rounding decides between them. So of those that fit as well as the best, up to
         what rounding may move, it is the one whose levels are nearest to the levels given.
         """
-        tried = [self._choose(y, gain, of) for gain in GAINS]
+        tried = [self._choose(y, gain, of) for gain in of.gains]
         fits = torch.stack([t.fit for t in tried])  # [G, ...]
         wanted = torch.stack([t.levels for t in tried])
         weights = of.weights.unsqueeze(-2)
@@ -278,7 +278,7 @@ class LearnedFormat:
             off = (wanted != levels).sum(-1)
             at = torch.where(fits >= best - slack, off, off.max() + 1).argmin(0)
         chosen = wanted.gather(0, at[None, ..., None].expand(1, *wanted.shape[1:]))[0]
-        return torch.tensor(GAINS, device=y.device)[at].unsqueeze(-1), chosen if levels is None else levels
+        return torch.tensor(of.gains, device=y.device)[at].unsqueeze(-1), chosen if levels is None else levels
 
     def _on(self, layer: int, device: torch.device) -> Coordinates:
         return _coordinates_on(self, layer, device)

@@ -11,8 +11,9 @@ kernels read (`tq_ops.kv.reads`); none asks for a format's name or class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Coordinates:
         weights: [H, D] fp32, of those coordinates in a vector's length; 0 of the others.
         owners: [H, N] int64, `stage * D + coordinate` of each level; a coordinate's later stages refine what the earlier left.
         steps: of each stage; the first is 1.
+        gains: the sizes at which a vector is tried; of those that serve it alike, the first.
     """
 
     mean: Tensor
@@ -45,11 +47,12 @@ class Coordinates:
     weights: Tensor
     owners: Tensor
     steps: tuple[float, ...]
+    gains: tuple[float, ...]
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "steps"}
-        return Coordinates(**tensors, steps=self.steps)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
