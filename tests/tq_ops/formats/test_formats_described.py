@@ -272,8 +272,14 @@ def test_learned_formats_are_read_where_kernels_take_them():
     assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
     assert cpu_layout.tables(learned.format("k", 16), LAYER, 64) is None
     assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
-    assert "not lr32" in misfit(cuda_layout.READS, learned.format("k", 32), 64)
     wide = calibration(heads=2, dim=128)
+    assert (
+        misfit(cuda_layout.READS, learned.format("k", 192), 64)
+        is misfit(cuda_layout.READS, wide.format("k", 256), 128)
+        is None
+    )
+    reason = "the GPU kernels take 32 to 256 learned nibbles in steps of 16, not 272"
+    assert misfit(cuda_layout.READS, wide.format("v", 272), 128) == reason
     reason = "its programs take 64 to 256 learned nibbles in steps of 64, not 96"
     assert misfit(NPU_READS, wide.format("k", 96), 128) == reason
     assert misfit(NPU_READS, wide.format("k", 192), 128) is None
