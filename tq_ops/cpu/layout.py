@@ -32,6 +32,7 @@ APPENDS = Reads(
 LARGEST_LEVEL = 2**13 - 1
 """Of centroids in 16 bits: 3 bits are left so that 32 products with a 16-bit query fit in 32 bits."""
 _CPU = torch.device("cpu")
+_COLUMNS = 16  # that the kernels take at once
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,16 @@ class Refinement:
     """What the append kernel takes of learned coordinates beside their matrices.
 
     Attributes:
-        mean, weights: [H, D] fp32, as in `Coordinates`.
+        mean, shares, weights: [H, D] fp32, as in `Coordinates`.
+        gains: fp32, the sizes at which a vector is quantized.
         counts: [H, stages] int32: so many coordinates own a level of each stage, the first ones.
         steps: [stages] fp32.
     """
 
     mean: Tensor
+    shares: Tensor
     weights: Tensor
+    gains: Tensor
     counts: Tensor
     steps: Tensor
 
@@ -76,7 +80,7 @@ class Tables:
     """What vectors are quantized by, of one format and layer, in the format's own order of coordinates.
 
     Attributes:
-        matrix: [H, D, D] bf16; H is 1 of a rotation.
+        matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
         boundaries: [15] fp32.
         centroids: [16] fp32.
         refinement: of learned coordinates; None of a rotation.
@@ -142,8 +146,12 @@ def _tables(described: Description, layer: int) -> Tables:
     assert of.owners.tolist() == expected, "the owners of each stage are the first coordinates"
     matrix = of.forward.bfloat16()
     assert torch.equal(matrix.float(), of.forward), "coordinates are BF16 numbers"
-    refinement = Refinement(of.mean.contiguous(), of.weights.contiguous(), counts.int().contiguous(), torch.tensor(of.steps))
-    return Tables(matrix.contiguous(), boundaries, centroids, refinement)
+    owning = -(-int(counts[:, 0].max()) // _COLUMNS) * _COLUMNS
+    refinement = Refinement(
+        of.mean.contiguous(), of.shares.contiguous(), of.weights.contiguous(), torch.tensor(of.gains),
+        counts.int().contiguous(), torch.tensor(of.steps),
+    )  # fmt: skip
+    return Tables(matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
 
 
 @cache

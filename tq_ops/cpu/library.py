@@ -68,8 +68,9 @@ class Quantizer(_Structure):
     """The tables by which vectors are quantized; those from `mean` on are of learned coordinates."""
 
     _fields_ = (
-        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("weights", c_void_p),
-        ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32), ("levels", c_int32),
+        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
+        ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
+        ("tries", c_int32), ("levels", c_int32),
     )  # fmt: skip
 
 

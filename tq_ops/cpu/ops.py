@@ -6,6 +6,7 @@ Signatures and rounding points are those of `tq_ops.reference`, except where a d
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import READS, Layout, Tables, layout, tables
+from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -214,15 +215,12 @@ def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
 def _store_side(fields: dict[str, Tensor], by: Tables) -> library.StoreSide:
     codes, scale, learned = fields["codes"], fields["scale"], by.refinement
     shared = {"matrix": _matrix(by.matrix), "boundaries": by.boundaries, "centroids": by.centroids}
-    own = (
-        {"mean": learned.mean, "weights": learned.weights, "counts": learned.counts, "steps": learned.steps}
-        if learned
-        else dict.fromkeys(("mean", "weights", "counts", "steps"), 0)
-    )
-    stages = len(learned.steps) if learned else 0
+    names = [field.name for field in dataclasses.fields(Refinement)]
+    own = {name: getattr(learned, name) if learned else 0 for name in names}
+    stages, tries = (len(learned.steps), len(learned.gains)) if learned else (0, 0)
     return library.StoreSide(
         x=0, codes=codes, scales=scale, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        quantizer=library.Quantizer(**shared, **own, stages=stages, levels=2 * codes.shape[3]), bf16=0,
+        quantizer=library.Quantizer(**shared, **own, stages=stages, tries=tries, levels=2 * codes.shape[3]), bf16=0,
     )  # fmt: skip
 
 

@@ -35,6 +35,9 @@ from haarkv.tq_ops.formats.turboquant import BITS, codebook_on
 PREFIX = "lr"
 MULTIPLE = 16
 """Nibbles come in so many: 8 bytes, the least that a kernel reads at once."""
+_FIT_NOISE = 1e-6
+GAINS = (1.0, 7 / 8, 19 / 16)
+"""A vector is quantized at each of these sizes, and the nearest is kept; of equals, the first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,17 +96,38 @@ def coordinates(basis: Basis, nibbles: int) -> Coordinates:
     rows = basis.back.gather(1, (owners % dim).unsqueeze(-1).expand(-1, -1, dim)) * step.unsqueeze(-1)
     # The steps are no powers of two: rounded again, rows are BF16 numbers as the basis is.
     rows = rows.to(torch.bfloat16).float()
-    return Coordinates(basis.mean, basis.forward, rows, basis.weights, owners, steps)
+    owning = (torch.arange(dim) < counts[:, :1]).float()
+    shares = owning * (dim / counts[:, :1])
+    return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps, GAINS)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """Vectors quantized at one size.
+
+    Attributes:
+        levels: [..., N] uint8.
+        kept: [...], weighted square of the length of what the levels restore.
+        fit: [...], the more, the nearer is that to the vector's direction.
+    """
+
+    levels: Tensor
+    kept: Tensor
+    fit: Tensor
 
 
 class LearnedFormat:
     """`lrN`: N nibbles a vector, and one FP16 scale.
 
-        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum weights * y**2);  y = y / rho
-        n1 = level(y);  n2 = level((y - c[n1]) / s2);  n3 = level((y - c[n1] - s2 * c[n2]) / s3)   where owned
-        z = c[n1] + s2 * c[n2] + s3 * c[n3], of what is owned;  scale = fp16(gamma * rho / sqrt(sum weights * z**2))
+        u = bf16((x - mean) / gamma);  y = u @ forward, of the coordinates that own a nibble
+        rho = sqrt(D * (mean of y**2));  t = gain * (y / rho), for each of three gains
+        n1 = level(t);  n2 = level((t - c[n1]) / s2);  n3 = level((t - c[n1] - s2 * c[n2]) / s3)   where owned
+        z = c[n1] + s2 * c[n2] + s3 * c[n3], of what is owned
+        kept: the gain whose z lies nearest to y's direction: the largest (sum weights * y * z)**2 / sum weights * z**2
+        scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * z**2))
         it stands for scale * (c[level] @ rows) + mean
 
+    A vector whose numbers are spread otherwise than a Gaussian's wants its levels a little wider or narrower: so the gains.
     Codes are packed as those of `tq4`, with N for head_dim: `byte[j] = level[j] | level[j + N/2] << 4`. A vector equal to the
     mean stores scale 0 and comes back as the mean. A scale above FP16 saturates at its largest finite value.
 
@@ -173,9 +197,13 @@ class LearnedFormat:
         require_finite(x)
         of = self._on(layer, x.device)
         y, length = self._values(x, of)
-        level, restored = self._choose(y, of)
-        kept = (restored.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
-        scale = torch.where(kept > 0, length / kept, 0.0)
+        tried = [self._choose(y, gain, of) for gain in of.gains]
+        best = torch.stack([t.fit for t in tried]).argmax(0)
+        level, kept = tried[0].levels, tried[0].kept
+        for number, other in enumerate(tried[1:], 1):
+            level = torch.where((best == number).unsqueeze(-1), other.levels, level)
+            kept = torch.where(best == number, other.kept, kept)
+        scale = torch.where(kept > 0, length / kept.sqrt(), 0.0)
         return {"codes": pack_parts(level, BITS), "scale": stored_scale(scale, self._described)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
@@ -212,14 +240,15 @@ class LearnedFormat:
         """
         x = x.float()
         of = self._on(layer, x.device)
-        y, length = self._values(x, of)
         unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
+        y, _ = self._values(x, of)
+        rho = self._rho(unit.to(torch.bfloat16).float() @ of.forward, of)
         noise = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
-        reach = bf16_reach(unit, of.forward, noise) * gamma / length.unsqueeze(-1).clamp(min=1e-30)
-        chosen = self._choose(y, of)[0] if levels is None else levels
+        reach = bf16_reach(unit, of.forward, noise) / rho.clamp(min=1e-30)
+        gain, chosen = self._judged(y, reach, of, levels)
         centroids = numbers_on(self._described.centroids, x.device)
         spread = self._by_stage(centroids_at(chosen, centroids), of)
-        values, reaches, left = [], [], y
+        values, reaches, left, reach = [], [], gain * y, gain * reach
         for stage, step in enumerate(of.steps):
             values.append(left / step)
             reaches.append(reach / step)
@@ -229,27 +258,56 @@ class LearnedFormat:
             numbers_on(self._described.boundaries, x.device),
         )  # fmt: skip
 
+    def _judged(self, y: Tensor, reach: Tensor, of: Coordinates, levels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gains [..., 1], and the levels to judge by them, [..., N].
+
+        Where two gains serve a vector alike, rounding decides between them. So of those that fit as well as the best, up to
+        what rounding may move, it is the one whose levels are nearest to the levels given.
+        """
+        tried = [self._choose(y, gain, of) for gain in of.gains]
+        fits = torch.stack([t.fit for t in tried])  # [G, ...]
+        wanted = torch.stack([t.levels for t in tried])
+        weights = of.weights.unsqueeze(-2)
+        whole = (weights * y.square()).sum(-1).clamp(min=1e-30)
+        # The angle between y and z moves by as much as y does, relative to its length; its cosine by the sine of that.
+        moved = ((weights * reach.square()).sum(-1) / whole).sqrt()
+        sine = (1 - fits / whole).clamp(min=0.0).sqrt()
+        best, at = fits.max(0)
+        if levels is not None:
+            slack = (2 * (sine + sine.gather(0, at.unsqueeze(0))) * moved + _FIT_NOISE) * whole
+            off = (wanted != levels).sum(-1)
+            at = torch.where(fits >= best - slack, off, off.max() + 1).argmin(0)
+        chosen = wanted.gather(0, at[None, ..., None].expand(1, *wanted.shape[1:]))[0]
+        return torch.tensor(of.gains, device=y.device)[at].unsqueeze(-1), chosen if levels is None else levels
+
     def _on(self, layer: int, device: torch.device) -> Coordinates:
         return _coordinates_on(self, layer, device)
 
+    def _rho(self, y: Tensor, of: Coordinates) -> Tensor:
+        """Size [..., 1] of coordinates [..., D], of those that own a nibble."""
+        return (y.square() * of.shares.unsqueeze(-2)).sum(-1, keepdim=True).sqrt()
+
     def _values(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
-        """Coordinates [..., D] of vectors of weighted length 1, or 0, and the lengths [...] in units of x."""
+        """Coordinates [..., D] of the size that the levels are made for, or 0, and weighted lengths [...] in units of x."""
         unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
         y = unit.to(torch.bfloat16).float() @ of.forward
-        rho = (y.square() * of.weights.unsqueeze(-2)).sum(-1, keepdim=True).sqrt()
-        return torch.where(rho > 0, y / rho, 0.0), (gamma * rho).squeeze(-1)
+        rho = self._rho(y, of)
+        length = (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
+        return torch.where(rho > 0, y / rho, 0.0), gamma.squeeze(-1) * length
 
-    def _choose(self, y: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
-        """Levels [..., N] uint8 of coordinates [..., D], and what they restore, [..., D] fp32."""
+    def _choose(self, y: Tensor, gain: float, of: Coordinates) -> _Try:
+        """Quantize coordinates [..., D] at a size."""
         centroids, boundaries = (numbers_on(n, y.device) for n in (self._described.centroids, self._described.boundaries))
         owned = self._by_stage(torch.ones(of.owners.shape, device=y.device).unsqueeze(-2), of)  # [H, 1, stages, D]
-        left, found, restored = y, [], torch.zeros_like(y)
+        left, found, restored = gain * y, [], torch.zeros_like(y)
         for stage, step in enumerate(of.steps):
             level = torch.bucketize(left / step, boundaries, right=True, out_int32=True).to(torch.uint8)
             restores = step * centroids_at(level, centroids) * owned[..., stage, :]
             found.append(level)
             restored, left = restored + restores, left - restores
-        return self._owned(torch.stack(found, -2), of), restored
+        weighted = restored * of.weights.unsqueeze(-2)
+        along, kept = (weighted * y).sum(-1), (weighted * restored).sum(-1)
+        return _Try(self._owned(torch.stack(found, -2), of), kept, along.square() / kept)
 
     def _owned(self, by_stage: Tensor, of: Coordinates) -> Tensor:
         """[..., H, n, stages, D] -> [..., H, n, N], in the order of the levels."""

@@ -11,7 +11,7 @@ kernels read (`tq_ops.kv.reads`); none asks for a format's name or class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -25,29 +25,33 @@ from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 class Coordinates:
     """What the N levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
 
-        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum weights * y**2);  levels are taken of y / rho
+        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum shares * y**2);  levels are taken of gain * y / rho
         x is near scale * (steps * c[level]) @ rows + mean
 
     Attributes:
         mean: [H, D] fp32, in units of x.
         forward: [H, D, D] fp32, a coordinate a column.
         rows: [H, N, D] fp32: the coordinate of each level, a row, times its step.
-        weights: [H, D] fp32, of the coordinates in a vector's length.
+        shares: [H, D] fp32, 1 of n for each of the n coordinates that own a level, times D; 0 of the others.
+        weights: [H, D] fp32, of those coordinates in a vector's length; 0 of the others.
         owners: [H, N] int64, `stage * D + coordinate` of each level; a coordinate's later stages refine what the earlier left.
         steps: of each stage; the first is 1.
+        gains: the sizes at which a vector is tried; of those that serve it alike, the first.
     """
 
     mean: Tensor
     forward: Tensor
     rows: Tensor
+    shares: Tensor
     weights: Tensor
     owners: Tensor
     steps: tuple[float, ...]
+    gains: tuple[float, ...]
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "steps"}
-        return Coordinates(**tensors, steps=self.steps)
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,21 @@ def slow(x, basis, head, nibbles):
     shifted = (x - basis.mean[head]).double()
     gamma = shifted.norm()
     y = (shifted.float() / gamma.float()).bfloat16().double() @ basis.forward[head].double()
-    rho = (y.square() * weights).sum().sqrt()
-    levels, restored = [], torch.zeros(DIM, dtype=torch.float64)
-    for stage, (count, step) in enumerate(zip(counts, refinements(), strict=True)):
-        for i in range(count):
-            left = float(y[i] / rho - restored[i]) / step
-            level = sum(left >= b for b in boundaries)
-            levels.append((stage, i, level))
-            restored[i] += step * centroids[level]
-    scale = float(gamma * rho / (restored.square() * weights).sum().sqrt())
+    y[counts[0] :] = 0
+    t = y / (y.square().sum() / counts[0] * DIM).sqrt()
+    best = (-1.0, [], None)
+    for gain in (1, 7 / 8, 19 / 16):
+        levels, restored = [], torch.zeros(DIM, dtype=torch.float64)
+        for stage, (count, step) in enumerate(zip(counts, refinements(), strict=True)):
+            for i in range(count):
+                left = float(gain * t[i] - restored[i]) / step
+                level = sum(left >= b for b in boundaries)
+                levels.append((stage, i, level))
+                restored[i] += step * centroids[level]
+        fit = float((restored * t * weights).sum() ** 2 / (restored.square() * weights).sum())
+        best = max(best, (fit, levels, restored), key=lambda tried: tried[0])
+    _, levels, restored = best
+    scale = float(gamma * (y.square() * weights).sum().sqrt() / (restored.square() * weights).sum().sqrt())
     return levels, scale, restored @ basis.back[head].double() * scale + basis.mean[head].double()
 
 
@@ -69,17 +75,21 @@ def test_bytes_are_those_of_the_slow_path(side, nibbles):
     assert different <= 2  # ties that FP32 breaks the other way
 
 
-def test_a_rotation_of_one_nibble_a_coordinate_is_tq4():
+def test_a_rotation_of_one_nibble_a_coordinate_reads_tq4_and_stores_it_nearer():
     rotation = haar_rotation(1, DIM).float().expand(HEADS, DIM, DIM).contiguous()
     haar = Basis(torch.zeros(HEADS, DIM), rotation, rotation.mT.contiguous(), torch.ones(HEADS, DIM))
-    learned, x = Calibration((haar,) * 2, (haar,) * 2, "haar").format("k", DIM), torch.randn(HEADS, 500, DIM)
-    ours, tq4 = learned.quantize(x, 1), formats.get("tq4").quantize(x, 1)
-    # The weighted length of the rounded unit vector is not quite 1, by which tq4 does not divide.
-    assert (learned.levels(ours) != formats.get("tq4").levels(tq4)).float().mean() < 2e-3
-    same = (learned.levels(ours) == formats.get("tq4").levels(tq4)).all(-1)
-    assert same.float().mean() > 0.8
-    both = [of.dequantize(fields, 1)[same] for of, fields in ((learned, ours), (formats.get("tq4"), tq4))]
-    torch.testing.assert_close(*both, rtol=2**-8, atol=2**-8)
+    learned, tq4 = Calibration((haar,) * 2, (haar,) * 2, "haar").format("k", DIM), formats.get("tq4")
+    x = torch.randn(HEADS, 500, DIM, generator=torch.Generator().manual_seed(2))
+    stored, ours = tq4.quantize(x, 1), learned.quantize(x, 1)
+    by_tq4 = tq4.dequantize(stored, 1)
+    torch.testing.assert_close(learned.dequantize(stored, 1), by_tq4, rtol=1e-5, atol=1e-5)
+    # A third of these vectors want no other gain than 1, which is tq4 itself but for ties.
+    differing = (learned.levels(ours) != tq4.levels(stored)).float().mean(-1)
+    assert (differing < 0.02).float().mean() > 0.3
+    cosines = [torch.cosine_similarity(x, found, dim=-1) for found in (learned.dequantize(ours, 1), by_tq4)]
+    # A rotation of BF16 numbers is not quite one: what is nearest in the coordinates may not be, by a little.
+    assert (cosines[0] > cosines[1] - 5e-4).all()
+    assert (1 - cosines[0]).mean() < 0.92 * (1 - cosines[1]).mean()
 
 
 def test_every_nibble_lowers_the_error_that_counts():
@@ -185,5 +195,7 @@ def test_the_length_that_the_scale_keeps_is_the_weighted_one():
     kept = kv_format.lengths(kv_format.quantize(x, 1), 1)
     shifted = x - of.mean.unsqueeze(1)
     unit = (shifted / shifted.norm(dim=-1, keepdim=True)).bfloat16().float()
-    y = unit.double() @ of.forward.double() * of.weights.double().sqrt().unsqueeze(1)
+    owning = torch.arange(DIM) < stages(of.weights, 208)[:, :1]
+    weights = (of.weights * owning).double()
+    y = unit.double() @ of.forward.double() * weights.sqrt().unsqueeze(1)
     torch.testing.assert_close(kept, shifted.double().norm(dim=-1) * y.norm(dim=-1), rtol=2**-10, atol=0)

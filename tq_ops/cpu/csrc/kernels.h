@@ -57,18 +57,21 @@ struct Matrix {
 // How vectors become levels. By a rotation (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 // By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
-//   y = bf16((x - mean) / gamma) @ matrix;  rho = sqrt(sum weights * y**2);  y = y / rho
-//   level of stage s = #{b : what the stages before left of y, over steps[s], >= b};  it restores steps[s] * c[level]
-//   scale = fp16(gamma * rho / sqrt(sum weights * restored**2))
+//   y = bf16((x - mean) / gamma) @ matrix;  y = y / sqrt(sum shares * y**2);  for each gain, of gain * y:
+//   level of stage s = #{b : what the stages before left, over steps[s], >= b};  it restores steps[s] * c[level]
+//   kept: the largest (sum weights * y * restored)**2 / sum weights * restored**2
+//   scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * restored**2)), y as the matrix made it
 struct Quantizer {
-    Matrix matrix;            // [D, D] BF16
+    Matrix matrix;            // [D, D] BF16; of learned coordinates [D, C], those that own a level in some KV head
     const float* boundaries;  // [15] ascending
     const float* centroids;   // [16]
-    const float* mean;        // [Hkv, D] or null, and so are the next three
-    const float* weights;     // [Hkv, D]
+    const float* mean;        // [Hkv, D] or null, and so are the next five
+    const float* shares;      // [Hkv, D], 0 where a coordinate owns no level
+    const float* weights;     // [Hkv, D], likewise
+    const float* gains;       // [tries]
     const int32_t* counts;    // [Hkv, stages], descending
     const float* steps;       // [stages]
-    int32_t stages, levels;
+    int32_t stages, tries, levels;
 };
 
 // Projections of tokens by rows of a BF16 weight.

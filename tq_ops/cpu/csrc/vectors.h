@@ -123,13 +123,17 @@ inline void put_levels(const int32_t* level, int n, uint8_t* codes) {
 
 inline uint16_t saturated_half(double scale) { return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f); }
 
-// What is left of y [D], of weighted length 1, becomes the next stage's levels. Returns the weighted length of what they
-// restore.
+// What levels restore of a vector: its weighted square, and how near it lies to the vector's direction.
+struct Restored {
+    float kept, fit;
+};
+
+// Levels of y [dim], of the size that they are made for, at `gain` times that size.
 template <class Simd>
-float refine(const Quantizer& by, int head, const float* y, int dim, typename Simd::Table table, int32_t* level) {
+Restored refine(const Quantizer& by, int head, const float* y, int dim, float gain, typename Simd::Table table, int32_t* level) {
     alignas(64) float left[kMaxDim], restored[kMaxDim] = {}, scaled[kMaxDim];
     alignas(64) int32_t found[kMaxDim];
-    for (int i = 0; i < dim; ++i) left[i] = y[i];
+    for (int i = 0; i < dim; ++i) left[i] = gain * y[i];
     for (int stage = 0; stage < by.stages; ++stage) {
         const int count = by.counts[head * by.stages + stage];
         const float step = by.steps[stage];
@@ -143,43 +147,56 @@ float refine(const Quantizer& by, int head, const float* y, int dim, typename Si
         }
         for (int i = 0; i < count; ++i) restored[i] += scaled[i], left[i] -= scaled[i];
     }
-    const float* weights = by.weights + static_cast<int64_t>(head) * dim;
+    const float* weights = by.weights + static_cast<int64_t>(head) * by.matrix.inputs;
+    typename Simd::F alongs = Simd::zero(), squares = Simd::zero();
+    for (int i = 0; i < dim; i += Simd::width) {
+        const typename Simd::F value = Simd::load(restored + i), weighted = Simd::mul(value, Simd::load(weights + i));
+        alongs = Simd::fma(weighted, Simd::load(y + i), alongs);
+        squares = Simd::fma(weighted, value, squares);
+    }
+    const float along = Simd::reduce_add(alongs), kept = Simd::reduce_add(squares);
+    return {kept, along * along / kept};
+}
+
+// Sum of scale[i] * y[i]^2 of dim numbers.
+template <class Simd> float weighted_square(const float* y, const float* scale, int dim) {
     typename Simd::F sums = Simd::zero();
     for (int i = 0; i < dim; i += Simd::width) {
-        const typename Simd::F value = Simd::load(restored + i);
-        sums = Simd::fma(Simd::mul(value, value), Simd::load(weights + i), sums);
+        const typename Simd::F value = Simd::load(y + i);
+        sums = Simd::fma(Simd::mul(value, value), Simd::load(scale + i), sums);
     }
-    return std::sqrt(Simd::reduce_add(sums));
+    return Simd::reduce_add(sums);
 }
 
 // By learned coordinates.
 template <class Simd>
 void quantize_learned(const Quantizer& by, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                       uint16_t* const* scales) {
-    const int dim = by.matrix.inputs;
-    const int64_t of_head = static_cast<int64_t>(head) * dim;
-    float *unit = scratch, *rotated = scratch + rows * dim;
+    const int inputs = by.matrix.inputs, dim = by.matrix.outputs;
+    const int64_t of_head = static_cast<int64_t>(head) * inputs;
+    float *unit = scratch, *rotated = scratch + rows * inputs;
     double gammas[kMaxRows];
     for (int r = 0; r < rows; ++r) {
-        float* shifted = rotated + r * dim;
-        for (int i = 0; i < dim; ++i) shifted[i] = x[r * dim + i] - by.mean[of_head + i];
-        gammas[r] = normalize(shifted, dim, unit + r * dim);
+        float* shifted = rotated + r * inputs;
+        for (int i = 0; i < inputs; ++i) shifted[i] = x[r * inputs + i] - by.mean[of_head + i];
+        gammas[r] = normalize(shifted, inputs, unit + r * inputs);
     }
     rotate<Simd>(unit, rows, by.matrix, head, rotated);
     const typename Simd::Table table = Simd::table(by.centroids);
     for (int r = 0; r < rows; ++r) {
         float* y = rotated + r * dim;
-        typename Simd::F sums = Simd::zero();
-        for (int i = 0; i < dim; i += Simd::width) {
-            const typename Simd::F value = Simd::load(y + i);
-            sums = Simd::fma(Simd::mul(value, value), Simd::load(by.weights + of_head + i), sums);
-        }
-        const float rho = std::sqrt(Simd::reduce_add(sums));
+        const float rho = std::sqrt(weighted_square<Simd>(y, by.shares + of_head, dim));
+        const float length = std::sqrt(weighted_square<Simd>(y, by.weights + of_head, dim));
         for (int i = 0; i < dim; ++i) y[i] = rho > 0.0f ? y[i] / rho : 0.0f;
-        int32_t level[kMaxLevels];
-        const float kept = refine<Simd>(by, head, y, dim, table, level);
-        put_levels(level, by.levels, codes[r]);
-        *scales[r] = saturated_half(kept > 0.0f ? gammas[r] * rho / kept : 0.0);
+        int32_t levels[2][kMaxLevels];
+        int best = 0;
+        Restored restored = refine<Simd>(by, head, y, dim, by.gains[0], table, levels[best]);
+        for (int gain = 1; gain < by.tries; ++gain) {
+            const Restored other = refine<Simd>(by, head, y, dim, by.gains[gain], table, levels[1 - best]);
+            if (other.fit > restored.fit) restored = other, best = 1 - best;
+        }
+        put_levels(levels[best], by.levels, codes[r]);
+        *scales[r] = saturated_half(restored.kept > 0.0f ? gammas[r] * length / std::sqrt(restored.kept) : 0.0);
     }
 }
 
