@@ -7,12 +7,14 @@ nibble j + N/2 in its high half. What differs by head and layer comes as data, s
 import pypto
 
 from haarkv.codebooks.learned import refinements
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import ScaledSide
-from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, centroids, levels_of
-from haarkv.tq_ops.npu.learned import LIFT, MEAN, OWNED, WEIGHTS
+from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, STEEP, centroids, levels_of
+from haarkv.tq_ops.npu.learned import LIFT, MEAN, OWNED, SHARES, TRIES, WEIGHTS
 
-_VECTORS = 32
+_VECTORS = 8  # of a vector tile of FP32
+_ALL_TRIES = TRIES * HEAD_DIM
 _TILE = BLOCK * 128  # numbers of a vector tile of centroids
 
 
@@ -46,36 +48,44 @@ class LearnedNibbles(ScaledSide):
             off by 1e-9, as a sum of the gaps below it.
         """
         rows = _fitting(tokens, _VECTORS)
+
+        def numbers(kind, width=HEAD_DIM):
+            return pypto.view(self.domain.numbers, [1, width], [kind * kv_heads + head, 0])
+
         pypto.set_vec_tile_shapes(rows, HEAD_DIM)
-        weights = self._numbers(WEIGHTS, head, kv_heads)
-        shifted = x - self._numbers(MEAN, head, kv_heads)
+        shifted = x - numbers(MEAN)
         gamma = _length(shifted * shifted)
         unit = pypto.cast(shifted / _at_least(gamma, LEAST_NORM, tokens), pypto.DT_BF16)
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
         forward = pypto.view(self.domain.forward, [HEAD_DIM, HEAD_DIM], [head * HEAD_DIM, 0])
         y = pypto.matmul(unit, forward, pypto.DT_FP32)
+        # One task from here to the levels: cut elsewhere, each half step would go through memory.
         pypto.set_pass_options(sg_set_scope=head + 1)
-        rho = _length(y * y * weights)
-        levels, restored = self._choose(y / _at_least(rho, LEAST_NORM, tokens), head, tokens, kv_heads)
-        scale = gamma * rho / _length(restored * restored * weights)
-        scale = pypto.minimum(scale, pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
+        squares = y * y
+        gamma = gamma * _length(squares * numbers(WEIGHTS))
+        y = y / _at_least(_length(squares * numbers(SHARES)), LEAST_NORM, tokens)
+        pypto.set_vec_tile_shapes(rows, _ALL_TRIES)
+        left = pypto.concat([y if gain == 1.0 else y * gain for gain in GAINS], 1)
+        levels, restored = self._choose(left, lambda stage: numbers(OWNED + stage, _ALL_TRIES))
+        weighted = restored * numbers(WEIGHTS, _ALL_TRIES)
+        pypto.set_vec_tile_shapes(rows, HEAD_DIM)
+        level, kept = _nearest(levels, restored, weighted, y, tokens)
+        nibbles = pypto.tensor([tokens, self.side.stages * HEAD_DIM], pypto.DT_FP16, f"nibbles{head}")
+        for stage, values in enumerate(level):
+            pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, stage * HEAD_DIM], nibbles)
+        scale = pypto.minimum(gamma / pypto.sqrt(kept), pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
         scale = pypto.cast(scale, pypto.DT_FP16)
         pypto.set_pass_options(sg_set_scope=-1)
-        return self._bytes(levels, head, tokens), scale
+        return self._bytes(nibbles, head, tokens), scale
 
-    def _numbers(self, kind, head, kv_heads):
-        """[1, 128] FP32 of `numbers`."""
-        return pypto.view(self.domain.numbers, [1, HEAD_DIM], [kind * kv_heads + head, 0])
-
-    def _choose(self, y, head, tokens, kv_heads):
-        """Levels [tokens, stages * 128] FP16 of coordinates [tokens, 128], stage after stage, and what they restore, FP32."""
-        levels = pypto.tensor([tokens, self.side.stages * HEAD_DIM], pypto.DT_FP16, f"levels{head}")
-        left, restored = y, None
+    def _choose(self, left, owned):
+        """Levels of coordinates [tokens, tries * 128], FP32, for each stage, and what they restore."""
+        levels, restored = [], None
         for stage, step in enumerate(refinements()[: self.side.stages]):
             level = levels_of(left / step if stage else left)
-            pypto.assemble(pypto.cast(level, pypto.DT_FP16), [0, stage * HEAD_DIM], levels)
+            levels.append(level)
             centroid = _centroid(level)
-            restores = (centroid * step if stage else centroid) * self._numbers(OWNED + stage, head, kv_heads)
+            restores = (centroid * step if stage else centroid) * owned(stage)
             restored = restored + restores if stage else restores
             left = left - restores
         return levels, restored
@@ -86,7 +96,7 @@ class LearnedNibbles(ScaledSide):
         places = pypto.view(self.domain.places, [width, self.width // 2], [head * width, 0])
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [self.width // 2] * 2)
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(_fitting(tokens, _VECTORS), self.width // 2)
+        pypto.set_vec_tile_shapes(_fitting(tokens, 32), self.width // 2)
         signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
         return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
 
@@ -141,6 +151,34 @@ def _length(squares):
 
 def _at_least(length, least, tokens):
     return pypto.maximum(length, pypto.full([tokens, 1], least, pypto.DT_FP32))
+
+
+def _nearest(levels, restored, weighted, y, tokens):
+    """Levels [tokens, 128] for each stage of the try that lies nearest to y [tokens, 128], and its `kept` [tokens, 1].
+
+    Args:
+        levels: for each stage, [tokens, tries * 128], and so are the others.
+    """
+
+    def of(values, number):
+        return pypto.view(values, [tokens, HEAD_DIM], [0, number * HEAD_DIM])
+
+    level = [of(values, 0) for values in levels]
+    kept, fit = _kept_and_fit(of(restored, 0), of(weighted, 0), y)
+    for number in range(1, TRIES):
+        other, nearer = _kept_and_fit(of(restored, number), of(weighted, number), y)
+        # 1 or 0: so large a product leaves nothing between.
+        better = pypto.clip((nearer - fit) * STEEP, 0.0, 1.0)
+        fit = pypto.maximum(fit, nearer)
+        kept = kept * (1.0 - better) + other * better
+        level = [one + (of(values, number) - one) * better for one, values in zip(level, levels, strict=True)]
+    return level, kept
+
+
+def _kept_and_fit(restored, weighted, y):
+    along = pypto.sum(weighted * y, dim=-1, keepdim=True)
+    kept = pypto.sum(weighted * restored, dim=-1, keepdim=True)
+    return kept, along * along / kept
 
 
 def _centroid(level):

@@ -16,8 +16,8 @@ CENTROIDS = READS.built_in(HEAD_DIM).centroids
 BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 LEAST_NORM = 1e-30
 LARGEST_FP16 = 65504.0
-_STEEP = 2.0**100
-STEPS = tuple(_STEEP * below for below in torch.tensor(BOUNDARIES).nextafter(torch.tensor(-torch.inf)).tolist())
+STEEP = 2.0**100
+STEPS = tuple(STEEP * below for below in torch.tensor(BOUNDARIES).nextafter(torch.tensor(-torch.inf)).tolist())
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
@@ -75,10 +75,10 @@ def rotated_levels(unit, rotation, vectors):
 def levels_of(x):
     """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
 
-    A difference from the number before a boundary, times `_STEEP`, is 0 or less below the boundary, and more than 15 from it
+    A difference from the number before a boundary, times `STEEP`, is 0 or less below the boundary, and more than 15 from it
     on: the maximum of it and the level so far, cut at the next level, is the next level or the level so far.
     """
-    steep = x * _STEEP
+    steep = x * STEEP
     level = pypto.clip(steep - STEPS[0], 0.0, 1.0)
     for step in STEPS[1:]:
         level = level + pypto.clip(steep - step, 0.0, 1.0)
