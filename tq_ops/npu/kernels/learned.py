@@ -24,6 +24,8 @@ class LearnedNibbles(ScaledSide):
     # -- Storing -------------------------------------------------------------------------------------------------------
     def store(self, x, tokens, kv_heads, new):
         """Head by head: each has its own coordinates, and its vectors are rows of one matrix."""
+        # Tiles are not merged into one task: they are few and long, and run side by side.
+        pypto.set_pass_options(vec_nbuffer_setting={-1: 1})
         flat = pypto.reshape(x, [tokens, kv_heads * HEAD_DIM])
         whole = self.room(tokens * kv_heads, "whole")
         for head in range(kv_heads):
@@ -116,7 +118,7 @@ class LearnedNibbles(ScaledSide):
         for head in range(shape.num_kv_heads):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
-            pypto.set_cube_tile_shapes([16, 16], [64, HEAD_DIM], [64, HEAD_DIM])
+            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
             ready = pypto.matmul(
                 pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True
             )
@@ -125,7 +127,7 @@ class LearnedNibbles(ScaledSide):
             pypto.assemble(ready, [0, head * group, 0], out)
 
     def finish(self, value, head, shape):
-        pypto.set_cube_tile_shapes([16, 16], [64, 64], [64, HEAD_DIM])
+        pypto.set_cube_tile_shapes([16, 16], [64, 64], [HEAD_DIM, HEAD_DIM])
         out = pypto.matmul(value, self._coordinates(head), pypto.DT_FP32)
         pypto.set_vec_tile_shapes(16, HEAD_DIM)
         # Probabilities add up to 1, so the mean is added once.
@@ -143,6 +145,11 @@ def _fitting(count, most):
     while size * 2 <= most and count % (size * 2) == 0:
         size *= 2
     return size
+
+
+def _sixteens(count):
+    """The largest multiple of 16 up to 128 that divides a count, 16 at least: rows of a cube tile."""
+    return next((size for size in range(128, 16, -16) if count % size == 0), 16)
 
 
 def _length(squares):
