@@ -13,12 +13,13 @@ from torch import Tensor
 from haarkv.codebooks.learned import STAGES, refinements
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
 _FLOAT, _INT64 = TensorProto.FLOAT, TensorProto.INT64
-_QUANTIZED_BY = ("mean", "forward", "weights", "owned", "places")
+_QUANTIZED_BY = ("mean", "forward", "shares", "weights", "owned", "places")
 _ATTENDED_BY = (("k", "rows"), ("v", "rows"), ("v", "mean"))
 
 
@@ -51,7 +52,7 @@ def coordinate_values(layer: int, side: str, kv_format: KVFormat, head_dim: int)
     heads, width = of.owners.shape[0], STAGES * head_dim
     owned = torch.zeros(heads, width).scatter_(1, of.owners, 1.0)
     values = {
-        "mean": of.mean, "forward": of.forward, "weights": of.weights, "rows": of.rows,
+        "mean": of.mean, "forward": of.forward, "shares": of.shares, "weights": of.weights, "rows": of.rows,
         "owned": owned.view(heads, STAGES, head_dim).transpose(0, 1).contiguous(),
         "places": (of.owners + width * torch.arange(heads).unsqueeze(1)).flatten(),
     }  # fmt: skip
@@ -85,6 +86,7 @@ class LearnedScopes(Qwen3Scopes):
             types = {
                 "mean": TensorType(_FLOAT, (heads, dim)),
                 "forward": TensorType(_FLOAT, (heads, dim, dim)),
+                "shares": TensorType(_FLOAT, (heads, dim)),
                 "weights": TensorType(_FLOAT, (heads, dim)),
                 "rows": TensorType(_FLOAT, (heads, count, dim)),
                 "owned": TensorType(_FLOAT, (STAGES, heads, dim)),
@@ -94,7 +96,7 @@ class LearnedScopes(Qwen3Scopes):
         return found
 
     def quantize_learned(
-        self, g: Graph, x: str, mean: str, forward: str, weights: str, owned: str, places: str, *, count: int
+        self, g: Graph, x: str, mean: str, forward: str, shares: str, weights: str, owned: str, places: str, *, count: int
     ) -> list[str]:
         """Store K or V: [B, Q, Hkv, D] fp32 -> codes [B, Q, Hkv, count/2] uint8, scale [B, Q, Hkv] fp16.
 
@@ -104,10 +106,27 @@ class LearnedScopes(Qwen3Scopes):
         unit, norm, lift = self._unit(g, g.node("shifted", "Sub", x, mean))
         rows = g.reshape("unit_rows", self._bf16(g, unit), [0, 0, heads, 1, dim])
         y = g.reshape("y", g.node("y_rows", "MatMul", rows, forward), [0, 0, heads, dim])
-        rho = self._length(g, "rho", y, weights)
+        rho, length = self._length(g, "rho", y, shares), self._length(g, "length", y, weights)
         some = g.node("is_off_the_mean", "Greater", rho, g.scalar(0.0))
-        left = g.node("y_unit", "Div", y, g.node("rho_or_1", "Where", some, rho, g.scalar(1.0)))
-        levels, restored = [], ""
+        sized = g.node("sized", "Div", y, g.node("rho_or_1", "Where", some, rho, g.scalar(1.0)))
+        levels, kept, fit = self._tried(g, 0, sized, weights, owned, places, count)
+        for number in range(1, len(GAINS)):
+            other_levels, other_kept, other = self._tried(g, number, sized, weights, owned, places, count)
+            nearer = g.node(f"nearer_{number}", "Greater", other, fit)
+            levels = g.node(f"levels_{number}", "Where", nearer, other_levels, levels)
+            kept = g.node(f"kept_{number}", "Where", nearer, other_kept, kept)
+            fit = g.node(f"fit_{number}", "Max", fit, other)
+        length_of_x = g.node("length_of_x", "Mul", g.node("norm_of_x", "Div", norm, lift), length)
+        return [self._packed(g, levels, count), self._scale(g, norm, length_of_x, g.node("kept_length", "Sqrt", kept))]
+
+    def _tried(self, g: Graph, number: int, y: str, weights: str, owned: str, places: str, count: int) -> list[str]:
+        """Levels [B, Q, Hkv, N], and what a gain keeps and how well it fits, [B, Q, Hkv, 1]."""
+        by = {"gain": g.scalar(GAINS[number]), "weights": weights, "owned": owned, "places": places}
+        return list(g.call(f"gain_{number}", f"Gain_lr{count}", self.at_gain, y=y, **by))
+
+    def at_gain(self, g: Graph, y: str, gain: str, weights: str, owned: str, places: str) -> list[str]:
+        """Levels of coordinates [B, Q, Hkv, D] at a size, the weighted square of what they restore, and how near that lies."""
+        left, levels, restored = g.node("left", "Mul", y, gain), [], ""
         for stage, step in enumerate(refinements()):
             value = left if stage == 0 else g.node(f"value_{stage}", "Div", left, g.scalar(step))
             level, centroid = g.call(f"stage_{stage}", "Level", self.level_and_centroid, y=value)
@@ -116,10 +135,13 @@ class LearnedScopes(Qwen3Scopes):
             restored = restores if stage == 0 else g.node(f"restored_{stage}", "Add", restored, restores)
             left = g.node(f"left_{stage}", "Sub", left, restores)
             levels.append(level)
+        weighted = g.node("restored_weighted", "Mul", restored, weights)
+        along = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", weighted, y))
+        kept = g.reduce("kept", "ReduceSum", g.node("kept_each", "Mul", weighted, restored))
+        fit = g.node("fit", "Div", g.node("along_squared", "Mul", along, along), kept)
         flat = g.reshape("levels_flat", g.node("levels", "Concat", *levels, axis=-1), [0, 0, -1])
-        chosen = g.reshape("levels_owned", g.node("gathered", "Gather", flat, places, axis=2), [0, 0, heads, count])
-        length_of_x = g.node("length_of_x", "Mul", g.node("norm_of_x", "Div", norm, lift), rho)
-        return [self._packed(g, chosen, count), self._scale(g, norm, length_of_x, self._length(g, "kept", restored, weights))]
+        heads = self.config.num_kv_heads
+        return [g.reshape("levels_owned", g.node("gathered", "Gather", flat, places, axis=2), [0, 0, heads, -1]), kept, fit]
 
     def level_and_centroid(self, g: Graph, y: str) -> list[str]:
         """Levels of coordinates [B, Q, Hkv, D], int32, and their centroids."""
