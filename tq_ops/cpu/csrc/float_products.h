@@ -31,8 +31,8 @@ inline void score(const uint32_t* words, int stride, int begin, int end, const f
         typename Simd::F factor = Simd::mul(Simd::load(scale + t * Simd::width), Simd::set1(softmax_scale));
         for (int r = 0; r < R; ++r) {
             float* to = logits + r * stride + t * Simd::width;
-            typename Simd::F value = Simd::mul(acc[t][r], factor);
-            Simd::store(to, add ? Simd::add(Simd::load(to), value) : value);
+            // A product and a sum apart would be contracted for some R and not for others.
+            Simd::store(to, Simd::fma(acc[t][r], factor, add ? Simd::load(to) : Simd::zero()));
         }
     }
 }

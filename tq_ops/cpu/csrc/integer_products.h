@@ -97,8 +97,9 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
         const __m512 own = Avx512::load(scale + t * kWidth);
         for (int r = 0; r < R; ++r) {
             float* to = logits + r * stride + t * kWidth;
-            const __m512 value = Avx512::mul(part[t][r], Avx512::mul(own, Avx512::set1(factor[r])));
-            Avx512::store(to, add ? Avx512::add(Avx512::load(to), value) : value);
+            const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+            // A product and a sum apart would be contracted for some R and not for others.
+            Avx512::store(to, Avx512::fma(part[t][r], by, add ? Avx512::load(to) : Avx512::zero()));
         }
     }
 }
