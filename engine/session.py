@@ -121,7 +121,7 @@ class Session:
             why = "--no-chat leaves it out" if self.tokenizer.has_chat_template else "this model has none"
             raise InputError(f"a system message needs a chat template, and {why}; drop --system")
         _require_unicode(system or "", "the system message")
-        return [self.tokenizer.encode_chat(p, system) if wrap else self.tokenizer.encode(p) for p in prompts]
+        return self.tokenizer.encode_chat(prompts, system) if wrap else [self.tokenizer.encode(p) for p in prompts]
 
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.

@@ -26,8 +26,10 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.input_files import parse_json, read_file, size_of
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
+from haarkv.tq_ops.memory import require_memory
 
 VERSION = "1"
 _KEYS = {"haarkv_calibration", "model", "fingerprint", "learned", "plan", "sha256"}
@@ -120,9 +122,9 @@ def loads(content: bytes, name: str) -> CalibrationFile:
         stated = metadata.pop("sha256")
         if _digest(tensors, metadata) != stated:
             raise ValueError("its content is not what its SHA-256 was taken of")
-        shape = ModelShape(**{key: int(value) for key, value in json.loads(metadata["model"]).items()})
+        shape = ModelShape.read(parse_json(metadata["model"]))
         k, v = (tuple(_read(tensors, layer, side, shape) for layer in range(shape.num_layers)) for side in _SIDES)
-        learned, plan = json.loads(metadata["learned"]), metadata["plan"]
+        learned, plan = parse_json(metadata["learned"]), metadata["plan"]
         return CalibrationFile(calibration_of(k, v), shape, metadata["fingerprint"], learned, plan)
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{name} is no calibration: {error}; `tq calibrate` writes one") from None
@@ -165,7 +167,11 @@ def load(path: Path | str) -> CalibrationFile:
     Raises:
         InputError: it cannot be read or is no calibration.
     """
+    file, what = Path(path), "the calibration "
+    begin, size = start_of(file, what), size_of(file, what)
     try:
-        return loads(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise InputError(f"the calibration {path} cannot be read: {error.strerror}") from None
+        _read_metadata(begin)
+    except ValueError as error:
+        raise InputError(f"{path} is no calibration: {error}; `tq calibrate` writes one") from None
+    require_memory(2 * size, f"{what}{path}", "`tq calibrate` writes none as large")
+    return loads(read_file(file, size, what), str(path))

@@ -77,7 +77,7 @@ REFUSED = {
     "heads": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
     "layers": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_layers": 3})}), "it lacks layers.2.k.mean"),
     "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 1"),
-    "model": (changed(metadata={"model": "[]"}), "no attribute"),
+    "model": (changed(metadata={"model": "[]"}), "its model is not described by num_layers"),
     "words": (save_tensors({"a": torch.zeros(1)}), "it lacks fingerprint, haarkv_calibration"),
     "text": (b"{}", "truncated or no safetensors file"),
 }
