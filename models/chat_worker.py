@@ -1,7 +1,7 @@
 """Renders a chat template in a process of its own; `chat_template` starts it. It imports nothing of the project.
 
-In: one JSON object on stdin, {"source", "conversations", "special"}. Out: one on stdout, {"texts"} or {"error"}. A template that
-takes too much ends the process, without an answer.
+In: one JSON object on stdin, {"source", "conversations", "special"}. Out: one on stdout, {"texts"} or {"error"}. A template
+that takes too much ends the process, without an answer.
 """
 
 import json
@@ -27,7 +27,7 @@ def main() -> None:
     _limit(resource.RLIMIT_CPU, MOST_S)
     _limit(resource.RLIMIT_AS, MOST_MEMORY + 64 * len(asked))
     try:
-        answer = {"texts": _texts(MOST_TEXT + len(asked), **json.loads(asked))}
+        answer: dict[str, object] = {"texts": _texts(MOST_TEXT + len(asked), **json.loads(asked))}
     except Exception as error:  # whatever the expressions in a template can raise
         answer = {"error": str(error)[:500] or type(error).__name__}
     print(json.dumps(answer))

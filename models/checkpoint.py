@@ -154,7 +154,9 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
             raise InputError(f"{index} is not an index of safetensors shards: it has no weight_map of names")
         for name, file in names.items():
             if not _stays_within(file):
-                raise InputError(f"{index} says that {shown(file)} holds {shown(name)}; a shard lies in the model's own folder")
+                raise InputError(
+                    f"{index} says that {shown(file)} holds {shown(name)}; a shard lies in the model's own folder"
+                )
         files = {name: folder / file for name, file in names.items()}
         for path in sorted(set(files.values())):
             if not path.is_file():

@@ -30,7 +30,7 @@ _MOST = {
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
 }
-"""What a model may have of each, several times what any has: a larger number is a mistake, found before memory is asked for."""
+"""What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
 _MOST_EXPERTS = 2**16

@@ -180,7 +180,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 def _text(token: object) -> str | None:
     """A special token's text; older files wrap it in an object."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

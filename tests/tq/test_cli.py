@@ -377,8 +377,12 @@ def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
 
 
 def test_a_file_that_may_not_be_read_is_refused(tq, checkpoint, monkeypatch):
-    def denied(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", "model.safetensors")
+    opened = Path.open
+
+    def denied(path, *args, **kwargs):
+        if path.name == "model.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", denied)
     assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a"), "model.safetensors", "Permission denied")
