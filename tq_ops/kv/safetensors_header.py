@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import MOST_JSON, parse_json, size_of
+from haarkv.tq_ops.input_files import MOST_JSON, parse_json, read_file, size_of
+from haarkv.tq_ops.memory import require_memory
 
 Header = dict[str, dict[str, Any]]
 """Tensor name -> {dtype, shape, data_offsets}."""
@@ -43,6 +44,22 @@ def start_of(path: Path, what: str) -> bytes:
             return begin + file.read(length if length <= MOST_JSON else 0)
     except OSError as error:
         raise InputError(f"{what}{path} cannot be read: {error.strerror}") from None
+
+
+def read_promised(path: Path, what: str, key: str) -> bytes:
+    """The bytes of a safetensors file whose metadata has an entry of that name, which is looked at before the rest is read.
+
+    Args:
+        what: as in `start_of`.
+    Raises:
+        InputError: it cannot be read, is no regular file, or does not fit into memory twice.
+        ValueError: it is no such file, with what is wrong.
+    """
+    if key not in metadata_of(start_of(path, what)):
+        raise ValueError(f"it lacks {key}")
+    size = size_of(path, what)
+    require_memory(2 * size, f"{what}{path}", "name another file")
+    return read_file(path, size, what)
 
 
 def header_in(file: BinaryIO, length: int) -> Header:
