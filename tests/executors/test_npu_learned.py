@@ -45,7 +45,7 @@ def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
     kv_format = made_up().format("k", 128)
     of = kv_format.description(128).transform.coordinates(1)
     tensors = learned.domain_tensors(kv_format, 128, 1, CPU)
-    rows, lift = tensors["rows"].view(2, 128, 128), tensors["numbers"][4:6, :1].unsqueeze(-1)
+    rows, lift = tensors["rows"].view(2, 128, 128), tensors["numbers"][2 * learned.LIFT :][:2, :1].unsqueeze(-1)
     assert (rows.norm(dim=-1) <= 1).all()
     assert (rows.norm(dim=-1).amax(1) > 0.5).all()
     assert (of.rows.norm(dim=-1) > 2).any()

@@ -111,15 +111,15 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
 
-    def flat(x):
+    def whole_tiles(x):
         out = torch.zeros(padded, kv_heads, 128)
         out[:tokens] = x
-        return out.view(-1, 128)
+        return out
 
     goldens = {}
     for name, x, kv_format in (("k", k, pair[0]), ("v", v, pair[1])):
         goldens |= scatter(cache, x, name, slots, layer, kv_heads, kv_format)
-    tensors = {"k": flat(k), "v": flat(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
+    tensors = {"k": whole_tiles(k), "v": whole_tiles(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
     k_side, v_side = (side_of(kv_format, layer) for kv_format in pair)
     return Case(make(kv_heads, rows, k=k_side, v=v_side), tensors, goldens)
 

@@ -156,6 +156,16 @@ def test_what_cannot_be_resumed_is_refused(whole, content, run, words):
         learning.loads(learning.dumps(whole, RUN) if content is None else content, run)
 
 
+def test_any_flipped_bit_of_a_half_done_calibration_is_refused(whole):
+    content = learning.dumps(whole, RUN)
+    learning.loads(content, RUN)
+    for place in range(8, len(content), len(content) // 60):
+        damaged = bytearray(content)
+        damaged[place] ^= 4
+        with pytest.raises(InputError, match=r"^--resume: the file is (damaged|no half-done|of version)"):
+            learning.loads(bytes(damaged), RUN)
+
+
 def test_a_model_that_is_not_finite_is_named_by_its_layer():
     weights = MODEL.weights.layers[1].changed(lambda name, x: x * torch.nan if name == "q_norm" else x)
     broken = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))

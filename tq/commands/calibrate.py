@@ -134,7 +134,7 @@ def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path
     }
     earlier = None
     if resume_file is not None and resume_file.exists():
-        earlier = learning.loads(resume_file.read_bytes(), run)
+        earlier = learning.loads(_kept(resume_file), run)
 
     def save(state: Learning) -> None:
         if resume_file is not None:
@@ -143,6 +143,19 @@ def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:
         return subject.learn(windows, held_back, learning=earlier, save=save, on_step=on_step)
+
+
+def _kept(file: Path) -> bytes:
+    """What an earlier run has saved, unless it is plainly something else."""
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.safetensors_header import read_promised
+
+    try:
+        return read_promised(file, "", "haarkv_calibrating")
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"--resume: {file} is no half-done calibration; begin a new one") from None
 
 
 @dataclass(frozen=True)

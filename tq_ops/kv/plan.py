@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -144,6 +144,20 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     vocab_size: int
+
+    @classmethod
+    def read(cls, raw: object) -> ModelShape:
+        """From the entry of a file.
+
+        Raises:
+            ValueError: it is not these five integers, each above 0.
+        """
+        names = [of.name for of in fields(cls)]
+        if not isinstance(raw, dict) or raw.keys() != set(names):
+            raise ValueError(f"its model is not described by {', '.join(names)}")
+        if bad := [name for name in names if type(raw[name]) is not int or not 0 < raw[name] < 2**31]:
+            raise ValueError(f"{bad[0]} of its model is not a positive integer")
+        return cls(**raw)
 
     def __str__(self) -> str:
         return (

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import STAGES
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.rotated import Coordinates
 
-MEAN, WEIGHTS, LIFT, OWNED = range(4)
+MEAN, SHARES, WEIGHTS, LIFT, OWNED = range(5)
 """Order of the rows of `numbers`, H of each; of `OWNED`, H a stage."""
+TRIES = len(GAINS)
+"""How often a row of `numbers` repeats itself: the sizes at which a vector is tried lie side by side."""
 
 
 def coordinates_of(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
@@ -37,8 +40,8 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
 
     Returns:
         forward: [H * D, D] bf16.
-        numbers: [(3 + stages) * H, D] fp32: means, weights, lifts (each the same in all columns), and for each stage which
-            coordinates own a nibble of it, 1 or 0.
+        numbers: [(4 + stages) * H, TRIES * D] fp32: means, shares, weights, lifts (each the same in all columns), and for
+            each stage which coordinates own a nibble of it, 1 or 0.
         places: [H * stages * D, N / 2] fp16. A vector's levels, stage after stage, by a head's part of it are its bytes: a
             level has 1 at the byte where it is the low half, 16 where it is the high one.
         rows: [H * N, D] fp32, the coordinate of each nibble, divided by the head's lift. A lift is the power of two above
@@ -56,7 +59,7 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
     places[torch.arange(heads).unsqueeze(1), of.owners, nibble % half] = torch.where(nibble < half, 1.0, 16.0)
     tensors = {
         "forward": of.forward.flatten(0, 1).to(torch.bfloat16),
-        "numbers": torch.cat([of.mean, of.weights, lift.expand(-1, head_dim), by_stage]),
+        "numbers": torch.cat([of.mean, of.shares, of.weights, lift.expand(-1, head_dim), by_stage]).repeat(1, TRIES),
         "places": places.flatten(0, 1).half(),
         "rows": (of.rows / lift.unsqueeze(-1)).flatten(0, 1),
     }

@@ -16,7 +16,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.learned import PREFIX
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
 from haarkv.tq_ops.kv.reads import misfit
-from haarkv.tq_ops.npu.learned import coordinates_of, domain_tensors, stages_of
+from haarkv.tq_ops.npu.learned import TRIES, coordinates_of, domain_tensors, stages_of
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
 
@@ -80,7 +80,7 @@ class Side:
     def domain(self) -> tuple[Stored, ...]:
         """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`; unread rows without any."""
         return (
-            Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, HEAD_DIM),
+            Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, TRIES * HEAD_DIM),
             Stored("places", torch.float16, self.width // 2), Stored("rows", torch.float32, HEAD_DIM),
         )  # fmt: skip
 

@@ -47,8 +47,7 @@ def _quantize(x, stored, new, layer):
     """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-    count = layer.rows * kv_heads
-    stored.store(pypto.reshape(x, [count, HEAD_DIM]), count, kv_heads, new)
+    stored.store(x, layer.rows, kv_heads, new)
 
 
 def _ready(q, stored_k, q_ready, attended, layer):

@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps, loads
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape(2, 2, 32, 64, 257)
@@ -27,7 +28,7 @@ def changed(change=lambda tensors: None, metadata=None):
     tensors, words = load_tensors(CONTENT), metadata_of(CONTENT) | (metadata or {})
     change(tensors)
     words.pop("sha256")
-    return save_tensors(tensors, words | {"sha256": calibration_file._digest(tensors, words)})
+    return save_tensors(tensors, words | {"sha256": digest_of(tensors, words)})
 
 
 def test_what_is_written_comes_back_to_the_bit():
@@ -77,7 +78,7 @@ REFUSED = {
     "heads": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
     "layers": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_layers": 3})}), "it lacks layers.2.k.mean"),
     "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 1"),
-    "model": (changed(metadata={"model": "[]"}), "no attribute"),
+    "model": (changed(metadata={"model": "[]"}), "its model is not described by num_layers"),
     "words": (save_tensors({"a": torch.zeros(1)}), "it lacks fingerprint, haarkv_calibration"),
     "text": (b"{}", "truncated or no safetensors file"),
 }

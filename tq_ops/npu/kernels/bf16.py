@@ -9,7 +9,7 @@ from haarkv.tq_ops.npu.kernels.side import CacheSide
 class Plain(CacheSide):
     """One side of a `bf16` cache: values [blocks * Hkv * 128, 128] BF16, no scales, nothing rotated."""
 
-    def quantize(self, x, count, kv_heads):
+    def quantize(self, x, count):
         """x [count, 128] FP32 -> BF16."""
         pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
         return [pypto.cast(x, pypto.DT_BF16)]

@@ -64,20 +64,25 @@ class CacheSide:
             room.append(pypto.tensor([count, 1], DTYPES[scales.dtype], f"{name}_{scales.field}"))
         return room
 
-    def store(self, x, count, kv_heads, new):
-        """Fill `new`, of `room`, with what is stored of x [count, 128] FP32, the KV heads of a token one after the other."""
-        for field, values in zip(new, self.quantize(x, count, kv_heads), strict=True):
+    def store(self, x, tokens, kv_heads, new):
+        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, 128] FP32."""
+        count = tokens * kv_heads
+        for field, values in zip(new, self.quantize(pypto.reshape(x, [count, HEAD_DIM]), count), strict=True):
             field[:] = values
 
-    def quantize(self, x, count, kv_heads):
+    def quantize(self, x, count):
         """What is stored of x [count, 128] FP32, one tensor for each of `room`."""
         raise NotImplementedError
+
+    def row_of(self, token, head, tokens, kv_heads):
+        """Row of `new` in which a token's vector of a head lies: the heads of a token one after the other."""
+        return token * kv_heads + head
 
     def append(self, row, slot, new, kv_heads):
         """Store one token's vectors of every KV head at its slot.
 
         Args:
-            row: of the token in the batch; its vectors are rows row * kv_heads … of `new`.
+            row: of the token in its tile.
             slot: block * 128 + offset.
             new: of `room`, filled.
         """
@@ -86,7 +91,7 @@ class CacheSide:
         block = slot // BLOCK
         offset = slot % BLOCK
         for head in range(kv_heads):
-            vector = row * kv_heads + head
+            vector = self.row_of(row, head, new[0].shape[0] // kv_heads, kv_heads)
             tile = block * kv_heads + head
             values = pypto.view(new[0], [1, vectors.width], [vector, 0])
             pypto.assemble(pypto.clone(values), [tile * BLOCK + offset, 0], self.stored_vectors)

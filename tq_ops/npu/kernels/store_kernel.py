@@ -18,8 +18,8 @@ def build(program: Any, options: dict[str, Any]) -> Any:
 
     @pypto.frontend.jit(**options)
     def store_kv(
-        k: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
-        v: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
+        k: pypto.Tensor([pypto.DYNAMIC, kv_heads, HEAD_DIM], pypto.DT_FP32),
+        v: pypto.Tensor([pypto.DYNAMIC, kv_heads, HEAD_DIM], pypto.DT_FP32),
         rotation: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_BF16),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         k_forward: parameter(side_k.domain[0]),
@@ -43,8 +43,10 @@ def build(program: Any, options: dict[str, Any]) -> Any:
             new_v = stored_v.room(count, "new_v")
             base = tile * rows
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i1"):
-                stored_k.store(pypto.view(k, [count, HEAD_DIM], [base * kv_heads, 0]), count, kv_heads, new_k)
-                stored_v.store(pypto.view(v, [count, HEAD_DIM], [base * kv_heads, 0]), count, kv_heads, new_v)
+                pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
+                stored_k.store(pypto.view(k, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_k)
+                pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
+                stored_v.store(pypto.view(v, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_v)
             for i in pypto.loop((tokens - base).min(rows), name="APPEND", idx_name="i2"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)

@@ -6,6 +6,7 @@ Byte j holds level j in its low half and level j + 64 in its high half.
 """
 
 import pypto
+import torch
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import RotatedSide, ScaledSide
@@ -15,8 +16,8 @@ CENTROIDS = READS.built_in(HEAD_DIM).centroids
 BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 LEAST_NORM = 1e-30
 LARGEST_FP16 = 65504.0
-# The least normal distance below a boundary, times this, is -1.
-_STEEP = 2.0**126
+STEEP = 2.0**100
+STEPS = tuple(STEEP * below for below in torch.tensor(BOUNDARIES).nextafter(torch.tensor(-torch.inf)).tolist())
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
@@ -28,7 +29,7 @@ _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 class Packed(RotatedSide, ScaledSide):
     """One side of a `tq4` cache: codes [blocks * Hkv * 128, 64] INT8, scale [blocks * Hkv, 128] FP16."""
 
-    def quantize(self, x, count, kv_heads):
+    def quantize(self, x, count):
         return quantize(x, self.domain.rotation, count)
 
     def tiles(self, place, shape):
@@ -72,16 +73,16 @@ def rotated_levels(unit, rotation, vectors):
 
 
 def levels_of(x):
-    """`#{b : x >= b}`, FP32."""
-    level = _reached(x, BOUNDARIES[0])
-    for boundary in BOUNDARIES[1:]:
-        level = level + _reached(x, boundary)
+    """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
+
+    A difference from the number before a boundary, times `STEEP`, is 0 or less below the boundary, and more than 15 from it
+    on: the maximum of it and the level so far, cut at the next level, is the next level or the level so far.
+    """
+    steep = x * STEEP
+    level = pypto.clip(steep - STEPS[0], 0.0, 1.0)
+    for step in STEPS[1:]:
+        level = level + pypto.clip(steep - step, 0.0, 1.0)
     return level
-
-
-def _reached(x, boundary):
-    """1.0 where x >= boundary, else 0.0, in FP32. Arithmetic, for a select costs the device a dozen instructions a row."""
-    return pypto.clip((x - boundary) * _STEEP + 1.0, 0.0, 1.0)
 
 
 def _squared_centroid(level):

@@ -20,7 +20,7 @@ class SeedBytes(RotatedSide):
     every tile back.
     """
 
-    def quantize(self, x, count, kv_heads):
+    def quantize(self, x, count):
         """As `tq_ops.formats.turboquant.TurboQuant4Seed`.
 
         Args:
