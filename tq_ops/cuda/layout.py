@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +128,26 @@ class Layout:
     def forward(self) -> Tensor:
         """What K or V is multiplied by before levels are chosen."""
         return self.learned.forward if self.learned else self.rotation
+
+
+class Rotated(NamedTuple):
+    """Queries in the domain of the codes.
+
+    Attributes:
+        queries: [T, Hq, W] fp16 in a BF16 model, else fp32.
+        gains: [T, Hq] fp32, powers of two by which those of learned coordinates were divided, so that FP16 holds them; None of
+            a rotation.
+    """
+
+    queries: Tensor
+    gains: Tensor | None
+
+
+def unset_queries(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
+    """Unset, for queries of a model of this dtype."""
+    kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
+    gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
+    return Rotated(torch.empty(tokens, heads, layout.width, dtype=kept, device=device), gains)
 
 
 def words_of(centroids: Tensor) -> Tensor | None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize, window
-from haarkv.tq_ops.cuda.arguments import ROWS, Rotated, quantized_by, strides_of, tiles_of, unset_queries
+from haarkv.tq_ops.cuda.arguments import ROWS, quantized_by, strides_of, tiles_of
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16, storing
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, into_rotated, layout_of
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, into_rotated, layout_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
