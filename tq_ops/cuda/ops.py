@@ -222,7 +222,9 @@ def attend(
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits)
+    tile = choices.attention_tile(
+        triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits, rotated.gains is not None
+    )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
