@@ -103,8 +103,9 @@ class Session:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
 
         Raises:
-            InputError: on this machine's own memory, it has no room.
+            InputError: on this machine's own memory, it has no room; or the cache's learned coordinates hold for fewer tokens.
         """
+        self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
         cache = PagedKVCache(
             self.plan,

@@ -28,7 +28,6 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
-from haarkv.validation.fidelity import partial
 from tq.cli import main
 
 SHAPE = ModelShape(2, 2, 32, 64, 257)

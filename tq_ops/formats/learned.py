@@ -47,16 +47,18 @@ class Calibration:
     Attributes:
         k, v: of each layer.
         digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
+        context: tokens of a sequence up to which it holds, since RoPE turns keys by their position; None for any number.
     """
 
     k: tuple[Basis, ...]
     v: tuple[Basis, ...]
     digest: str
+    context: int | None = None
 
     def heads(self, part: slice) -> Calibration:
         """That of some KV heads, as a rank holds them."""
         k, v = (tuple(basis.heads(part) for basis in side) for side in (self.k, self.v))
-        return Calibration(k, v, self.digest)
+        return Calibration(k, v, self.digest, self.context)
 
     @cached_property
     def _formats(self) -> dict[tuple[str, int], LearnedFormat]:

@@ -1,8 +1,8 @@
 """Learned coordinates as a file: safetensors, the model that they belong to, and a SHA-256 of everything in it.
 
     tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; the same for v; every layer
-    metadata  haarkv_calibration: "1"; model: its shapes, as JSON; fingerprint; learned: how, as JSON; plan: the text
-              of a plan file, or nothing; sha256
+    metadata  haarkv_calibration: "2"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
+              holds, or nothing; learned: how, as JSON; plan: the text of a plan file, or nothing; sha256
 
 `learned` is for people; nothing reads it. The SHA-256 is taken of all of the rest: the metadata but for itself, and of each
 tensor in the order of its name, the name, dtype, shape and bytes.
@@ -30,8 +30,8 @@ from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-VERSION = "1"
-_KEYS = {"haarkv_calibration", "model", "fingerprint", "learned", "plan", "sha256"}
+VERSION = "2"
+_KEYS = {"haarkv_calibration", "model", "fingerprint", "context", "learned", "plan", "sha256"}
 _DTYPES = {"mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32}
 _SIDES = ("k", "v")
 
@@ -60,9 +60,9 @@ class CalibrationFile:
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def calibration_of(k: Sequence[Basis], v: Sequence[Basis]) -> Calibration:
+def calibration_of(k: Sequence[Basis], v: Sequence[Basis], context: int | None = None) -> Calibration:
     """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
-    return Calibration(tuple(k), tuple(v), digest_of(_tensors(k, v), {}))
+    return Calibration(tuple(k), tuple(v), digest_of(_tensors(k, v), {}), context)
 
 
 def _tensors(k: Sequence[Basis], v: Sequence[Basis]) -> dict[str, Tensor]:
@@ -79,6 +79,7 @@ def _metadata(file: CalibrationFile) -> dict[str, str]:
         "haarkv_calibration": VERSION,
         "model": json.dumps(asdict(file.shape), sort_keys=True),
         "fingerprint": file.fingerprint,
+        "context": str(file.calibration.context or ""),
         "learned": json.dumps(file.learned, sort_keys=True),
         "plan": file.plan,
     }
@@ -114,7 +115,8 @@ def loads(content: bytes, name: str) -> CalibrationFile:
         shape = ModelShape.read(parse_json(metadata["model"]))
         k, v = (tuple(_read(tensors, layer, side, shape) for layer in range(shape.num_layers)) for side in _SIDES)
         learned, plan = parse_json(metadata["learned"]), metadata["plan"]
-        return CalibrationFile(calibration_of(k, v), shape, metadata["fingerprint"], learned, plan)
+        calibration = calibration_of(k, v, _context(metadata["context"]))
+        return CalibrationFile(calibration, shape, metadata["fingerprint"], learned, plan)
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{name} is no calibration: {error}; `tq calibrate` writes one") from None
 
@@ -126,6 +128,12 @@ def _read_metadata(content: bytes) -> dict[str, str]:
     if metadata["haarkv_calibration"] != VERSION:
         raise ValueError(f"its version is {metadata['haarkv_calibration']}, not {VERSION}")
     return metadata
+
+
+def _context(text: str) -> int | None:
+    if text and not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
+        raise ValueError("its context is not a number of tokens")
+    return int(text) if text else None
 
 
 def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShape) -> Basis:

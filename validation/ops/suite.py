@@ -64,7 +64,7 @@ ATTENTION = (
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
     CacheCase("k=tq5,v=tq8", 256, 2, 2, 24, (40, 0), (1, 7)),
-    # Tails and sinks: of every kind of side, over blocks and items, with a tail longer than an item, and sinks of a whole block.
+    # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, and sinks of a whole block.
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
     CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
     CacheCase("k=lr112,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
