@@ -28,8 +28,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
-LEARNED = KVSpec("k=lr80,v=lr48", calibration=made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim))
-LEARNED_TAIL = replace(LEARNED, tail=2, sink=1)
+MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+LEARNED = KVSpec("k=lr80,v=lr48", tail=2, sink=1, calibration=MADE_UP)
 PLAN = TQ4.plan(CONFIG.num_layers)
 
 
@@ -62,7 +62,7 @@ def run(one, cache) -> torch.Tensor:
     return torch.cat([*logits, decode(one, cache, paging, ids[::2], [3, 1])])
 
 
-NAMES = {"folded": PLAN, "packed": TQ4, "tail": TAIL, "learned": LEARNED, "learned-tail": LEARNED_TAIL}
+NAMES = {"folded": PLAN, "packed": TQ4, "tail": TAIL, "learned": LEARNED}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ NAMES = {"folded": PLAN, "packed": TQ4, "tail": TAIL, "learned": LEARNED, "learn
     [
         ("float32", None, TQ4), ("float32", PLAN, TQ4), ("bfloat16", None, TQ4), ("bfloat16", PLAN, TQ4),
         ("float32", None, TAIL), ("float32", PLAN, TAIL), ("bfloat16", None, TAIL),
-        ("float32", None, LEARNED), ("bfloat16", None, LEARNED_TAIL),
+        ("bfloat16", None, LEARNED),
     ],
     ids=lambda given: next((name for name, one in NAMES.items() if one is given), str(given)),
 )  # fmt: skip

@@ -12,7 +12,11 @@ import torch
 
 from haarkv.codebooks import lloyd_max
 from haarkv.codebooks.learned import Basis, refinements, stages
+from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.made_up import basis, vectors
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
 
 GAINS = (1, 7 / 8, 19 / 16)
 GOLDEN = {"heads": 2, "dim": 64, "seed": 3}
@@ -91,6 +95,24 @@ def golden_basis(data):
     """The coordinates of a golden file."""
     bits = {name: torch.from_numpy(data[name].astype(np.int32) << 16).view(torch.float32) for name in ("forward", "back")}
     return Basis(torch.from_numpy(data["mean"]), bits["forward"], bits["back"], torch.from_numpy(data["weights"]))
+
+
+def other_than_golden(ops, data, nibbles, device="cpu"):
+    """Names of the fields in which an op table stores other bytes than those of a golden file."""
+    of = golden_basis(data)
+    plan = KVSpec(f"lr{nibbles}", calibration=Calibration((of,), (of,), "golden")).plan(1)
+    x = torch.from_numpy(data[f"x{nibbles}"]).transpose(0, 1).contiguous().to(device)
+    tokens, heads, dim = x.shape
+    cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=dim, num_blocks=tokens // 8, block_size=8, device=device)
+    paging = PagedSequences(tokens // 8, 8)
+    ops.store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]).to(device))
+    found = []
+    for side in ("k", "v"):
+        for name, stored in getattr(cache, f"{side}_fields")(0).items():
+            wanted = torch.from_numpy(data[f"{name}{nibbles}"]).transpose(0, 1)
+            if not torch.equal(stored.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), wanted):
+                found.append(f"{side} {name}")
+    return found
 
 
 def main(path):

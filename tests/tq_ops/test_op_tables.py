@@ -8,17 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from learned_slow import GOLDEN_NIBBLES, golden_basis
+from learned_slow import GOLDEN_NIBBLES, other_than_golden
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, opened, poisoned_cache, relative
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.rotated import RotatedFormat
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
@@ -262,19 +261,7 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
 @every_table
 @pytest.mark.parametrize("nibbles", GOLDEN_NIBBLES)
 def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, golden):
-    data = golden("learned/lr")
-    of = golden_basis(data)
-    plan = KVSpec(f"lr{nibbles}", calibration=Calibration((of,), (of,), "golden")).plan(1)
-    x = torch.from_numpy(data[f"x{nibbles}"]).transpose(0, 1).contiguous()
-    tokens, heads, dim = x.shape
-    cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=dim, num_blocks=tokens // 8, block_size=8)
-    paging = PagedSequences(tokens // 8, 8)
-    table.open().store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]))
-    for side in ("k", "v"):
-        fields = {name: of.transpose(1, 2).flatten(0, 1) for name, of in getattr(cache, f"{side}_fields")(0).items()}
-        for name, stored in fields.items():
-            wanted = torch.from_numpy(data[f"{'codes' if name == 'codes' else 'scale'}{nibbles}"]).transpose(0, 1)
-            assert torch.equal(stored[:tokens], wanted), (side, name)
+    assert not other_than_golden(table.open(), golden("learned/lr"), nibbles)
 
 
 def same_levels(kv_format, ours: Tensor, theirs: Tensor, x: Tensor) -> None:

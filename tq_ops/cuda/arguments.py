@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -41,23 +40,3 @@ def tiles_of(tokens: int, heads: int, of: Layout) -> int:
 def strides_of(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[int]:
     """From a block to the next: in K's codes, V's, K's scales and V's."""
     return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
-
-
-class Rotated(NamedTuple):
-    """Queries in the domain of the codes.
-
-    Attributes:
-        queries: [T, Hq, W] fp16 in a BF16 model, else fp32.
-        gains: [T, Hq] fp32, powers of two by which those of learned coordinates were divided, so that FP16 holds them; None of
-            a rotation.
-    """
-
-    queries: Tensor
-    gains: Tensor | None
-
-
-def unset_queries(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
-    """Unset, for queries of a model of this dtype."""
-    kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
-    gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
-    return Rotated(torch.empty(tokens, heads, layout.width, dtype=kept, device=device), gains)

@@ -41,7 +41,9 @@ class AttentionTile:
     stages: int = 2
 
 
-def attention_tile(most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int) -> AttentionTile:
+def attention_tile(
+    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, learned: bool
+) -> AttentionTile:
     """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
@@ -50,6 +52,7 @@ def attention_tile(most: int, group: int, width: int, operand: tl.dtype, capabil
         width: columns of a vector of K or V, the wider: head_dim of a rotation.
         capability: from `available.capability`.
         bits: of a level of K or V, the wider.
+        learned: whether queries have gains, which take registers.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
@@ -67,7 +70,7 @@ def attention_tile(most: int, group: int, width: int, operand: tl.dtype, capabil
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     # With three stages, the codes of two tiles are on their way while a third is worked on.
     if capability >= _BLACKWELL:
-        return AttentionTile(columns, 64, stages=3) if width == 128 else AttentionTile(columns, 128)
+        return AttentionTile(columns, 64, stages=2 if learned else 3) if width == 128 else AttentionTile(columns, 128)
     return AttentionTile(columns, 128, stages=3)
 
 

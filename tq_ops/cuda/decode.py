@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
-from haarkv.tq_ops.cuda.arguments import Rotated
 from haarkv.tq_ops.cuda.available import capability, processors
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
-from haarkv.tq_ops.cuda.layout import Layout, width_of
+from haarkv.tq_ops.cuda.layout import Layout, Rotated, width_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 

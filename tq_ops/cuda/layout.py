@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
@@ -71,7 +71,7 @@ class Learned:
         forward: [H, D, W] bf16, for each level the coordinate that it belongs to.
         numbers: [H, 4 * W + 5] fp32. For each level: its coordinate's share and weight where it is that one's first level,
             else 0; the weight where no later level refines it, else 0; its stage. Then the second and the third stage's step,
-            and the gains of `formats.learned`.
+            and the three gains.
         largest: [H, D] fp32, of each row of the rotation its largest number's size.
     """
 
@@ -128,6 +128,26 @@ class Layout:
     def forward(self) -> Tensor:
         """What K or V is multiplied by before levels are chosen."""
         return self.learned.forward if self.learned else self.rotation
+
+
+class Rotated(NamedTuple):
+    """Queries in the domain of the codes.
+
+    Attributes:
+        queries: [T, Hq, W] fp16 in a BF16 model, else fp32.
+        gains: [T, Hq] fp32, powers of two by which those of learned coordinates were divided, so that FP16 holds them; None of
+            a rotation.
+    """
+
+    queries: Tensor
+    gains: Tensor | None
+
+
+def unset_queries(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
+    """Unset, for queries of a model of this dtype."""
+    kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
+    gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
+    return Rotated(torch.empty(tokens, heads, layout.width, dtype=kept, device=device), gains)
 
 
 def words_of(centroids: Tensor) -> Tensor | None:
@@ -212,13 +232,14 @@ def _spread(of_levels: Tensor, order: Tensor) -> Tensor:
 
 def _learned_of(of: Coordinates, order: Tensor, device: torch.device) -> Learned:
     heads, dim = of.mean.shape
+    assert len(of.steps) == len(of.gains) == 3, "the kernels go through three stages at three gains"
     stage, owner = of.owners // dim, of.owners % dim
     first, weight = stage == 0, of.weights.gather(1, owner)
     last = torch.zeros(heads, dim, dtype=torch.int64).scatter_reduce_(1, owner, stage, "amax").gather(1, owner) == stage
     of_levels = (of.shares.gather(1, owner) * first, weight * first, weight * last, stage.float())
     numbers = (
         *(_spread(part, order) for part in of_levels),
-        *(torch.tensor(part).expand(heads, -1) for part in (of.steps[1:], GAINS)),
+        *(torch.tensor(part).expand(heads, -1) for part in (of.steps[1:], of.gains)),
     )  # fmt: skip
     forward = _spread(of.forward.gather(2, owner.unsqueeze(1).expand(heads, dim, -1)), order)
     assert torch.equal(forward.bfloat16().float(), forward), "coordinates are BF16 numbers"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize, window
-from haarkv.tq_ops.cuda.arguments import ROWS, Rotated, quantized_by, strides_of, tiles_of, unset_queries
+from haarkv.tq_ops.cuda.arguments import ROWS, quantized_by, strides_of, tiles_of
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16, storing
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, into_rotated, layout_of
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, into_rotated, layout_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
@@ -222,7 +222,9 @@ def attend(
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits)
+    tile = choices.attention_tile(
+        triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits, rotated.gains is not None
+    )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)

@@ -116,7 +116,11 @@ def window_kernel(
             high = dot(p, tl.load(of_v + D // 2, there[:, None], 0.0), high * shrink[:, None], TYPE)
         part = tl.where(live, vector, 0)
         if CENTERS:
-            peak -= scale * tl.sum(queries.to(tl.float32) * tl.load(k_mean + kv_head * D + dims), 1)
+            # A piece at a time, loaded again: kept over the loop and whole in FP32 they would take too many registers.
+            for piece in tl.static_range(D // WIDTH):
+                at = piece * WIDTH + tl.arange(0, WIDTH)[None, :]
+                of_q = tl.load(q + vector[:, None] * D + at, live[:, None], 0.0).to(tl.float32)
+                peak -= scale * tl.sum(of_q * tl.load(k_mean + kv_head * D + at), 1)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
         if ROTATES:

@@ -102,7 +102,7 @@ SMALL_ATTENTION = (
     # Learned nibbles that fill their columns and that do not, of one side and of both, chunks and single tokens.
     Attention(CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (126, 0), (1, 1)), BF16, small=True),
     *(Attention(CacheCase("k=lr80,v=lr48", 64, 2, 2, 8, (20, 3), (2, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("k=lr48,v=lr112", 64, 8, 1, 16, (7,), (8,), pages=True, tail=4, sink=2), BF16, small=True),
+    Attention(CacheCase("k=lr48,v=lr112", 64, 2, 2, 16, (7,), (3,), pages=True, tail=4, sink=2), BF16, small=True),
     Attention(CacheCase("k=lr96,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
     Attention(CacheCase("k=tq4,v=lr32", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
     Attention(CacheCase("k=lr160,v=lr256", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),

@@ -166,8 +166,8 @@ __device__ __forceinline__ void note_packed(int column, float peak, float total)
     scratch().totals[1][column] = total;
 }
 
-// Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none. With MEAN
-// it is added behind the way back, by `write_out`, for which this leaves the share of packed tokens and the weight of the others.
+// Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none. With
+// MEAN `write_out` adds it, behind the way back; for that this leaves the share of packed tokens and the weight of the others.
 __device__ __forceinline__ void add_in_bf16(float* y, const Arguments& given, int sequence, int head, bool some) {
     constexpr int NUMBERS = MEAN ? 1 : HEAD_DIM;  // of a column
     for (int i = threadIdx.x; i < GROUP * NUMBERS; i += THREADS) {
