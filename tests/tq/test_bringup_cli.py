@@ -15,13 +15,9 @@ from places import ROOT
 from refusals import assert_refused
 
 from haarkv.benchmarks import latency, timing
-from haarkv.engine.session import shape_of
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import read_config
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import versions
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import environment
@@ -423,10 +419,7 @@ def test_a_calibration_is_for_learned_formats_of_these_weights(bringup, tmp_path
 
 def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoint):
     """And another calibration is another verdict."""
-    plan = tmp_path / "mixed.json"
-    config = read_config(str(checkpoint))
-    mixed = KVSpec("tq4", layers={0: "k=bf16,v=tq4"}).plan(config.num_layers)
-    plan.write_text(plan_file.dumps(mixed, shape_of(config)))
+    plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="lr32", layers={0: "k=tq4,v=lr64"})
     file = write_calibration(tmp_path / "made.safetensors", checkpoint)
     given = ("--kv", "k=lr64,v=lr32", "--calibration", str(file), "--kv-plan", str(plan))
     code, out, err = bringup(*given)
