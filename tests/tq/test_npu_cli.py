@@ -101,7 +101,9 @@ def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(capfd
     assert "lr128 needs the coordinates that `tq calibrate` learns" in refused(capfd, "compile", "--kv", "lr128")
     said = "nothing to compile: its programs take 64 to 256 learned nibbles in steps of 64, not 96"
     assert said in refused(capfd, "compile", "--kv", "lr96", "--calibration", file)
-    assert "made for another model" in refused(capfd, "compile", "--model", "random:14b", "--kv", "lr64", "--calibration", file)
+    assert "made for another model" in refused(
+        capfd, "compile", "--model", "random:14b", "--kv", "lr64", "--calibration", file
+    )
 
 
 def test_layers_that_store_alike_share_a_program():
@@ -124,7 +126,12 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_
     rows = json.loads(out)["programs"]
     assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]
     assert all(row["findings"] == [] for row in rows)
-    assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == ["Makefile", "README.md", "decode-layer0", "decode-layer5"]
+    assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == [
+        "Makefile",
+        "README.md",
+        "decode-layer0",
+        "decode-layer5",
+    ]
 
 
 def test_compile_lists_what_the_checks_find(capfd, monkeypatch):

@@ -60,7 +60,12 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     if as_json:
         print(
             json.dumps(
-                {"model": model, "kv": plan.describe(), "programs": [_row(c) for c in compiled], "cpp": str(folder) if folder else None}
+                {
+                    "model": model,
+                    "kv": plan.describe(),
+                    "programs": [_row(c) for c in compiled],
+                    "cpp": str(folder) if folder else None,
+                }
             )
         )
         return 1 if found else 0

@@ -139,7 +139,7 @@ def _prefill(model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 
-def _head(model: DecoderModel, _: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
     program = programs.head_program(model.config)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)
     return program, inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)[0]
