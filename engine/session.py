@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.memory import require_memory
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class Result:
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
+    Threads may share it: they generate one after the other. A process that was forked after the model was loaded cannot use
+    it, for the threads that compute are not forked with it.
+
     Attributes:
         name: of the model.
         generation: what its `generation_config.json` says of sampling, by the names of `Sampling`; empty: greedy.
@@ -90,9 +96,17 @@ class Session:
     weight_bytes: int = 0
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    _process: int = field(default_factory=os.getpid, repr=False, compare=False)
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
-        """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping."""
+        """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
+
+        Raises:
+            InputError: on this machine's own memory, it has no room; or the cache's learned coordinates hold for fewer tokens.
+        """
+        self.plan.require_context(max_context)
+        self._require_room(sequences, max_context)
         cache = PagedKVCache(
             self.plan,
             num_kv_heads=self.config.num_kv_heads,
@@ -121,7 +135,7 @@ class Session:
             why = "--no-chat leaves it out" if self.tokenizer.has_chat_template else "this model has none"
             raise InputError(f"a system message needs a chat template, and {why}; drop --system")
         _require_unicode(system or "", "the system message")
-        return [self.tokenizer.encode_chat(p, system) if wrap else self.tokenizer.encode(p) for p in prompts]
+        return self.tokenizer.encode_chat(prompts, system) if wrap else [self.tokenizer.encode(p) for p in prompts]
 
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
@@ -163,9 +177,12 @@ class Session:
                 prefill if the cache loses what text suffers from; the latter is a Python warning unless this is given.
         Raises:
             InputError: the first tokens show that text from this cache would be garbage (see `load`).
+            InputError: this process was forked after the model was loaded.
             InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
                 message that cannot be.
         """
+        if os.getpid() != self._process:
+            raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
         ids = self.encode([prompts] if isinstance(prompts, str) else prompts, chat=chat, system=system)
         context = self._context(ids, max_new_tokens, max_context)
         longest = max(map(len, ids), default=0)
@@ -195,11 +212,12 @@ class Session:
             if on_prefill:
                 on_prefill(done, total)
 
-        completions, timing = generate(
-            self.executor, cache, paging, ids,
-            max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-            sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched,
-        )  # fmt: skip
+        with self._lock:
+            completions, timing = generate(
+                self.executor, cache, paging, ids,
+                max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
+                sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched,
+            )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):
             # A text cut inside a character, or at what might have begun a stop string, still owes its end.
@@ -216,6 +234,16 @@ class Session:
         if longest > limit:
             raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
         return wanted or min(limit, longest + max_new_tokens)
+
+    def _require_room(self, sequences: int, max_context: int) -> None:
+        """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
+        if self.executor.device.type != "cpu":
+            return
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        slots = blocks_for(max_context) * BLOCK_SIZE
+        each = slots * self.plan.bytes_per_token(*shape) + self.plan.window_bytes(*shape)
+        what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
+        require_memory(sequences * each, what, "take fewer tokens or sequences, or a smaller format")
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
         shape = (self.config.num_kv_heads, self.config.head_dim)
@@ -260,6 +288,11 @@ def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) ->
     Raises:
         InputError: it does not fit the model.
     """
+    if (kept := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
+        raise InputError(
+            f"a tail or sink of {kept:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
+            "take a shorter one"
+        )
     plan = spec.plan(config.num_layers, shape_of(config))
     plan.require_layout(config.head_dim, num_kv_heads=config.num_kv_heads)
     return spec.heads(split.kv_heads).plan(config.num_layers) if split and spec.calibration else plan

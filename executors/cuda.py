@@ -55,7 +55,7 @@ class CudaExecutor:
         ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
         step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
     Raises:
-        InputError: no GPU, no such GPU, or no Triton.
+        InputError: no GPU, no such GPU, or no Triton; or a folded plan whose V has learned coordinates.
     """
 
     name = "cuda"
@@ -187,11 +187,20 @@ def fold_rotations(model: DecoderModel, plan: KVPlan) -> DecoderModel:
 
     Rounding points: the product in FP32, rounded once to the weight's dtype: 2**-9 of each BF16 weight. The rotation's own
     BF16 entries are not exactly orthogonal, which it inherits as the rotation back does.
+
+    Raises:
+        InputError: V of a layer is in learned coordinates, whose way back has a mean as well.
     """
     config = model.config
 
     def folded(layer: LayerWeights, index: int) -> LayerWeights:
-        rotation = layout_of(plan.v(index), index, config.head_dim, layer.o_proj.device).rotation.float()
+        of_v = layout_of(plan.v(index), index, config.head_dim, layer.o_proj.device)
+        if of_v.learned:
+            raise InputError(
+                f"layer {index}: V in {plan.v(index).name} has learned coordinates, which output projections cannot hold; "
+                "run this plan with projections as they are"
+            )
+        rotation = of_v.rotation.float()
         heads = layer.o_proj.float().view(-1, config.num_heads, config.head_dim)
         o_proj = (heads @ rotation).flatten(1).to(layer.o_proj.dtype)
         return layer.changed(lambda field, tensor: o_proj if field == "o_proj" else tensor)

@@ -6,6 +6,7 @@ put into its slots: nothing copies the cache.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -114,6 +115,7 @@ class OnnxExecutor:
         self._weights = dict(weight_values(model.to(self.device)))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
+        self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
@@ -205,12 +207,13 @@ class OnnxExecutor:
 
     def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
-        self._bind(session.binding.bind_input, kept)
-        self._bind(session.binding.bind_output, outputs)
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
-        session.session.run_with_iobinding(session.binding)
-        session.binding.synchronize_outputs()
+        with self._lock:
+            self._bind(session.binding.bind_input, kept)
+            self._bind(session.binding.bind_output, outputs)
+            if self.device.type != "cpu":
+                getattr(torch, self.device.type).synchronize()
+            session.session.run_with_iobinding(session.binding)
+            session.binding.synchronize_outputs()
 
     def _bind(self, bind: Callable[..., None], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -218,6 +221,10 @@ class OnnxExecutor:
 
     def _session(self, plan: GraphSpec) -> _Session:
         """The session of a graph, opened when it is first run. Weights are inputs: all sessions use the model's own memory."""
+        with self._lock:
+            return self._opened(plan)
+
+    def _opened(self, plan: GraphSpec) -> _Session:
         if plan not in self._sessions:
             options = ort.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from haarkv.models.base import DecoderConfig
 from haarkv.models.parallel import Split
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_axes, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_json, size_of
+from haarkv.tq_ops.kv.safetensors_header import Header, header_in
+from haarkv.tq_ops.memory import require_memory
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
@@ -40,6 +43,8 @@ def random_weights(
         device: where they are drawn and stay; another kind of device draws other numbers.
     """
     tensors = random_tensors(config, dtype, seed, device)
+    if torch.device(device).type == "cpu":
+        _require_room(dtype.itemsize * config.num_parameters(), split)
     if split:
         axes, of = checkpoint_axes(config), split
         tensors = ((name, tensor[of.of(axes[name])].clone()) for name, tensor in tensors)
@@ -76,7 +81,13 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    return _gathered(config, stored_tensors(folder, config, dtype, split), progress)
+    converted = stored_tensors(folder, config, dtype, split, before=lambda count: _require_room(count, split))
+    return _gathered(config, converted, progress)
+
+
+def _require_room(count: int, split: Split | None) -> None:
+    """Refuse weights of so many bytes, of all ranks together, which this machine cannot hold beside each other."""
+    require_memory(count / (split.size if split else 1), "its weights", "give --dtype bfloat16, or a smaller model")
 
 
 def stored_tensors(
@@ -85,11 +96,13 @@ def stored_tensors(
     dtype: torch.dtype,
     split: Split | None = None,
     wanted: Callable[[str], bool] | None = None,
+    before: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
         wanted: of a tensor's name, whether it is read; all are unless given.
+        before: called once, before the first comes, with the bytes of all tensors that are not stored as `dtype`.
     Raises:
         InputError: as `load_weights`.
     """
@@ -99,6 +112,9 @@ def stored_tensors(
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for name, shape in shapes.items():
         _check_tensor(name, shape, files[name], headers[files[name]])
+    if before:
+        stored = {name: headers[files[name]][name]["dtype"] for name in shapes}
+        before(sum(dtype.itemsize * math.prod(shapes[name]) for name in shapes if _DTYPES[stored[name]] != dtype))
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
         for name, axes in checkpoint_axes(config).items():
@@ -132,11 +148,16 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
     index = folder / _INDEX
     if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {str(name): folder / str(file) for name, file in names.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InputError(f"{index} is not an index of safetensors shards: {error}") from None
+        content = read_json(index)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise InputError(f"{index} is not an index of safetensors shards: it has no weight_map of names")
+        for name, file in names.items():
+            if not _stays_within(file):
+                raise InputError(
+                    f"{index} says that {shown(file)} holds {shown(name)}; a shard lies in the model's own folder"
+                )
+        files = {name: folder / file for name, file in names.items()}
         for path in sorted(set(files.values())):
             if not path.is_file():
                 first = next(name for name, file in files.items() if file == path)
@@ -148,27 +169,27 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(read_header(single), single)
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
+def _stays_within(file: str) -> bool:
+    """Whether a shard's name leads into the model's folder and nowhere else, whatever links lie there."""
+    path = Path(file)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+
+
+def read_header(path: Path) -> Header:
     """Tensor name -> {dtype, shape, data_offsets} of a safetensors file, offsets from the file's beginning.
 
     Raises:
         InputError: not a safetensors file, or its header is cut off.
     """
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
         try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for entry in header.values():
-                begin, end = entry["data_offsets"]
-                entry["data_offsets"] = [begin + 8 + length, end + 8 + length]
-                entry["dtype"], entry["shape"] = str(entry["dtype"]), list(entry["shape"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise InputError(f"{path} is not a safetensors file") from None
-    return dict(header)
+            return header_in(file, length)
+        except ValueError as error:
+            raise InputError(f"{path} is not a safetensors file: {error}") from None
 
 
 def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict[str, Path], *, tied: bool) -> None:
@@ -186,19 +207,19 @@ def _compare_names(folder: Path, shapes: dict[str, tuple[int, ...]], files: dict
         raise InputError(f"{files[extra[0]]} holds {extra[0]}{more}, which the config does not know")
 
 
-def _check_tensor(name: str, shape: tuple[int, ...], path: Path, header: dict[str, dict[str, Any]]) -> None:
+def _check_tensor(name: str, shape: tuple[int, ...], path: Path, header: Header) -> None:
     entry = header.get(name)
     if entry is None:
         raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")
     if tuple(entry["shape"]) != shape:
-        raise InputError(f"{path}: {name} has shape {list(entry['shape'])}, the config asks for {list(shape)}")
-    if entry["dtype"] not in _WIDTHS:
-        raise InputError(f"{path}: {name} is stored as {entry['dtype']}; BF16, F16 or F32 can be read")
+        raise InputError(f"{path}: {name} has shape {shown(entry['shape'])}, the config asks for {list(shape)}")
+    if entry["dtype"] not in _DTYPES:
+        raise InputError(f"{path}: {name} is stored as {shown(entry['dtype'])}; BF16, F16 or F32 can be read")
     begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * _WIDTHS[entry["dtype"]]:
+    if end - begin != math.prod(shape) * _DTYPES[entry["dtype"]].itemsize:
         raise InputError(f"{path}: {name} takes {end - begin} bytes, its shape asks for another number; the file is damaged")
     if end > path.stat().st_size:
         raise InputError(f"{path} is truncated: {name} ends at byte {end}, the file at {path.stat().st_size}; fetch it again")
 
 
-_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

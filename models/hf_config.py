@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.hf_rope import read_rope
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_json
+
+_MOST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**17,
+    "num_attention_heads": 2**10,
+    "num_key_value_heads": 2**10,
+    "head_dim": 2**10,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "vocab_size": 2**22,
+    "num_experts": 2**10,
+    "num_local_experts": 2**10,
+    "num_experts_per_tok": 2**10,
+    # Positions are counted in FP32, which has no integers between those above.
+    "max_position_embeddings": 2**24,
+    "original_max_position_embeddings": 2**24,
+}
+"""What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
+_MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
+"""Numbers that FP32 holds."""
+_MOST_EXPERTS = 2**16
+"""Of all layers together."""
 
 
 def read_hf_config(path: Path) -> DecoderConfig:
@@ -25,10 +48,14 @@ def read_hf_config(path: Path) -> DecoderConfig:
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise InputError(f"{path} is a {model_type or 'nameless'} model; this project runs model_type {known}")
+        raise InputError(f"{path} is a {shown(model_type or 'nameless')} model; this project runs model_type {known}")
     config = family_of(model_type).read_config(file)
     if config.num_heads % config.num_kv_heads:
         raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
+    if config.max_position_embeddings > _MOST["max_position_embeddings"]:
+        raise InputError(f"{path}: its RoPE scaling reaches more than {_MOST['max_position_embeddings']:,} positions")
+    if config.num_layers * config.num_experts > _MOST_EXPERTS:
+        raise InputError(f"{path}: {config.num_layers} layers of {config.num_experts} experts are more than any model has")
     if config.head_dim % 2:
         raise InputError(f"{path}: head_dim {config.head_dim} is odd; rotary embedding needs an even one")
     return config
@@ -47,18 +74,33 @@ class HFConfig:
         Raises:
             InputError: it is no object.
         """
-        value = self.raw.get(key) or {}
-        if not isinstance(value, dict):
-            raise InputError(f"{self.path}: {key} {value!r} is not an object")
-        return HFConfig(self.path, value)
+        value = self.raw.get(key)
+        if not isinstance(value, dict | None):
+            raise InputError(f"{self.path}: {key} is not an object")
+        return HFConfig(self.path, value or {})
 
     def count(self, key: str, default: int | None = None) -> int:
-        """An integer above 0; an absent or null one is `default`, and an error where there is none."""
-        return int(_positive(self.raw, key, self.path, default, int))
+        """An integer above 0 that a model may have; an absent or null one is `default`, and an error where there is none."""
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise InputError(f"{self.path}: {key} is missing or not a positive integer")
+        if value > _MOST[key]:
+            raise InputError(f"{self.path}: {key} is larger than any model's; at most {_MOST[key]:,} can be")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0; as `count`."""
-        return _positive(self.raw, key, self.path, default, float)
+        """A number above 0 that FP32 holds; as `count`."""
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise InputError(f"{self.path}: {key} is missing or not a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """true or false; an absent or null one is false."""
+        value = self.raw.get(key)
+        if not isinstance(value, bool | None):
+            raise InputError(f"{self.path}: {key} is neither true nor false")
+        return bool(value)
 
     def refuse(self, reasons: Mapping[str, object]) -> None:
         """Refuse the first feature, by name, that the config asks for.
@@ -85,7 +127,7 @@ class HFConfig:
             qkv_bias: as in `DecoderConfig`.
         """
         raw, act = self.raw, self.raw.get("hidden_act", "silu")
-        self.refuse({f"activation {act!r}": act != "silu"})
+        self.refuse({f"activation {shown(act)}": act != "silu"})
         heads, positions = self.count("num_attention_heads"), self.count("max_position_embeddings", max_positions)
         rope = read_rope(self, positions)
         return DecoderConfig(
@@ -100,7 +142,7 @@ class HFConfig:
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
             max_position_embeddings=rope.positions,
             eos_token_ids=eos_token_ids(raw, self.path),
             qkv_bias=qkv_bias,
@@ -115,29 +157,15 @@ def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) for i in ids):
-        raise InputError(f"{path}: eos_token_id {value!r} is neither a token id nor a list of them")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 2**31 for i in ids):
+        raise InputError(f"{path}: eos_token_id {shown(value)} is neither a token id nor a list of them")
     return tuple(ids)
 
 
-def _positive(
-    raw: Mapping[str, Any], key: str, path: Path, default: float | None, kind: type[int] | type[float] = float
-) -> float:
-    """A number above 0; an absent or null one is `default`, and an error where there is none."""
-    value = default if raw.get(key) is None else raw[key]
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
-        raise InputError(f"{path}: {key} is missing or not a positive {'integer' if kind is int else 'number'}")
-    return kind(value)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist; a model is a folder in Hugging Face format, tiny, or random:SIZE") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    if not path.exists():
+        raise InputError(f"{path} does not exist; a model is a folder in Hugging Face format, tiny, or random:SIZE")
+    raw = read_json(path)
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a model's configuration")
     return raw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import TYPE_CHECKING
 
 from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_attention_factor
@@ -39,13 +40,13 @@ def read_rope(file: HFConfig, positions: int) -> Rope:
     rope = old if old.raw else new
     kind = next((rope.raw[key] for key in ("rope_type", "type") if rope.raw.get(key) is not None), "default")
     if not isinstance(kind, str):
-        raise InputError(f"{file.path}: rope_type {kind!r} is not a string")
+        raise InputError(f"{file.path}: rope_type {shown(kind)} is not a string")
     theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", 1e4)
     partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or 1
     file.refuse(
         {
-            f"RoPE on a part of each head (partial_rotary_factor {partial})": partial != 1,
-            f"rope scaling {kind!r} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
+            f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1,
+            f"rope scaling {shown(kind)} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
         }
     )
     if kind == "default":
@@ -74,10 +75,10 @@ def _llama3(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # no
 
 def _yarn(rope: HFConfig, positions: int, original: int) -> RopeScaling:
     factor = rope.number("factor", positions / original)
-    scales = [rope.number(key) if rope.raw.get(key) else None for key in ("mscale", "mscale_all_dim")]
+    scales = [rope.number(key) if rope.raw.get(key) not in (None, 0) else None for key in ("mscale", "mscale_all_dim")]
     attention = rope.number("attention_factor", yarn_attention_factor(factor, *scales))
     fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
-    return YarnScaling(factor, original, attention, fast, slow, bool(rope.raw.get("truncate", True)))
+    return YarnScaling(factor, original, attention, fast, slow, rope.raw.get("truncate") is None or rope.flag("truncate"))
 
 
 _READERS: dict[str, Callable[[HFConfig, int, int], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

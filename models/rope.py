@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.memory import require_memory
+
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderConfig
 
@@ -121,9 +123,16 @@ class RopeTable:
     Args:
         config: theta, head_dim, scaling and the number of positions.
         device: where the tables live.
+    Raises:
+        InputError: this machine has no room for them.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
+        require_memory(
+            4 * 3 * config.max_position_embeddings * (config.head_dim // 2),
+            f"cos and sin of {config.max_position_embeddings:,} positions",
+            "lower max_position_embeddings in config.json",
+        )
         factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         angle = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(config)
         self.cos, self.sin = (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -12,8 +12,14 @@ from tokenizers.decoders import DecodeStream
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of
+from haarkv.models.chat_template import render
 from haarkv.models.hf_config import eos_token_ids
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_file, read_json, size_of
+
+_MOST_TOKENIZER = 2**27
+_MOST_TEMPLATE = 2**20
+"""Bytes of `tokenizer.json` and of a chat template: several times those of the largest that models come with."""
 
 
 class TextStream(Protocol):
@@ -37,8 +43,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""
 
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of a conversation: the system message if there is one, the user's `text`, and the start of an answer."""
+    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
+        """Token ids of conversations: the system message if there is one, the user's text, and the start of an answer.
+
+        Raises:
+            InputError: there is no chat template, or it cannot be used on one of them.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
@@ -54,6 +64,8 @@ class HFTokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{folder} has no tokenizer.json; text cannot be turned into tokens")
+        if size_of(path) > _MOST_TOKENIZER:
+            raise InputError(f"{path} is larger than any model's: it has {size_of(path):,} bytes")
         try:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -76,19 +88,14 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
         if self._template is None:
             raise InputError("this model has no chat template; drop --chat")
-        messages = [{"role": "user", "content": text}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        try:
-            rendered = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except Exception as error:  # whatever the expressions in it can raise
-            raise InputError(f"the chat template refuses this prompt: {error}; --no-chat goes without it") from None
-        if system is not None and system.strip() not in rendered:
+        first = [] if system is None else [{"role": "system", "content": system}]
+        rendered = render(self._template, [[*first, {"role": "user", "content": text}] for text in texts], self._special)
+        if system is not None and not all(system.strip() in text for text in rendered):
             raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return [list(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in rendered]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
@@ -114,7 +121,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
         raise InputError("a random model has no chat template; drop --chat")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -151,7 +158,7 @@ def generation_settings(name: str) -> dict[str, float]:
     content = {} if path is None else _optional_json(path)
     sampled = content.get("do_sample")
     if not isinstance(sampled, bool | None):
-        raise InputError(f"{path}: do_sample is neither true nor false: {sampled!r}")
+        raise InputError(f"{path}: do_sample is neither true nor false: {shown(sampled)}")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if sampled else ("repetition_penalty",)
     found: dict[str, float] = {"temperature": 1.0} if sampled else {}
     for key in names:
@@ -159,52 +166,37 @@ def generation_settings(name: str) -> dict[str, float]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
-            raise InputError(f"{path}: {key} is not a{' whole' * (key == 'top_k')} number: {value!r}")
+            raise InputError(f"{path}: {key} is not a{' whole' * (key == 'top_k')} number: {shown(value)}")
         found[key] = value
     return found
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+    content = read_json(path)
     return content if isinstance(content, dict) else {}
 
 
 def _text(token: object) -> str | None:
     """A special token's text; older files wrap it in an object."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> Any:
-    """The compiled template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The source of the template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
     path = folder / "chat_template.jinja"
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        source = read_file(path, _MOST_TEMPLATE).decode() if path.exists() else settings.get("chat_template")
         if isinstance(source, list):  # several named templates
             source = next((t["template"] for t in source if t.get("name") == "default"), None)
     except (UnicodeDecodeError, AttributeError, KeyError) as error:
-        raise InputError(f"{path if path.is_file() else folder}: the chat template cannot be read: {error}") from None
+        raise InputError(f"{path if path.exists() else folder}: the chat template cannot be read: {error}") from None
     if not source:
         return None
     if not isinstance(source, str):
-        raise InputError(f"{folder}: the chat template is not text: {source!r}")
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise InputError(f"{folder}: the chat template cannot be read: {error}") from None
-
-
-def _refuse(reason: str) -> None:
-    """What templates call `raise_exception`."""
-    raise ValueError(reason)
+        raise InputError(f"{folder}: the chat template is not text: {shown(source)}")
+    if len(source) > _MOST_TEMPLATE:
+        raise InputError(f"{folder}: the chat template has {len(source):,} characters, and at most {_MOST_TEMPLATE:,} can be")
+    return source

@@ -6,15 +6,16 @@ import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import click
 
-from haarkv.tq_ops.errors import InputError, RankLostError
 from haarkv.tq_ops.npu.autoload import leave_npu_alone
 from tq import __version__
-from tq.output import drop_output
-from tq.ranks import LOST, Started
+from tq.failures import InterruptedCommandError, SystemRefusedError, ended
+from tq.output import unsaid_is_fine
+from tq.ranks import Started
 
 _COMMANDS = (
     "generate", "validate", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export", "bench", "serve", "formats",
@@ -39,25 +40,14 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise _InterruptedError from None
+            raise InterruptedCommandError from None
         except OSError as error:
-            raise _SystemError(error) from None
-
-
-class _InterruptedError(Exception):
-    """Ctrl-C."""
-
-
-class _SystemError(Exception):
-    """The system refused to read or write."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
+            raise SystemRefusedError(error) from None
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="haarkv")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show where in the program an error arose.")
 def cli() -> None:
     """Run decoder models such as Qwen3 with a rotated low-bit KV cache.
 
@@ -74,10 +64,6 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit codes as of `run`."""
     return run(Started(list(sys.argv[1:] if argv is None else argv)))
@@ -90,46 +76,15 @@ def run(started: Started) -> int:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
     leave_npu_alone()
-    try:
-        _prepare_streams()
-        result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except click.exceptions.NoArgsIsHelpError as help_wanted:
-        help_wanted.show()
-        return 2
-    except click.ClickException as error:
-        print(f"tq: {_one_line(error.format_message())}", file=sys.stderr)
-        return 2
-    except InputError as error:
-        if started.place and isinstance(error, RankLostError):
-            return LOST  # whoever started the ranks knows which one
-        print(f"tq: {_one_line(str(error))}", file=sys.stderr)
-        return 2
-    except (KeyboardInterrupt, click.Abort, _InterruptedError):
-        if started.place:
-            return 130  # whoever started the ranks says so
-        # A terminal has shown ^C, and perhaps half a line of text.
-        print("\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
-        return 130
-    except _SystemError as kept:
-        return _system_error(kept.error)
-    except OSError as error:
-        return _system_error(error)
-
-
-def _system_error(error: OSError) -> int:
-    """Exit code of a failed read or write. A reader that leaves early is no failure: commands with a verdict go on to it."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # What could not be written stays in the buffer, and the interpreter would try it again at exit.
-        drop_output(sys.stdout)
-    if isinstance(error, BrokenPipeError):
-        return 0
-    what = f"{error.filename}: " if error.filename else ""
-    print(f"tq: {_one_line(f'{what}{error.strerror or error}')}", file=sys.stderr)
-    return 2
+    _prepare_streams()
+    with unsaid_is_fine():
+        try:
+            result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+        except BaseException as error:  # a panic in a library of Rust is no Exception
+            # Before the name of the subcommand it is ours; behind it, it may be the value of an option.
+            return ended(error, started, debug="--debug" in takewhile(lambda word: word.startswith("-"), started.argv))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""Result files and folders: checked before the work begins, then written whole or not at all."""
+"""Result files and folders: checked before the work begins, then written whole or not at all.
+
+What is half-written stands beside its place, under a name of its own, and is locked while the process lives that writes it.
+So the next command that writes to the same place knows what a killed one has left there, and removes it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +19,10 @@ from shutil import rmtree
 import click
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_json
+
+_SHOWN_NAME = 100
+"""Characters of a name that are in those of its half-written files, which may not be too long either."""
 
 
 def check_outputs(out_file: Path, resume_file: Path | None) -> None:
@@ -41,12 +53,10 @@ def check_writable(path: Path) -> None:
     try:
         if target.exists():
             target.open("r+b").close()
-        _beside(target).open("xb").close()
+        with _begun(target, folder=False):
+            pass
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            _beside(target).unlink()
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -57,18 +67,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     target = path.resolve()
     try:
-        _beside(target).write_bytes(content.encode() if isinstance(content, str) else content)
-        _beside(target).replace(target)
+        with _begun(target, folder=False) as half:
+            half.write_bytes(content.encode() if isinstance(content, str) else content)
+            half.replace(target)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            _beside(target).unlink()
-
-
-def _beside(target: Path) -> Path:
-    """A temporary name in the same folder, so that renaming it is one step."""
-    return target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
 
 
 @contextmanager
@@ -77,27 +80,23 @@ def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
 
     Args:
         path: must not exist.
-        replaces: a folder that holds a file of this name may be replaced.
+        replaces: a folder may be replaced that holds a file of this name, a JSON object whose `files` names all others there.
     Raises:
         InputError: `path` exists, its parent takes no folders, or a write fails (a full disk, say). Nothing of the new folder
             is left, and an old folder is as it was.
     """
     target = path.absolute()
     check_folder(path, replaces=replaces)
-    half, old = _beside(target), _beside(target).with_suffix(".old")
     try:
-        half.mkdir()
-        yield half
-        if target.exists():
-            target.rename(old)
-        half.rename(target)
+        with _begun(target, folder=True) as half:
+            yield half
+            if target.exists():
+                check_folder(path, replaces=replaces)  # it may have changed meanwhile
+                _replace_folder(half, target)
+            else:
+                half.rename(target)
     except OSError as error:
-        if old.exists() and not target.exists():
-            old.rename(target)
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        for left in (half, old):
-            rmtree(left, ignore_errors=True)
 
 
 def check_folder(path: Path, *, replaces: str | None = None) -> None:
@@ -110,7 +109,122 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
     if target.exists() or target.is_symlink():
         if replaces is None:
             raise InputError(f"{path} exists; name a folder that does not")
-        if not (target / replaces).is_file():
+        if not (target / replaces).is_file() or target.is_symlink():
             raise InputError(f"{path} exists and holds no {replaces}; only a folder that this command wrote can be replaced")
+        about = read_json(target / replaces)
+        listed = about.get("files") if isinstance(about, dict) else None
+        if not isinstance(listed, list):
+            raise InputError(f"{path} cannot be replaced: its {replaces} does not list its files; remove it yourself")
+        for there in sorted(target.iterdir()):
+            if there.name not in (replaces, *listed) or (there.is_dir() and not there.is_symlink()):
+                raise InputError(f"{path} cannot be replaced: its {replaces} does not list {there.name}; move that elsewhere")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise InputError(f"{path}: its parent is not a folder that can be written to")
+
+
+# -- What is half-written --------------------------------------------------------------------------------------------------
+
+
+def _beside(target: Path) -> Path:
+    """A temporary name in the same folder, so that renaming it is one step."""
+    return target.with_name(f".{target.name[:_SHOWN_NAME]}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def _begun(target: Path, *, folder: bool) -> Iterator[Path]:
+    """A new empty file or folder beside the target, locked, which is removed in the end if it is still there."""
+    half = _beside(target)
+    with _alone_in(target.parent):
+        _clear(target)
+        if folder:
+            half.mkdir()
+        else:
+            half.open("xb").close()
+        lock = _lock(half)
+    try:
+        yield half
+    finally:
+        _remove(half)
+        if lock is not None:
+            os.close(lock)
+
+
+def _clear(target: Path) -> None:
+    """Remove what killed processes have left beside a target; put back an old folder that one had moved away."""
+    name = re.compile(rf"\.{re.escape(target.name[:_SHOWN_NAME])}\.\d+\.(tmp|old)")
+    for left in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        lock = _lock(left)
+        if lock is None:  # somebody is at work on it
+            continue
+        if left.suffix == ".old" and not target.exists() and len(target.name) <= _SHOWN_NAME:
+            left.rename(target)
+        else:
+            _remove(left)
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _lock(path: Path) -> int | None:
+    """An open descriptor that locks a file or folder while the process lives; None if it cannot be had."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        return None
+    return opened
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep others from taking what was just made, and is not locked yet, for what a killed process has left."""
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    """Put a folder in the place of another, in one step where the system can; the old one is removed."""
+    if _exchange(new, target):
+        return  # what was old has the other name now, and is removed under it
+    old = new.with_suffix(".old")
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    _remove(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot.
+
+    Raises:
+        OSError: it can, and refuses these.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # not Linux
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

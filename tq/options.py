@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +19,14 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 # -- Kinds of values -------------------------------------------------------------------------------------------------------
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Integers with commas between; nothing if one of the parts is none, or is longer than any that means something."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,18}", part) for part in parts):
+        return ()
+    return tuple(map(int, parts))
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -33,11 +44,11 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        parts = str(value).split(",")
-        if not all(part.strip().isdigit() and int(part) >= self._least for part in parts):
+        numbers = integers(str(value))
+        if not all(number >= self._least for number in numbers or (-1,)):
             kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
-            self.fail(f"{value!r} is not a list of {kind} such as 512,4096", param, ctx)
-        return tuple(int(part) for part in parts)
+            self.fail(f"{shown(value)} is not a list of {kind} such as 512,4096", param, ctx)
+        return numbers
 
 
 class _LayerNumbers(click.ParamType[tuple[int, ...]]):
@@ -48,10 +59,9 @@ class _LayerNumbers(click.ParamType[tuple[int, ...]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of layers; write numbers with commas between, such as 0,1,-1", param, ctx)
+        if not (numbers := integers(str(value))):
+            self.fail(f"{shown(value)} is not a list of layers; write numbers with commas between, such as 0,1,-1", param, ctx)
+        return numbers
 
 
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
@@ -125,9 +135,22 @@ resume_option = click.option(
 )  # fmt: skip
 
 
+_THREADS = 256
+"""That a machine of any size starts."""
+
+
 def set_threads(threads: int | None) -> None:
-    """Use so many CPU threads, if a number was asked for."""
+    """Use so many CPU threads, if a number was asked for.
+
+    Raises:
+        click.UsageError: far more than this machine has processors for; the system would not start them.
+    """
     if threads is not None:
+        most = max(_THREADS, 2 * (os.cpu_count() or 1))
+        if threads > most:
+            raise click.UsageError(
+                f"--threads {shown(threads)}: this machine has {os.cpu_count()} processors; give at most {most}"
+            )
         import torch
 
         torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import OnStep
 
 
+_MOST_SHOWN = 2000
+"""Characters of one message; what a file holds may be quoted in it."""
+
+
+def one_line(message: str) -> str:
+    """A message as one line that says nothing to the terminal but its text: control characters are shown by their codes."""
+    line = visible(" ".join(message.split()))
+    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} …"
+
+
+def visible(text: str) -> str:
+    """Text in which what a terminal would act on is shown by its code; lines stay."""
+
+    def shown(sign: str) -> str:
+        acts = unicodedata.category(sign)[0] == "C" and sign != "\n"
+        return sign.encode("unicode_escape").decode() if acts else sign
+
+    return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
+
+
 # A pipe or a file has no width; this many columns keep every table in one piece.
 _WIDE = 140
 
@@ -24,15 +45,25 @@ _WIDE = 140
 @cache
 def err() -> Console:
     """The console on stderr."""
+    width = None if sys.stderr.isatty() else _WIDE
+    return _console()(stderr=True, width=width, soft_wrap=True, markup=False, emoji=False)
+
+
+@cache
+def _console() -> type[Console]:
+    """rich's console, which raises when the reader has left instead of ending the process."""
     from rich.console import Console
 
-    width = None if sys.stderr.isatty() else _WIDE
-    return Console(stderr=True, width=width, soft_wrap=True, markup=False, emoji=False)
+    class Raising(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich calls this while it handles the error
+
+    return Raising
 
 
 def warn(message: str) -> None:
     """Print one line on stderr."""
-    print(f"tq: warning: {message}", file=sys.stderr)
+    print(f"tq: warning: {one_line(message)}", file=sys.stderr)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
@@ -41,7 +72,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
@@ -50,10 +80,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         numeric = bool(columns) and all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
         table.add_column(columns[index] if columns else "", justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))
     # The name of a folder may look like markup, but is none.
-    target = console or Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
-    target.print(title, highlight=False, soft_wrap=True)
+    target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
+    target.print(visible(title), highlight=False, soft_wrap=True)
     target.print(table)
 
 
@@ -61,10 +91,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 class _Tolerant:
-    """A text stream whose reader may leave; what is written after that is dropped."""
+    """A text stream that may fail; what is written after that is dropped.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    Args:
+        failure: as which it may fail.
+    """
+
+    def __init__(self, stream: TextIO, failure: type[OSError]) -> None:
+        self._stream, self._failure = stream, failure
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -72,14 +106,14 @@ class _Tolerant:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
+        except self._failure:
             drop_output(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except self._failure:
             drop_output(self._stream)
 
 
@@ -87,7 +121,7 @@ class _Tolerant:
 def unread_is_fine() -> Iterator[None]:
     """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
     stream = sys.stdout
-    sys.stdout = cast(TextIO, _Tolerant(stream))
+    sys.stdout = cast(TextIO, _Tolerant(stream, BrokenPipeError))
     try:
         yield
     finally:
@@ -95,6 +129,18 @@ def unread_is_fine() -> Iterator[None]:
             sys.stdout.flush()
         finally:
             sys.stdout = stream
+
+
+@contextmanager
+def unsaid_is_fine() -> Iterator[None]:
+    """Let a command go on though what it says on stderr cannot be written; its exit code and its output stay what they are."""
+    stream = sys.stderr
+    sys.stderr = cast(TextIO, _Tolerant(stream, OSError))
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        sys.stderr = stream
 
 
 def drop_output(stream: TextIO) -> None:
@@ -114,7 +160,7 @@ def loading(model: str) -> Iterator[Progress]:
 
     columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task(model, total=None)
+        task = bar.add_task(visible(model), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

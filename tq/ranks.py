@@ -77,11 +77,21 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
         from haarkv.engine.ranks import join, started_by_torchrun
 
         if started.place is None and not started_by_torchrun():
+            if "model" in given:
+                _require_split(given["model"], given.get("layers"), size)
             return supervise(started.argv, size, timeout_s)
         with join(size, started.place, timeout_s) as ranks, _speaking(ranks):
             return function(*args, ranks=ranks, **given)
 
     return run
+
+
+def _require_split(model: str, layers: int | None, size: int) -> None:
+    """Refuse a number of ranks that the model cannot be split over, before a process is started."""
+    from haarkv.models.catalog import read_config
+    from haarkv.models.parallel import Split
+
+    Split(read_config(model, layers), 0, size)
 
 
 @contextmanager

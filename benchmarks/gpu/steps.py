@@ -164,7 +164,7 @@ class DenseOps(CudaFused):
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
     ) -> Tensor:  # fmt: skip
-        _, rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        _, (rotated, _) = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
         k, v = self.kv[layer]
         # Converted, they would take a launch that a bf16 step does not make.
         out = self.attend(rotated[: len(k)].view(k.dtype), k, v)

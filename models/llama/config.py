@@ -25,8 +25,8 @@ def read_config(file: HFConfig) -> DecoderConfig:
     file.refuse(
         {
             "sliding-window attention": _slides(file, config.max_position_embeddings) or file.windowed(),
-            "attention biases": file.raw.get("attention_bias"),
-            "MLP biases": file.raw.get("mlp_bias"),
+            "attention biases": file.flag("attention_bias"),
+            "MLP biases": file.flag("mlp_bias"),
         }
     )
     return config
@@ -41,5 +41,5 @@ def _slides(file: HFConfig, positions: int) -> bool:
     if file.raw["model_type"] == "mistral":
         window = file.raw.get("sliding_window", 4096)
     else:
-        window = file.raw.get("sliding_window", 4096) if file.raw.get("use_sliding_window") else None
+        window = file.raw.get("sliding_window", 4096) if file.flag("use_sliding_window") else None
     return window is not None and not (isinstance(window, int) and window >= positions)

@@ -16,8 +16,8 @@ def read_config(file: HFConfig) -> DecoderConfig:
     """
     file.refuse(
         {
-            "sliding-window attention": file.raw.get("use_sliding_window") or file.windowed(),
-            "attention biases": file.raw.get("attention_bias"),
+            "sliding-window attention": file.flag("use_sliding_window") or file.windowed(),
+            "attention biases": file.flag("attention_bias"),
         }
     )
     # Qwen3's own default of head_dim, whatever hidden_size / heads may be.

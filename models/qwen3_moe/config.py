@@ -32,8 +32,8 @@ def read_config(file: HFConfig) -> DecoderConfig:
     """
     file.refuse(
         {
-            "sliding-window attention": file.raw.get("use_sliding_window") or file.windowed(),
-            "attention biases": file.raw.get("attention_bias"),
+            "sliding-window attention": file.flag("use_sliding_window") or file.windowed(),
+            "attention biases": file.flag("attention_bias"),
             "dense layers among those with experts": file.raw.get("mlp_only_layers")
             or file.raw.get("decoder_sparse_step", 1) != 1,
         }
@@ -49,5 +49,5 @@ def read_config(file: HFConfig) -> DecoderConfig:
         num_experts=experts,
         num_experts_per_tok=chosen,
         moe_intermediate_size=file.count("moe_intermediate_size"),
-        norm_topk_prob=bool(file.raw.get("norm_topk_prob", False)),
+        norm_topk_prob=file.flag("norm_topk_prob"),
     )

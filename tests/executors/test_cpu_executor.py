@@ -19,13 +19,18 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 
 MODEL = small_model(SMALL)
 
 
-def greedy(executor, kv: str) -> list[list[int]]:
+TAIL = KVSpec("tq4", tail=5, sink=2)
+MIXED = KVSpec("tq8", layers={0: "k=tq3,v=bf16", 1: "k=bf16,v=tq5"}, tail=7)
+
+
+def greedy(executor, kv: str | KVSpec) -> list[list[int]]:
     prompts = [random_tokens(SMALL, n, seed=n) for n in (1, 21, 9)]
     cache = new_cache(SMALL, kv, num_blocks=24)
     done, _ = generate(executor, cache, new_paging(cache), prompts, max_new_tokens=8, max_context=64, chunk=13)
@@ -33,7 +38,7 @@ def greedy(executor, kv: str) -> list[list[int]]:
 
 
 @every_table
-@pytest.mark.parametrize("kv", ["tq4", "tbq4_0"])
+@pytest.mark.parametrize("kv", ["tq4", "tbq4_0", "tq2", "bf16", TAIL, MIXED], ids=str)
 def test_greedy_text_is_the_references(table, kv):
     assert greedy(ReferenceExecutor(MODEL, table.open()), kv) == greedy(ReferenceExecutor(MODEL), kv)
 
@@ -51,12 +56,41 @@ def test_logits_are_the_references(table, dtype):
     assert (logits[0] - logits[1]).abs().max() <= limit * logits[1].std()
 
 
+@every_table
+def test_chunks_of_a_prompt_and_rows_of_others_change_nothing_in_a_tail(table):
+    """A ring that begins anew, and sequences that take the rows of those before."""
+    tokens, found = random_tokens(SMALL, 13), []
+    for ops, chunk in ((reference, 13), (table.open(), 4), (table.open(), 1)):
+        cache = PagedKVCache(
+            TAIL.plan(SMALL.num_layers), num_kv_heads=SMALL.num_kv_heads, head_dim=SMALL.head_dim, num_blocks=8, block_size=8,
+            chunk=max(4, chunk),
+        )  # fmt: skip
+        one, paging = ReferenceExecutor(MODEL, ops), new_paging(cache)
+        for own in (tokens, tokens[::-1]):
+            ids = [paging.add(), paging.add()]
+            for begin in range(0, 13, chunk):
+                part = own[begin : begin + chunk]
+                last = prefill(one, cache, paging, ids, [part, part[::-1]])
+            for sequence in ids:
+                paging.free(sequence)
+        found.append(last[0])
+    for ours in found[1:]:
+        assert (ours - found[0]).abs().max() <= bounds.EXECUTOR_LOGITS["float32"] * found[0].std()
+
+
+@every_table
+def test_more_new_tokens_than_a_tail_has_room_for_are_refused(table):
+    cache = new_cache(SMALL, TAIL)
+    paging = new_paging(cache)
+    with pytest.raises(ValueError, match="at most 64 new tokens"):
+        prefill(ReferenceExecutor(MODEL, table.open()), cache, paging, [paging.add()], [[1] * 65])
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (KVSpec("tq3"), "the CPU kernels read tq4 and tbq4_0, not tq3"),
-        (KVSpec("k=tq4,v=bf16"), "not bf16"),
-        (KVSpec("tq4", sink=4), "leave out the tail and the sinks"),
+        (KVSpec("tq4_seed"), "the CPU kernels read tq4, tq2, tq3, tq5, tq6, tq8, tbq4_0 and bf16, not tq4_seed"),
+        (KVSpec("k=tq4,v=fp32"), "not fp32"),
     ],
 )
 def test_what_the_kernels_cannot_read_is_refused_in_one_line(spec, reason):
@@ -125,5 +159,6 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 def test_structures_are_filled_by_name_and_completely():
     with pytest.raises(AssertionError, match="scales_per_vector"):
         library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)
-    # As the compiler lays them out: nothing is padded.
-    assert ctypes.sizeof(library.SideArgs) == 64
+    # As the compiler lays them out.
+    assert ctypes.sizeof(library.SideArgs) == 112
+    assert ctypes.sizeof(library.Kept) == 24

@@ -14,6 +14,7 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -27,6 +28,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
+LEARNED = KVSpec("k=lr80,v=lr48", calibration=made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim))
+LEARNED_TAIL = replace(LEARNED, tail=2, sink=1)
 PLAN = TQ4.plan(CONFIG.num_layers)
 
 
@@ -59,13 +62,17 @@ def run(one, cache) -> torch.Tensor:
     return torch.cat([*logits, decode(one, cache, paging, ids[::2], [3, 1])])
 
 
+NAMES = {"folded": PLAN, "packed": TQ4, "tail": TAIL, "learned": LEARNED, "learned-tail": LEARNED_TAIL}
+
+
 @pytest.mark.parametrize(
     ("dtype", "folded", "spec"),
     [
         ("float32", None, TQ4), ("float32", PLAN, TQ4), ("bfloat16", None, TQ4), ("bfloat16", PLAN, TQ4),
         ("float32", None, TAIL), ("float32", PLAN, TAIL), ("bfloat16", None, TAIL),
+        ("float32", None, LEARNED), ("bfloat16", None, LEARNED_TAIL),
     ],
-    ids=lambda given: "folded" if given is PLAN else "packed" if given is TQ4 else "tail" if given is TAIL else str(given),
+    ids=lambda given: next((name for name, one in NAMES.items() if one is given), str(given)),
 )  # fmt: skip
 def test_forwards_equal_the_references(dtype, folded, spec):
     """Padded decode steps, and rotations folded into the output projections, which costs a rounding of bf16 weights."""
@@ -152,6 +159,11 @@ def test_folded_projections_serve_their_own_plan_only():
     assert folded.supports(CONFIG, KVSpec("k=tbq4_0,v=tq4").plan(1)) != folded.supports(CONFIG, PLAN)
     assert folded.supports(CONFIG, PLAN) is None
     assert "another plan" in folded.supports(CONFIG, KVSpec("k=tq4,v=tbq4_0").plan(1))
+
+
+def test_learned_coordinates_are_not_folded():
+    with pytest.raises(InputError, match="layer 0: V in lr48 has learned coordinates"):
+        executor(small_model(CONFIG), folded=LEARNED.plan(1))
 
 
 def test_sequences_that_left_a_batch_are_dead_in_its_next_step():

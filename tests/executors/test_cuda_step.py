@@ -13,13 +13,14 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.fused import Composed, Heads
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_stored
+from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -49,6 +50,8 @@ def added_by_a_layer(config, monkeypatch, prompts, spec=TQ4, **options) -> tuple
     steps = []
     for layers in (1, 2):
         model = small_model(replace(config, num_layers=layers), dtype=BF16)
+        if spec.calibration:
+            spec = replace(spec, calibration=made_up.calibration(layers, config.num_kv_heads, config.head_dim))
         options = dict.fromkeys(options, spec.plan(layers))
         steps.append(launches(executor_on_meta(model, monkeypatch, **options), spec, prompts, monkeypatch)[1])
     one, two = steps
@@ -79,6 +82,21 @@ def test_tokens_in_bf16_take_one_launch_more(monkeypatch, attention):
     assert layer[1 : 4 + (len(attention) > 1)] == ["prologue_kernel", "window_kernel", *attention]
     assert len(layer) == 9 + len(attention)
     assert len(around) <= 21  # the rows are copied, too
+
+
+@pytest.mark.parametrize("kept", [{}, {"tail": 5, "sink": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("kv", "attention"), [("k=lr96,v=lr64", ["decode"]), ("k=lr80,v=lr48", ["attend_kernel", "merge_kernel"])]
+)
+def test_learned_nibbles_launch_what_others_do(monkeypatch, kept, kv, attention):
+    """Some numbers of them `decode.takes` leaves to Triton."""
+    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    config = config_of("qwen3")
+    spec = KVSpec(kv, calibration=made_up.calibration(2, config.num_kv_heads, 64), **kept)
+    layer, _ = added_by_a_layer(config, monkeypatch, [40, 7, 1], spec)
+    before = ["mm", "prologue_kernel", *(["window_kernel"] if kept else []), *attention]
+    assert layer[: len(before)] == before
+    assert len(layer) == 6 + len(before)
 
 
 def test_folded_rotations_launch_no_more(monkeypatch):
@@ -151,6 +169,9 @@ CASES = [
     (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
     (Case("tq4", 64, 2, 3, 8, (0, 9), (11, 4), tail=3, sink=2), BIASED),
     (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
+    (Case("k=lr80,v=lr48", 64, 2, 2, 8, (9, 0), (3, 1), tail=3, sink=2), BIASED),
+    (Case("k=tq4,v=lr96", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1)), NORMED),
+    (Case("k=lr64,v=tq3", 64, 2, 2, 16, (5, 0), (2, 1)), PLAIN),
 ]
 
 
@@ -211,7 +232,7 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, d
         mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (copy, made))
         new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
         kv_format = getattr(made, f"{side}_format")(LAYER)
-        compared, length = compare_stored(kv_format, LAYER, *new, seen[side], bounds.LAYER_FP32.kv_noise)
+        compared, length = compare_tokens(kv_format, LAYER, *new, seen[side], bounds.LAYER_FP32.kv_noise)
         assert compared.unexplained == 0
         assert compared.match > 0.999
         assert length <= bounds.LAYER_FP32.length
@@ -233,9 +254,9 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     case = Case("tq4", 128, 4, 2, 8, (0,), (9,))
     _, copy, qkv, heads, rope, batch = given_to_attention(case, dtype, False, False)
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
-    wanted = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), layout_of(copy.k_format(LAYER), LAYER, 128, DEVICE))
+    wanted, _ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), layout_of(copy.k_format(LAYER), LAYER, 128, DEVICE))
     given = qkv.to(DEVICE), moved(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    _, ours = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    _, (ours, _) = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
     assert ours.dtype == wanted.dtype
     off = ((ours - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.

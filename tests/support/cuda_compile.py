@@ -14,11 +14,12 @@ import re
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
-from cuda_launches import SHAPES, TAIL, TQ4, Asked, everything, recorded, serve, shaped_model
+from cuda_launches import LEARNED, SHAPES, TAIL, TQ4, Asked, everything, learned, recorded, serve, shaped_model
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
@@ -58,7 +59,7 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
     }  # fmt: skip
     constants = asked.named_constants()
     if asked.source.fn.__name__ == "attend_kernel":
-        row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * constants["D"] * 2, row["warps"])
+        row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * (constants["K_N"] + constants["V_N"]), row["warps"])
         row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
 
@@ -85,7 +86,8 @@ def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
 def named(capability: int, head_dim: int) -> dict[str, Asked]:
     """A launch of each kernel of a BF16 model of two layers, by a name such as `decode 128`."""
     with recorded(capability) as asked:
-        for spec in (TQ4, TAIL):
+        of_head_dim = partial(learned, LEARNED[head_dim], head_dim, 2)
+        for spec in (TQ4, TAIL, of_head_dim(), of_head_dim(tail=128, sink=4)):
             serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 128, [130], 1)
     found = {}
     for one in asked.values():
@@ -96,6 +98,8 @@ def named(capability: int, head_dim: int) -> dict[str, Asked]:
             "merge_kernel": "merge" if constants.get("ROWS") == 1 else "merge of one part",
             "window_kernel": "tail of one token" if constants.get("ONE_EACH") else "tail of a chunk",
         }.get(kernel, kernel.removesuffix("_kernel"))
+        if any(constants.get(name) for name in ("LEARNED", "K_LEARNED", "GAINS", "CENTERS")):
+            name += " of learned nibbles"
         if kernel != "window_kernel" and (constants.get("TAIL") or constants.get("RING")):
             name += " beside a tail"
         found[f"{name} {head_dim}"] = one

@@ -29,6 +29,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import ops
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -232,6 +233,15 @@ GROUPS: dict[str, list[Check]] = {
         contract(Store(Case("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3))),
         contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
         in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), tail=9, sink=4), BF16)),
+    ],
+    "short learned": [contract(Attention(Case("k=lr48,v=lr80", 64, 2, 2, 16, (30, 3), (1, 1), tail=9, sink=4), BF16))],
+    "learned": [
+        contract(Store(Case("k=lr80,v=lr48", 64, 1, 2, 8, (0,), (5,)))),
+        executor(BF16, 1, KVSpec("k=lr128,v=lr64", calibration=made_up.calibration(1, 2, 128), tail=2, sink=1)),
+        contract(Attention(Case("k=lr128,v=lr64", 128, 5, 2, 128, (200, 3), (1, 1)), BF16)),
+        contract(Attention(Case("k=lr48,v=lr112", 64, 8, 2, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
+        contract(Attention(Case("k=tq4,v=lr96", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
+        in_any_order(Store(Case("k=lr112,v=tq4", 128, 1, 2, 128, (0, 0), (1, 9)))),
     ],
     "planted": [],  # `rows` fills it by capability
     "step": [executor(BF16, 1, TQ4)],

@@ -28,6 +28,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import choices, nvrtc, ops
 from haarkv.tq_ops.cuda.layout import READS
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -162,15 +163,23 @@ def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel
 
 FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
+LEARNED = {64: "k=lr80,v=lr48", 128: "k=lr128,v=lr64", 256: "k=lr256,v=lr160"}
+"""By head_dim: nibbles that fill their columns and that do not."""
+WIDER = ("k=lr240,v=lr32", "k=tq4,v=lr96", "k=lr112,v=tq3")
 OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
+
+
+def learned(kv: str, head_dim: int, layers: int, **kept: int) -> KVSpec:
+    """Learned nibbles of made-up coordinates, for a model of `shaped_model`."""
+    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[head_dim][1], head_dim), **kept)
 
 
 def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> dict[str, Asked]:
     """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
     Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
-    tail and sinks in BF16. Head_dim 128 has all batches, pages of 16 for the widths, and other tails. Layers 0, 1 and 16 are
-    among them.
+    tail and sinks in BF16; learned nibbles with and without. Head_dim 128 has all batches, pages of 16 for the widths, other
+    tails, and more numbers of nibbles. Layers 0, 1 and 16 are among them.
     """
     with recorded(capability) as asked:
         for head_dim in head_dims:
@@ -180,7 +189,11 @@ def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> d
                     serve(shaped_model(head_dim, torch.bfloat16, 17), spec, 128, prompts, 3)
                 serve(shaped_model(head_dim, torch.float32, 17), spec, 128, PROMPTS[0], 3)
             readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), head_dim) is None]
-            for spec in (*readable, *(OTHER_TAILS if widest else ())):
+            learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
+            serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
+            if widest:
+                learns += [*(learned(kv, head_dim, 2) for kv in WIDER), *OTHER_TAILS]
+            for spec in (*readable, *learns):
                 serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16 if widest else 128, PROMPTS[0], 1)
     return asked
 

@@ -173,6 +173,7 @@ REFUSED = {
     "no_model": (["--model", "nothing/here"], ["no such model"]),
     "out_folder": (["--out", "nothing/here.safetensors"], ["does not exist"]),
     "one_file_for_both": (["--resume", "new.safetensors"], ["same file"]),
+    "context": (["--context", "10000000"], ["--context must lie between --window and the model's"]),
     "resume": (["--resume", "text.txt"], ["no half-done calibration"]),
     "window": (["--window", "0"], ["--window", "1 … 1024"]),
     "executor": (["--executor", "magic"], ["magic"]),

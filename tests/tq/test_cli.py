@@ -377,8 +377,12 @@ def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
 
 
 def test_a_file_that_may_not_be_read_is_refused(tq, checkpoint, monkeypatch):
-    def denied(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", "model.safetensors")
+    opened = Path.open
+
+    def denied(path, *args, **kwargs):
+        if path.name == "model.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", denied)
     assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a"), "model.safetensors", "Permission denied")
@@ -687,7 +691,7 @@ def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path
     settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
     tokenizer = HFTokenizer(folder, read_hf_config(folder / "config.json"))
-    assert tokenizer.encode_chat("hi") == [*b"hi", END_OF_TEXT_ID]
+    assert tokenizer.encode_chat(["hi"]) == [[*b"hi", END_OF_TEXT_ID]]
 
 
 def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prompt(tq, tmp_path):

@@ -8,13 +8,14 @@ import torch
 from small_models import SMALL, random_tokens, small_model
 
 from haarkv.codebooks.learned import expected_cost
+from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.planning import calibrate, learning
 from haarkv.validation.planning.calibrate import learn_model
-from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, recording
+from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions, recording
 from haarkv.validation.planning.planner import learned_anchors, places, predicted
 
 MODEL = small_model(replace(SMALL, num_layers=2))
@@ -156,6 +157,16 @@ def test_what_cannot_be_resumed_is_refused(whole, content, run, words):
         learning.loads(learning.dumps(whole, RUN) if content is None else content, run)
 
 
+def test_any_flipped_bit_of_a_half_done_calibration_is_refused(whole):
+    content = learning.dumps(whole, RUN)
+    learning.loads(content, RUN)
+    for place in range(8, len(content), len(content) // 60):
+        damaged = bytearray(content)
+        damaged[place] ^= 4
+        with pytest.raises(InputError, match=r"^--resume: the file is (damaged|no half-done|of version)"):
+            learning.loads(bytes(damaged), RUN)
+
+
 def test_a_model_that_is_not_finite_is_named_by_its_layer():
     weights = MODEL.weights.layers[1].changed(lambda name, x: x * torch.nan if name == "q_norm" else x)
     broken = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))
@@ -180,3 +191,38 @@ def test_costs_of_other_numbers_of_nibbles_follow_the_measured_ones(whole):
         assert (row["bf16"], row["lr64"], row["lr128"]) == (0.0, 0.5, 0.25)
         assert row["lr48"] == pytest.approx(0.5 * ratio(48, 64))
         assert row["lr256"] == pytest.approx(0.25 * ratio(256, 128))
+
+
+@pytest.mark.parametrize("turned", [128, 64])
+def test_moments_over_positions_are_those_of_vectors_that_stand_there(turned):
+    """By turning every vector to every place; numbers that RoPE leaves alone stay."""
+    x = torch.randn(2, 50, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    inv_freq, shifts, half = 1e4 ** -(torch.arange(turned // 2) / (turned // 2)), torch.tensor([0.0, 5.0, 700.0]), turned // 2
+    once, everywhere = Moments.empty(2, 128), Moments.empty(2, 128)
+    once.add(x)
+    for shift in shifts:
+        cos, sin = (shift * inv_freq.double()).cos(), (shift * inv_freq.double()).sin()
+        a, b = x[..., :half], x[..., half:turned]
+        everywhere.add(torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., turned:]], dim=-1))
+    found = over_positions(once, inv_freq, shifts)
+    torch.testing.assert_close(found.second, everywhere.second / 3)
+    torch.testing.assert_close(found.mean, everywhere.mean)
+
+
+def test_what_is_learned_for_a_context_serves_keys_at_its_end():
+    """Windows of 40 tokens; keys of the same text 1,000 tokens later cost more, but not if that was asked for."""
+    inv_freq, shift = inverse_frequencies(CONFIG), 1000
+    cost = {}
+    for context in (40, 1040):
+        (basis, _), *_ = learn_model(MODEL, reference, WINDOWS[:3], (), context=context).layers
+        late = Sums(metric_of(0))
+        for part in ("q", "k"):
+            late_part = getattr(late, part)
+            heads, x = CONFIG.num_kv_heads, seen_by_attention(0)[part]
+            late_part.add(x.view(len(x), heads, -1, CONFIG.head_dim).transpose(0, 1).flatten(1, 2))
+            setattr(late, part, over_positions(late_part, inv_freq, torch.tensor([float(shift)])))
+        spread = basis.forward.double().mT @ late.k.spread(basis.mean.double()) @ basis.forward.double()
+        back = basis.back.double()
+        metric = (back @ late.metric_k @ back.mT).diagonal(dim1=-2, dim2=-1)
+        cost[context] = float((metric * spread.diagonal(dim1=-2, dim2=-1) / basis.weights).mean())
+    assert cost[40] > 2 * cost[1040]

@@ -13,7 +13,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity import scores as fidelity
 from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.partial import Partial, _written
 from haarkv.validation.fidelity.scores import nearest_rank, score_text
 from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
 
@@ -318,7 +318,7 @@ def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
         kept_by(changed, plan, saved)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"haarkv_eval": 1, "run": {}, "caches": {"tq2": {}}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, "3"])
 def test_another_file_is_refused(setup, text):
     with pytest.raises(InputError, match="no partial result"):
         kept_by(setup, plan_of(), text)
@@ -326,14 +326,32 @@ def test_another_file_is_refused(setup, text):
 
 @pytest.mark.parametrize("kept", [16, 32], ids=["half_a_number", "too_few"])
 def test_a_damaged_file_is_refused(setup, kept):
-    content = json.loads(kept_by(setup, plan_of())[1])
+    content = json.loads(kept_by(setup, plan_of())[1].splitlines()[1])
     scores = content["caches"]["tq2"]["windows"]["1"]
     scores["kl"] = scores["kl"][:kept]
     with pytest.raises(InputError, match="damaged"):
-        kept_by(setup, plan_of(), json.dumps(content))
+        kept_by(setup, plan_of(), _written(content["run"], content["caches"]))
+
+
+def test_any_flipped_bit_is_refused(setup):
+    """The figures are in base64: without a checksum a flipped bit is another figure."""
+    saved = kept_by(setup, plan_of())[1]
+    content = saved.encode()
+    for place in range(0, len(content), len(content) // 60):
+        for bit in (1, 4):
+            damaged = bytearray(content)
+            damaged[place] ^= bit
+            with pytest.raises(InputError, match=r"damaged|no partial result|of version"):
+                Partial(damaged.decode())
+    Partial(saved)
+    with pytest.raises(InputError, match="damaged"):
+        Partial(saved[: len(saved) // 2])
 
 
 def test_a_file_of_another_version_is_refused(setup):
-    content = json.loads(kept_by(setup, plan_of())[1])
+    content = kept_by(setup, plan_of())[1]
     with pytest.raises(InputError, match="version 0"):
-        kept_by(setup, plan_of(), json.dumps({**content, "haarkv_eval": 0}))
+        kept_by(setup, plan_of(), content.replace('"haarkv_eval": 2', '"haarkv_eval": 0'))
+    before = '{"haarkv_eval": 1, "run": {}, "caches": {"tq2": {}}}'
+    with pytest.raises(InputError, match="version 1"):
+        kept_by(setup, plan_of(), before)

@@ -55,6 +55,12 @@ if TYPE_CHECKING:
 @click.option("--tokens", type=click.IntRange(min=1), default=10240, show_default=True, help="Tokens of --text to learn from.")
 @click.option("--verify-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens to judge by.")
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens a sequence may have; fewer serve K better [default: the model's most].",
+)
 @resume_option
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
 @json_option
@@ -65,6 +71,7 @@ def command(
     tokens: int,
     verify_tokens: int,
     window: int | None,
+    context: int | None,
     threads: int | None,
     resume_file: Path | None,
     force: bool,
@@ -92,15 +99,20 @@ def command(
     set_threads(threads)
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
-    encode, context = subject.tokenizer.encode, subject.config.max_position_embeddings
+    encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
+    context = context or most
+    if not (window or 1) <= context <= most:
+        raise InputError(f"--context must lie between --window and the model's {most:,} positions, not be {context:,}")
     ids = encode(text)
     own, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
     work = make_workload(own, context, window=window, tokens=tokens, prompts=0)
-    judged = make_workload(unseen, context, window=window, tokens=verify_tokens, prompts=0)
+    # As long as is allowed: coordinates that do not hold for late positions show there.
+    longest = max(1, min(context, verify_tokens, len(unseen) - 1))
+    judged = make_workload(unseen, context, window=longest, tokens=verify_tokens, prompts=0)
     began = time.monotonic()
-    learning = _learn(subject, work, judged, resume_file)
+    learning = _learn(subject, work, judged, context, resume_file)
     seconds = time.monotonic() - began
-    found = subject.file_of(learning, {})
+    found = subject.file_of(learning, context, {})
     with scoring(2 * judged.scored) as on_step:
         rows = subject.judge(found.calibration, judged, on_step)
     report = _Report(work.scored, judged.scored, learning.fits, rows, seconds, len(learning.layers))
@@ -109,7 +121,7 @@ def command(
             f"{out_file} is not written: on unseen text {rows[1].kv} has a mean KL of {rows[1].kl_mean:.3g}, no better than "
             f"tq4's {rows[0].kl_mean:.3g}; give more --text, or --force"
         )
-    found = subject.file_of(learning, report.as_json)
+    found = subject.file_of(learning, context, report.as_json)
     write_whole(out_file, dumps(found))
     with unread_is_fine():
         _print(out_file, found, report, as_json)
@@ -121,7 +133,7 @@ def _read(file: str, option: str) -> str:
     raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
 
 
-def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
+def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
     from haarkv.validation.planning import learning
 
@@ -130,11 +142,12 @@ def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path
     run = {
         "model": subject.fingerprint,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "context": str(context),
         "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
     }
     earlier = None
     if resume_file is not None and resume_file.exists():
-        earlier = learning.loads(resume_file.read_bytes(), run)
+        earlier = learning.loads(_kept(resume_file), run)
 
     def save(state: Learning) -> None:
         if resume_file is not None:
@@ -142,7 +155,20 @@ def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:
-        return subject.learn(windows, held_back, learning=earlier, save=save, on_step=on_step)
+        return subject.learn(windows, held_back, context=context, learning=earlier, save=save, on_step=on_step)
+
+
+def _kept(file: Path) -> bytes:
+    """What an earlier run has saved, unless it is plainly something else."""
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.safetensors_header import read_promised
+
+    try:
+        return read_promised(file, "", "haarkv_calibrating")
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"--resume: {file} is no half-done calibration; begin a new one") from None
 
 
 @dataclass(frozen=True)

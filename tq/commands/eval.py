@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Width of the whole table; a narrower terminal gets it in two parts.
 _WIDTH = 120
+# Bytes of a resume file: 33 for each token of each cache.
+_MOST_RESUME = 2**28
 
 
 @click.command("eval")
@@ -137,6 +139,7 @@ def command(
 
 def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
     """The results that an earlier run left in the file, if any, and where this run saves its own."""
+    from haarkv.tq_ops.input_files import read_file
     from haarkv.validation.fidelity.partial import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
@@ -145,7 +148,7 @@ def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
     text = None
     if file.exists():
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_file(file, _MOST_RESUME).decode()
         except UnicodeDecodeError:
             text = ""  # refused below: not a partial result
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import click
@@ -23,8 +25,8 @@ class _Layers(click.ParamType[tuple[int | None, int]]):
         if isinstance(value, tuple):
             return value
         first, colon, second = str(value).partition(":")
-        if not first.isdigit() or (colon and not second.isdigit()):
-            self.fail(f"{value!r} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2", param, ctx)
+        if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in (first, second)[: 1 + bool(colon)]):
+            self.fail(f"{shown(value)} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2", param, ctx)
         return (int(first), int(second)) if colon else (None, int(first))
 
 

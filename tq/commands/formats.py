@@ -12,7 +12,7 @@ from tq.output import print_table
 
 
 @click.command("formats")
-@click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True, help="Numbers in one K or V vector.")
+@click.option("--head-dim", type=click.IntRange(2, 1024), default=128, show_default=True, help="Numbers in one K or V vector.")
 @json_option
 def command(head_dim: int, as_json: bool) -> None:
     """List the KV formats: bits a value, bytes, and what each is for.

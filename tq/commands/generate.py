@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from haarkv.engine.session import Result, Session
     from haarkv.models.parallel import Ranks
 
+_MOST_TEXT = 2**28
+"""Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -140,7 +143,10 @@ def read_prompt(file: str, option: str = "--prompt-file") -> str:
     if file == "-" and sys.stdin is None:
         raise click.UsageError(f"{option} -: stdin is closed")
     try:
-        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            raw = stream.read(_MOST_TEXT + 1)
+        if len(raw) > _MOST_TEXT:
+            raise click.UsageError(f"{option} {file} has more than {_MOST_TEXT:,} bytes; give a part of it")
         return raw.decode()
     except OSError as error:
         raise click.UsageError(f"{option} {file}: {error.strerror}") from None

@@ -94,7 +94,7 @@ class TQCache(Cache):  # type: ignore[misc]
                 layers.append(
                     TQLayer(
                         *kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window,
-                        scales=scales.get(layer, (None, None)), watch=watch,
+                        scales=scales.get(layer, (None, None)), watch=watch, require_context=chosen.require_context,
                     )
                 )  # fmt: skip
             else:

@@ -19,6 +19,7 @@ from haarkv.validation.planning.calibrate import bases_of, fit_of
 from haarkv.validation.planning.moments import Sums, metric_of_values
 from tq.files import check_writable, write_whole
 from tq.hf.config import decoder_config, head_dims, model_shape
+from tq.hf.rope import rope_of
 
 _RECORDING = "haarkv_recording"
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -30,6 +31,7 @@ def calibrate(
     windows: Sequence[Sequence[int]],
     *,
     held_back: Sequence[Sequence[int]] = (),
+    context: int | None = None,
     out: str | Path | None = None,
     on_window: Callable[[int, int], None] = lambda *_: None,
 ) -> CalibrationFile:
@@ -43,32 +45,56 @@ def calibrate(
         windows: token ids of each text; ten thousand tokens in all are enough for most models.
         held_back: the same, of texts that are not learned from: `learned["fit"]` of the file says for each layer how many
             times as much K and V cost on them; far above 1.25, more text would help.
+        context: tokens of a sequence for which the coordinates shall hold; fewer serve K better. Unless given, the model's
+            limit where its keys turn by RoPE, else the longest window's.
         out: a file to write as well, as `tq calibrate` does.
         on_window: called with (windows done, windows in all).
     Raises:
-        InputError: no window, a model whose attention cannot be recorded, or a file that cannot be written.
+        InputError: no window, a context that nothing is known of, a
+            model whose attention cannot be recorded, or a file that cannot be written.
         NonFiniteError: K, V or a query is not finite, with the layer.
     """
     if not windows or not all(map(len, (*windows, *held_back))):
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
     if out is not None:
         check_writable(Path(out))
+    longest = [max(map(len, of), default=1) for of in (windows, held_back)]
+    turns = rope_of(model, lambda: _Recorder(model), windows[0])
+    context = _context(model, context, longest[0], turns)
     own, other = _Recorder(model), _Recorder(model)
     every = [(own, window) for window in windows] + [(other, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    bases = [bases_of(sums, layer) for layer, sums in own.sums()]
-    fits = (
-        [fit_of(a, b, pair) for (_, a), (_, b), pair in zip(own.sums(), other.sums(), bases, strict=True)] if held_back else []
-    )
+    recorders = (own, other) if held_back else (own,)
+    found = [
+        [sums.over_context(turns[layer], length, context) if turns else sums for layer, sums in recorder.sums()]
+        for recorder, length in zip(recorders, longest, strict=False)
+    ]
+    bases = [bases_of(sums, layer) for layer, sums in enumerate(found[0])]
+    fits = [fit_of(a, b, pair) for a, b, pair in zip(*found, bases, strict=True)] if held_back else []
     k, v = zip(*bases, strict=True)
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
-    file = CalibrationFile(calibration_of(k, v), model_shape(decoder_config(model.config), len(bases)), weights, learned)
+    file = CalibrationFile(
+        calibration_of(k, v, context), model_shape(decoder_config(model.config), len(bases)), weights, learned
+    )
     if out is not None:
         write_whole(Path(out), dumps(file))
     return file
+
+
+def _context(model: PreTrainedModel, asked: int | None, longest: int, turns: Sequence[Tensor] | None) -> int:
+    most = getattr(decoder_config(model.config), "max_position_embeddings", None) or longest
+    if turns is None and (asked or 0) > longest:
+        raise InputError(
+            "keys of this model do not turn by their position as RoPE turns them, so its coordinates hold for the longest "
+            f"window's {longest:,} tokens; give windows of {asked:,}"
+        )
+    if asked is not None and not longest <= asked <= max(most, longest):
+        most = max(most, longest)
+        raise InputError(f"context is {asked:,} tokens; it must lie between the longest window's {longest:,} and {most:,}")
+    return asked or (longest if turns is None else max(most, longest))
 
 
 class _Recorder:
@@ -92,14 +118,15 @@ class _Recorder:
         return sorted(self._found.items())
 
     @torch.no_grad()
-    def run(self, window: Sequence[int]) -> None:
-        """One window, from an empty cache."""
+    def run(self, window: Sequence[int], begin: int = 0) -> None:
+        """One window, from an empty cache, at positions from `begin` on."""
         model, before = self._model, self._model.config._attn_implementation
         AttentionInterface.register(_RECORDING, self._attention)
         AttentionMaskInterface.register(_RECORDING, sdpa_mask)
         try:
             model.set_attn_implementation(_RECORDING)
-            model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False)
+            places = {"position_ids": torch.arange(begin, begin + len(window), device=model.device)[None]} if begin else {}
+            model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, **places)
         finally:
             model.set_attn_implementation(before)
 

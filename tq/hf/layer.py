@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         window: sliding window in tokens; None for a layer that sees everything.
         scales: of K's and of V's channels, as `tq.hf.weights` finds them.
         watch: told of the first vectors.
+        require_context: refuses numbers of tokens that the formats do not hold for.
     """
 
     is_compileable = False
@@ -41,12 +43,13 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         window: int | None,
         scales: Scales = (None, None),
         watch: Watch | None = None,
+        require_context: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
         self.is_sliding = window is not None
-        self._scales, self._watch = scales, watch
+        self._scales, self._watch, self._require_context = scales, watch, require_context
         # A token that has left the tail never returns to it.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
@@ -89,13 +92,15 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns:
             K and V, each [B, Hkv, visible + n, D] in the dtype handed in. No gradient flows through them.
         Raises:
-            InputError: another batch, number of heads or head_dim than before; a format has no layout for D.
+            InputError: another batch, number of heads or head_dim than before; a format has no layout for D, or its learned
+                coordinates hold for fewer tokens.
             NonFiniteError: naming layer, side, row, KV head and position; nothing of this layer was stored.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         states = (key_states, value_states)
         self._check_shapes(states)
+        self._require_context(self._seen + key_states.shape[2])
         # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
             if self._watch and not self._seen:

@@ -49,7 +49,7 @@ def compiler() -> str | None:
 def units() -> dict[str, tuple[str, ...]]:
     """Translation units of this machine's architecture by name, each with the flags that only it gets."""
     isas = _X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {"driver": (), "pool": (), "portable": (), **isas}
+    return {"driver": (), "paged_attention": (), "pool": (), "portable": (), **isas}
 
 
 def is_fresh(target: Path = LIBRARY) -> bool:

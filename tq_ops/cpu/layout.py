@@ -2,7 +2,8 @@
 
 The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
 bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
-rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices.
+rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices. Levels of 2
+or 3 bits are unpacked to such words first; those of 5 to 8 bits become numbers, in the order of `places`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
@@ -22,7 +24,21 @@ def _learned(head_dim: int) -> range:
     return range(32, 3 * head_dim + 1, 16)
 
 
-READS = Reads("the CPU kernels", head_dims=(64, 128, 256), learned=_learned)
+def places(described: Description) -> tuple[int, ...] | None:
+    """The coordinate of each level as the kernels unpack a vector: part after part of a plane, each in the order of its bytes.
+
+    Returns:
+        [N]; None if the planes of a level lie in different orders.
+    """
+    found = {tuple(torch.tensor(plane.order).view(-1, 8 // plane.bits).T.flatten().tolist()) for plane in described.planes}
+    return found.pop() if len(found) == 1 else None
+
+
+_BF16 = formats.get("bf16")
+READS = Reads(
+    "the CPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)),
+    in_one_order=lambda described: places(described) is not None, also=(_BF16,), windows=True, learned=_learned,
+)  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
     "the CPU kernels", head_dims=READS.head_dims, most_scales=1, order=in_parts, matrix_dtype=torch.bfloat16,
@@ -40,19 +56,24 @@ class Layout:
     """What attention needs of one format and layer. A rotation serves all KV heads: H is 1 then.
 
     Attributes:
-        rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order.
-        rotate_back: [H, N, D] likewise, from the rotated domain in plane order to the model's own.
+        levels: N, of a vector.
+        planes: widths of a level's planes, low bits first, one or two; none of numbers as they are.
+        rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, or of levels above 4 bits in that of
+            `places`; None where the vectors are not rotated.
+        rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of `places`) to the model's own.
         mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
-        centroids: [16] fp32.
-        levels: [16] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded.
-        unit: that makes the largest error of a level, `centroids - levels * unit`, least.
+        centroids: [2**bits] fp32; None of numbers as they are, and so are the next two.
+        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of up to 4 bits.
+        unit: that makes the largest error of a level, `centroids - integers * unit`, least.
     """
 
-    rotate: Tensor
-    rotate_back: Tensor
+    levels: int
+    planes: tuple[int, ...]
+    rotate: Tensor | None
+    rotate_back: Tensor | None
     mean: Tensor | None
-    centroids: Tensor
-    levels: Tensor
+    centroids: Tensor | None
+    integers: Tensor | None
     unit: float
 
 
@@ -94,6 +115,8 @@ class Tables:
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
+    if kv_format == _BF16:
+        return Layout(head_dim, (), None, None, None, None, None, 0.0)
     return _layout(*_described(kv_format, layer, head_dim))
 
 
@@ -112,10 +135,15 @@ def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Descript
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
-    order = torch.tensor(described.planes[0].order)
-    planes = order.view(-1, 8).T.flatten()
-    centroids = numbers_on(described.centroids, _CPU)
-    levels, unit = whole_levels(tuple(centroids.tolist()))
+    unpacked = places(described)
+    assert unpacked is not None, "unsupported() lets planes of one order pass alone"
+    queries = sums = torch.tensor(unpacked)
+    if described.bits <= 4:  # as words of eight levels
+        queries = queries[list(in_parts(described.levels, 4))]
+        sums = queries.view(-1, 8).T.flatten()
+    centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
+    if described.bits <= 4:
+        integers, unit = whole_levels(tuple(centroids.tolist()))
     if described.transform.coordinates is None:
         back, mean = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0), None
     else:
@@ -124,11 +152,13 @@ def _layout(described: Description, layer: int) -> Layout:
         back, mean = of.rows.bfloat16(), of.mean.contiguous()
         assert torch.equal(back.float(), of.rows), "rows are BF16 numbers"
     return Layout(
-        rotate=back[:, order].mT.contiguous(),
-        rotate_back=back[:, planes].contiguous(),
+        levels=described.levels,
+        planes=tuple(plane.bits for plane in described.planes),
+        rotate=back[:, queries].mT.contiguous(),
+        rotate_back=back[:, sums].contiguous(),
         mean=mean,
         centroids=centroids,
-        levels=levels,
+        integers=integers,
         unit=unit,
     )
 
@@ -158,13 +188,14 @@ def _tables(described: Description, layer: int) -> Tables:
 def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
     """Centroids as integers and their unit: `levels * unit` comes as near to all of them as any unit allows.
 
-    A codebook is 16 fixed numbers, 8 in size, so that a unit can be found in which all of them lie near integers: a fifth of
-    the error that the same bits cost with any unit. For `tq4` at most 5e-5 of a Gaussian coordinate's standard deviation.
+    A codebook is 16 fixed numbers at most, 8 in size, so that a unit can be found in which all of them lie near integers: a
+    fifth of the error that the same bits cost with any unit. For `tq4` at most 5e-5 of a Gaussian coordinate's standard
+    deviation.
 
     Args:
-        centroids: 16 of them, not all zero.
+        centroids: 16 of them at most, not all zero.
     Returns:
-        levels: [16] int16, at most `LARGEST_LEVEL` in size; and their unit.
+        levels: [n] int16, at most `LARGEST_LEVEL` in size; and their unit.
     """
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)

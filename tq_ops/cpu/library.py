@@ -29,13 +29,20 @@ class _Structure(ctypes.Structure):
         super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
 
 
+class Kept(_Structure):
+    """Tokens in BF16 beside what is packed; no vectors where there are none."""
+
+    _fields_ = (("vectors", c_void_p), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32), ("group", c_int32))
+
+
 class SideArgs(_Structure):
     """K or V of one layer."""
 
     _fields_ = (
         ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("levels", c_int32), ("unit", c_float),
-        ("integers", c_void_p),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("levels", c_int32), ("bytes", c_int32),
+        ("cell", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p),
+        ("mean", c_void_p), ("kept", Kept),
     )  # fmt: skip
 
 
@@ -58,7 +65,7 @@ class Attention(_Structure):
 
     _fields_ = (
         ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix), ("rotation_back", Matrix),
-        ("mean", c_void_p), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
+        ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("rows", c_void_p),
         ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32),
         ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
@@ -79,7 +86,7 @@ class StoreSide(_Structure):
 
     _fields_ = (
         ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
-        ("quantizer", Quantizer), ("bf16", c_int32),
+        ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
     )  # fmt: skip
 
 
@@ -87,8 +94,9 @@ class Store(_Structure):
     """One call of `haarkv_store`."""
 
     _fields_ = (
-        ("k", StoreSide), ("v", StoreSide), ("slots", c_void_p), ("tokens", c_int64), ("num_slots", c_int64),
-        ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
+        ("k", StoreSide), ("v", StoreSide), ("slots", c_void_p), ("positions", c_void_p), ("query_start", c_void_p),
+        ("rows", c_void_p), ("tokens", c_int64), ("num_slots", c_int64), ("sequences", c_int32), ("num_kv_heads", c_int32),
+        ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 

@@ -20,9 +20,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.window import Window
 
 # With more tokens than this, torch's matrix product is faster than reading the weight row by row.
 _MOST_TOKENS_BY_ROWS = 64
+_BF16_CELL = 16
 
 
 class CpuOps:
@@ -87,10 +89,14 @@ class CpuOps:
         prepared = self._prepared(cache, layer).store
         if prepared is None:
             return reference.store_kv(k, v, cache, layer, batch)
+        cache.require_room(batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
         call.k.bf16, call.v.bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
+        positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
+        call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
+        call.sequences = len(rows)
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written. The reference meets the same fault and names it.
             reference.store_kv(k, v, cache, layer, batch)
@@ -140,7 +146,9 @@ class CpuOps:
         call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
+        rows = batch.rows.contiguous()
         call.bf16, call.softmax_scale, call.threads = _is_bf16(q), softmax_scale, torch.get_num_threads()
+        call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
         return out
 
@@ -174,21 +182,23 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
         raise InputError(reason)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
+    k_kept, v_kept = map(_kept, cache.windows(layer))
     attention = library.Attention(
         cache=library.Cache(
-            k=_side(k_fields, keys), v=_side(v_fields, values),
+            k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
         q=0, out=0, rotation=_matrix(keys.rotate), rotation_back=_matrix(values.rotate_back),
-        mean=0 if values.mean is None else values.mean, block_table=0, query_start=0,
-        positions=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0, isa=isa, threads=0,
+        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
+        isa=isa, threads=0,
     )  # fmt: skip
     k_tables, v_tables = (tables(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
     if k_tables is None or v_tables is None:
         return _Prepared(attention, None)
     store = library.Store(
-        k=_store_side(k_fields, k_tables), v=_store_side(v_fields, v_tables), slots=0, tokens=0, num_slots=cache.num_slots,
-        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
+        k=_store_side(k_fields, k_tables, k_kept), v=_store_side(v_fields, v_tables, v_kept), slots=0, positions=0,
+        query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0, num_kv_heads=cache.num_kv_heads,
+        block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return _Prepared(attention, store)
 
@@ -203,16 +213,42 @@ def _is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _side(fields: dict[str, Tensor], of: Layout) -> library.SideArgs:
-    codes, scale = fields["codes"], fields["scale"]
-    return library.SideArgs(
-        codes=codes, scales=scale, centroids=of.centroids, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, levels=2 * codes.shape[3], unit=of.unit,
-        integers=of.levels,
+def _kept(window: Window | None) -> library.Kept:
+    if window is None:
+        return library.Kept(vectors=0, tail=0, sink=0, ring=0, group=1)
+    return library.Kept(
+        vectors=window.vectors, tail=window.tail, sink=window.sink, ring=window.ring, group=window.group
     )  # fmt: skip
 
 
-def _store_side(fields: dict[str, Tensor], by: Tables) -> library.StoreSide:
+def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
+    if not of.planes:
+        data = fields["data"]
+        return library.SideArgs(
+            codes=data, scales=0, centroids=0, codes_stride=_block_bytes(data), scales_stride=0, scales_per_vector=0,
+            levels=of.levels, bytes=data.itemsize * data.shape[3], cell=_BF16_CELL, first_plane=0, second_plane=0, unit=0.0,
+            integers=0, mean=0, kept=kept,
+        )  # fmt: skip
+    codes, scale, planes = fields["codes"], fields["scale"], (*of.planes, 0)
+    return library.SideArgs(
+        codes=codes, scales=scale, centroids=_sixteen(of.centroids), codes_stride=_block_bytes(codes),
+        scales_stride=scale.stride(0), scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, levels=of.levels,
+        bytes=codes.shape[3], cell=4 if sum(planes) <= 4 else 8, first_plane=planes[0], second_plane=planes[1], unit=of.unit,
+        integers=_sixteen(of.integers), mean=0 if of.mean is None else of.mean, kept=kept,
+    )  # fmt: skip
+
+
+def _block_bytes(field: Tensor) -> int:
+    """From a block to the next."""
+    return field.stride(0) * field.itemsize
+
+
+def _sixteen(table: Tensor | None) -> Tensor | int:
+    """With zeros after the last where there are fewer: registers of 16 are loaded. None is no table."""
+    return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
+
+
+def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept) -> library.StoreSide:
     codes, scale, learned = fields["codes"], fields["scale"], by.refinement
     shared = {"matrix": _matrix(by.matrix), "boundaries": by.boundaries, "centroids": by.centroids}
     names = [field.name for field in dataclasses.fields(Refinement)]
@@ -220,12 +256,14 @@ def _store_side(fields: dict[str, Tensor], by: Tables) -> library.StoreSide:
     stages, tries = (len(learned.steps), len(learned.gains)) if learned else (0, 0)
     return library.StoreSide(
         x=0, codes=codes, scales=scale, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        quantizer=library.Quantizer(**shared, **own, stages=stages, tries=tries, levels=2 * codes.shape[3]), bf16=0,
+        quantizer=library.Quantizer(**shared, **own, stages=stages, tries=tries, levels=2 * codes.shape[3]), kept=kept, bf16=0,
     )  # fmt: skip
 
 
-def _matrix(matrix: Tensor) -> library.Matrix:
-    """[H, inputs, outputs]; one for all KV heads where H is 1."""
+def _matrix(matrix: Tensor | None) -> library.Matrix:
+    """[H, inputs, outputs]; one for all KV heads where H is 1. None has no numbers."""
+    if matrix is None:
+        return library.Matrix(numbers=0, head_stride=0, inputs=0, outputs=0, bf16=0)
     heads, inputs, outputs = matrix.shape
     return library.Matrix(
         numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,

@@ -1,9 +1,12 @@
 """Attention over packed codes in the rotated domain, decode and prefill alike: pieces of a context, then merged.
 
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
-attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge_kernel` adds them up and
-rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
+attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge.merge_kernel` adds them
+up and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
 `window.window_kernel` makes of the others is one more partial result.
+
+Learned coordinates change nothing but how many levels a vector has. What a query makes of K's mean is the same for all packed
+tokens: it is left out of their logits, and where others are beside them, of those as well (`window`). V's mean is added last.
 """
 
 import triton
@@ -11,8 +14,8 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
 from haarkv.tq_ops.cuda.planes import load_codes
-from haarkv.tq_ops.cuda.rotate import dot, rotate_columns, rounded
-from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, pieces_of, share_of, tiles_of
+from haarkv.tq_ops.cuda.rotate import dot
+from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, share_of, tiles_of
 
 
 @triton.jit
@@ -40,10 +43,11 @@ def rows_of(begin, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SINK
 
 @triton.jit
 def attend_tile(
-    q_low, q_high, position, state,
+    q_low, q_high, gain, position, state,
     begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr, K_W: tl.constexpr, V_W: tl.constexpr,
+    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
@@ -52,9 +56,10 @@ def attend_tile(
     thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
 
     Args:
-        q_low, q_high: [D/2, columns], rotated queries.
+        q_low, q_high: [K_W/2, columns], rotated queries.
+        gain: [columns], by which logits are multiplied with GAINS.
         position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
-        state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
+        state: peak [columns], total [columns], widest scalar, low and high [V_W/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
         k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride: from a block to the next, in bytes and in scales.
         scale: softmax_scale * log2(e).
@@ -66,10 +71,12 @@ def attend_tile(
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
     k_scale = tl.load(k_scales + block * k_scales_stride + row, live, 0.0)
     v_scale = tl.load(v_scales + block * v_scales_stride + row, live, 0.0)
-    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
+    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (K_N * K_BITS // 8), K_N, K_W, K_BITS)
     k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
+    if GAINS:
+        logits = logits * gain[None, :]
     # A lone new token sees every stored one. Adding the mask per row fuses with the multiplication into one instruction.
     hidden = tl.where(live, 0.0, -float("inf"))[:, None]
     logits = logits * (k_scale.to(tl.float32) * scale)[:, None] + hidden
@@ -86,7 +93,7 @@ def attend_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
     shrink = (shrink * (widest * unit))[None, :]
-    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (D * V_BITS // 8), D, V_BITS)
+    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (V_N * V_BITS // 8), V_N, V_W, V_BITS)
     v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
@@ -95,10 +102,11 @@ def attend_tile(
 
 @triton.jit
 def attend_wide_tile(
-    q_low, q_high, position, state,
+    q_low, q_high, gain, position, state,
     begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr, K_W: tl.constexpr, V_W: tl.constexpr,
+    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, MASKED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
@@ -107,7 +115,7 @@ def attend_wide_tile(
     memory once a tile. A maximum over tokens stays within four lanes, where the other way round it is one of four warps.
 
     Args:
-        q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
+        q_low, q_high: [columns, K_W/2], rotated queries; state's low and high likewise.
         MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them
             but the sinks.
     """
@@ -120,10 +128,12 @@ def attend_wide_tile(
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
     else:
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
-    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (D * K_BITS // 8), D, K_BITS)
+    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (K_N * K_BITS // 8), K_N, K_W, K_BITS)
     k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
     logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
     logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
+    if GAINS:
+        logits = logits * gain[:, None]
     if MASKED:
         logits = tl.where((token[None, :] <= position[:, None]) & live[None, :], logits, -float("inf"))
     elif SINK > 0:
@@ -138,7 +148,7 @@ def attend_wide_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[None, :]).to(TYPE)
     shrink = (shrink * (widest * unit))[:, None]
-    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (D * V_BITS // 8), D, V_BITS)
+    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (V_N * V_BITS // 8), V_N, V_W, V_BITS)
     v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
     out_low = dot(p, v_low, out_low * shrink, TYPE)
     out_high = dot(p, v_high, out_high * shrink, TYPE)
@@ -147,10 +157,11 @@ def attend_wide_tile(
 
 @triton.jit
 def attend_piece(
-    q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+    q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
     k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
+    K_W: tl.constexpr, V_W: tl.constexpr, GAINS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
     TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
@@ -168,18 +179,21 @@ def attend_piece(
         position -= TAIL
     end = tl.minimum(end, tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
-    dims, lives = tl.arange(0, D // 2), live
+    gain = tl.load(gains + vector, live, 1.0) if GAINS else 1.0
+    k_dims, v_dims, lives = tl.arange(0, K_W // 2), tl.arange(0, V_W // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     table = block_table + sequence.to(tl.int64) * table_width
     part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
-        vector, part_row, dims, lives = vector[:, None], part[:, None], dims[None, :], live[:, None]
-        low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
+        vector, part_row, lives = vector[:, None], part[:, None], live[:, None]
+        k_dims, v_dims = k_dims[None, :], v_dims[None, :]
+        low, high = tl.zeros((COLUMNS, V_W // 2), tl.float32), tl.zeros((COLUMNS, V_W // 2), tl.float32)
     else:
-        vector, part_row, dims, lives = vector[None, :], part[None, :], dims[:, None], live[None, :]
-        low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
-    at = q + vector * D + dims
-    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
+        vector, part_row, lives = vector[None, :], part[None, :], live[None, :]
+        k_dims, v_dims = k_dims[:, None], v_dims[:, None]
+        low, high = tl.zeros((V_W // 2, COLUMNS), tl.float32), tl.zeros((V_W // 2, COLUMNS), tl.float32)
+    at = q + vector * K_W + k_dims
+    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + K_W // 2, lives, 0.0)
     masked, ahead = begin, entries_of(table, begin, end, BLOCK, TOKENS)
     if WIDE:
         # Tiles that the first new token of the columns sees whole need no mask.
@@ -187,41 +201,42 @@ def attend_piece(
         masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
         for tile in tl.range(begin, masked, TOKENS):
             peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False, SINK,
+                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False, SINK,
             )  # fmt: skip
     for tile in tl.range(masked, end, TOKENS):
         if WIDE:
             peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True, SINK,
+                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True, SINK,
             )  # fmt: skip
         else:
             peak, total, widest, low, high, ahead = attend_tile(
-                q_low, q_high, position, (peak, total, widest, low, high, ahead), tile, end, table,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                D, K_BITS, V_BITS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH, SINK,
+                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH, SINK,
             )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
-        out = parts + part_row * D + dims
+        out = parts + part_row * V_W + v_dims
         tl.store(out, low * widest, lives)
-        tl.store(out + D // 2, high * widest, lives)
+        tl.store(out + V_W // 2, high * widest, lives)
 
 
 # What changes from batch to batch is no reason to compile anew.
 @triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
 def attend_kernel(
-    q, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
+    q, gains, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
     k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
     k_centroids, v_centroids, k_words, v_words, scale, programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
+    K_W: tl.constexpr, V_W: tl.constexpr, GAINS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     ONE_EACH: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
     TAIL: tl.constexpr, SINK: tl.constexpr,
@@ -229,10 +244,11 @@ def attend_kernel(
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q: [T, HEADS * GROUP, D], rotated, of TYPE.
-        parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
+        q: [T, HEADS * GROUP, K_W], rotated, of TYPE.
+        gains: [T, HEADS * GROUP] fp32 of `rotate.gains_of`; not read without GAINS.
+        parts: [places, HEADS, COLUMNS, V_W] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, V_W], sums of
             exp2(logit - maximum) * v, rotated.
-        maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        maxima, sums: the same without V_W; a part without tokens has maximum -inf and sum 0, its sums of v unset.
         SIZE: a power of two, at least `sequences`.
         WIDE: whether `attend_wide_tile` does it.
         ONE_EACH: every sequence has one new token: a column tile is a sequence.
@@ -246,11 +262,11 @@ def attend_kernel(
         sequence, own = find_column_tile(columns, programs - 1 - program)
         if sequence < sequences:
             attend_piece(
-                q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+                q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, scale, sequence, own, 0, 2147483647, 0, kv_head,
-                HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
-                TAIL, SINK,
+                HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
+                K_PERMUTE, V_PERMUTE, TAIL, SINK,
             )  # fmt: skip
     else:
         _, place, stop = share_of(stored, columns, program, programs)
@@ -258,81 +274,11 @@ def attend_kernel(
             sequence, column_tile, own, length, first = find_piece(stored, columns, place)
             count = tl.minimum(length - first, stop - place)
             attend_piece(
-                q, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
+                q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
                 k_centroids, v_centroids, k_words, v_words, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
-                HEADS, GROUP, D, K_BITS, V_BITS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE, K_PERMUTE, V_PERMUTE,
-                TAIL, SINK,
+                HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
+                K_PERMUTE, V_PERMUTE, TAIL, SINK,
             )  # fmt: skip
             place += count
-
-
-@triton.jit(do_not_specialize=["vectors", "sequences", "programs"])
-def merge_kernel(
-    parts, maxima, sums, out, rotation, vectors, query_start_loc, sequences, seq_lens, programs,
-    in_bf16, in_bf16_maxima, in_bf16_sums,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr,
-    ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ROTATES_BACK: tl.constexpr,
-    TAIL: tl.constexpr, SINK: tl.constexpr,
-):  # fmt: skip
-    """out [vectors, D] of the parts of `attend_kernel`, rotated back with ROTATES_BACK.
-
-    Grid: [vectors / ROWS, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time, and
-    writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [vectors / ROWS, 1]. ROWS is 1 unless WHOLE.
-
-    Args:
-        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `window.window_kernel`; only with TAIL or SINK.
-    """
-    row, begin = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * (WIDTH * PIECES)
-    live = row < vectors
-    base, count = row.to(tl.int64), 1
-    if not WHOLE:
-        vector = tl.program_id(0)
-        token, head = vector // (HEADS * GROUP), vector % (HEADS * GROUP)
-        sequence, column = token, head % GROUP
-        if not ONE_EACH:
-            index = tl.arange(0, SIZE)
-            ends = tl.load(query_start_loc + index + 1, index < sequences, 2147483647)
-            sequence = tl.sum((ends <= token).to(tl.int32), 0)
-            column += (token - tl.load(query_start_loc + sequence)) * GROUP
-        stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
-        unit, _, _ = share_of(stored, columns, 0, programs)
-        first, count = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
-        base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
-    dims = tl.arange(0, D // 2)[None, None, :]
-    peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
-    if TAIL + SINK > 0:
-        peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
-        kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-        low, high = tl.load(kept, live[:, None], 0.0), tl.load(kept + D // 2, live[:, None], 0.0)
-    for first in range(0, count, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)[None, :]
-        there = live[:, None] & (split < count)
-        part = base[:, None] + split * (HEADS * COLUMNS)
-        peaks = tl.load(maxima + part, there, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(peaks, 1))
-        finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        shrink, grow = tl.exp2(peak - finite), tl.exp2(peaks - finite[:, None])
-        total = total * shrink + tl.sum(tl.load(sums + part, there, 0.0) * grow, 1)
-        # A part without tokens left its sums of v unset.
-        at, filled, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
-        low = low * shrink[:, None] + tl.sum(tl.load(at, filled, 0.0) * grow, 1)
-        high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, filled, 0.0) * grow, 1)
-        peak = new_peak
-    # A row that saw no token is padding.
-    total = tl.where(total == 0, 1.0, total)[:, None]
-    low, high = low / total, high / total
-    at = out + row[:, None].to(tl.int64) * D
-    if ROTATES_BACK:
-        for piece in tl.static_range(PIECES):
-            column = begin + piece * WIDTH
-            rotated = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
-            column += tl.arange(0, WIDTH)[None, :]
-            tl.store(at + column, rounded(rotated, out.dtype.element_ty), live[:, None])
-    else:
-        column = tl.arange(0, D // 2)[None, :]
-        tl.store(at + column, rounded(low, out.dtype.element_ty), live[:, None])
-        tl.store(at + D // 2 + column, rounded(high, out.dtype.element_ty), live[:, None])

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda.available import processors
 
+COMPILED = {"enable_fp_fusion": True}
+"""Options of every launch: products and sums become one instruction, which Triton does by itself up to 3.9 alone."""
 PROGRAMS_A_PROCESSOR = 3
 _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _WIDE_FROM = 64  # columns of a sequence
@@ -39,32 +41,33 @@ class AttentionTile:
     stages: int = 2
 
 
-def attention_tile(most: int, group: int, head_dim: int, operand: tl.dtype, capability: int, bits: int) -> AttentionTile:
+def attention_tile(most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int) -> AttentionTile:
     """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill a few registers.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
+        width: columns of a vector of K or V, the wider: head_dim of a rotation.
         capability: from `available.capability`.
         bits: of a level of K or V, the wider.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
-        return AttentionTile(columns, 16 if head_dim > 128 else 32)
+        return AttentionTile(columns, 16 if width > 128 else 32)
     if bits > _NARROW:  # more bytes a token, and centroids by loads
         return AttentionTile(columns, 32)
-    if head_dim > 128:
+    if width > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
         # So that three programs of 128 threads share a processor: while one looks up, others multiply. Blackwell spills then.
-        rows = 32 if head_dim < 128 and capability < _HOPPER else 64
+        rows = 32 if width < 128 and capability < _HOPPER else 64
         return AttentionTile(rows, 64 if capability >= _BLACKWELL else 32, True)
     if not one_each:
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
     # With three stages, the codes of two tiles are on their way while a third is worked on.
     if capability >= _BLACKWELL:
-        return AttentionTile(columns, 64, stages=3) if head_dim == 128 else AttentionTile(columns, 128)
+        return AttentionTile(columns, 64, stages=3) if width == 128 else AttentionTile(columns, 128)
     return AttentionTile(columns, 128, stages=3)
 
 
@@ -100,11 +103,15 @@ class MergeTile:
     warps: int = 4
 
 
-def merge_tile(whole: bool, head_dim: int) -> MergeTile:
-    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16."""
+def merge_tile(whole: bool, head_dim: int, columns: int) -> MergeTile:
+    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16.
+
+    Args:
+        columns: of a part; head_dim of a rotation.
+    """
     if whole:
         return MergeTile(16, 1, 32, 1)
-    width = min(head_dim, _MATRIX_TILE // head_dim)
+    width = min(head_dim, _MATRIX_TILE // columns)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
 
 
@@ -135,17 +142,20 @@ def element(dtype: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
-def query_columns(one_each: bool, head_dim: int, operand: tl.dtype) -> int:
+def query_columns(one_each: bool, width: int, operand: tl.dtype) -> int:
     """Columns of a rotated query that one program makes: few in decode, whose vectors are few, so that they fill a GPU.
 
     Few in FP32, too, whose products take registers.
     """
-    return 32 if one_each or operand == tl.float32 else head_dim // 2
+    return 32 if one_each or operand == tl.float32 else width // 2
 
 
-def store_warps(head_dim: int, operands: Collection[tl.dtype], bits: int) -> int:
-    """Warps of a program that quantizes 16 vectors: at head_dim 256, with FP32 operands, or wide levels, four would spill."""
-    return 8 if head_dim > 128 or bits > _NARROW or tl.float32 in operands else 4
+def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned: bool) -> int:
+    """Warps of a program that quantizes 16 vectors.
+
+    With four it would spill at head_dim 256, with FP32 operands, or wide levels, and take 208 registers for learned nibbles.
+    """
+    return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned else 4
 
 
 def row_warps(size: int) -> int:

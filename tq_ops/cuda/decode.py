@@ -1,7 +1,7 @@
 """Decode attention in CUDA C++ (`csrc/decode.cu`): what it takes, its launch, and the memory that it needs.
 
 It does what `attention.attend_kernel` and `merge_kernel` do for one new token a sequence, in one launch. The Triton kernels
-stay for prompts, FP32, and wherever CUDA C++ cannot be compiled.
+stay for prompts, FP32, some numbers of learned nibbles, and wherever CUDA C++ cannot be compiled.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
+from haarkv.tq_ops.cuda.arguments import Rotated
 from haarkv.tq_ops.cuda.available import capability, processors
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
-from haarkv.tq_ops.cuda.layout import Layout
+from haarkv.tq_ops.cuda.layout import Layout, width_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -29,7 +30,7 @@ TILE = 256
 """Tokens that a thread block takes at a time."""
 MOST_BLOCKS = 128
 """Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
-_MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times head_dim: more would spill
+_MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times a vector's levels: more would spill
 _WIDEST_LOAD = 16
 _SEQUENCES = 1024  # that a cache's counters have room for at first
 
@@ -47,13 +48,16 @@ class Arguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in (
             "q", "out", "rotation", "parts", "part_maxima", "part_sums", "arrived", "positions", "seq_lens", "block_table",
-            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums",
+            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums", "gains", "mean",
         )),
         ("k", _Side), ("v", _Side), ("sequences", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float),
     ]  # fmt: skip
 
 
-DEFINED = ("HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS", "TAIL", "SINK")
+DEFINED = (
+    "HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS", "TAIL", "SINK",
+    "K_LEVELS", "V_LEVELS", "GAINS", "MEAN",
+)  # fmt: skip
 """What the source asks its caller to define."""
 _BITS = (2, 3, 4)
 
@@ -62,11 +66,12 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
     group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
     bits = {k.bits, v.bits}
-    made = bits <= {4} or (head_dim > 64 and bits <= {*_BITS})
-    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
+    made = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and k.levels % 32 == v.levels % 64 == 0
+    widest = max(k.levels, v.levels)
+    fits = group <= _MOST_GROUP and _columns(group) * widest <= _MOST_NUMBERS and cache.block_size % 16 == 0
     if not (made and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
         return False
-    if shared_bytes(group, head_dim) > nvrtc.most_shared_bytes(q.device):
+    if shared_bytes(group, v.levels) > nvrtc.most_shared_bytes(q.device):
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
@@ -77,8 +82,9 @@ def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout, kept: Kept | 
     """What is compiled for a call, in the order of `DEFINED`."""
     heads, head_dim = cache.num_kv_heads, q.shape[2]
     group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
-    at_once = blocks_a_processor(group, head_dim)
-    return heads, group, head_dim, k.bits, v.bits, cache.block_size, fp32, at_once, *seen_in_bf16(kept).values()
+    at_once, learned = blocks_a_processor(group, max(k.levels, v.levels)), (k.learned is not None, v.learned is not None)
+    of_cache = k.bits, v.bits, cache.block_size, fp32, at_once, *seen_in_bf16(kept).values()
+    return heads, group, head_dim, *of_cache, k.levels, v.levels, *map(int, learned)
 
 
 def _is_aligned(codes: Tensor) -> bool:
@@ -98,15 +104,28 @@ def _is_usable(*shape: int, device: torch.device) -> bool:
     return True
 
 
-def blocks_a_processor(group: int, head_dim: int) -> int:
-    """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where that is too few."""
-    return 2 if _columns(group) * head_dim <= 8 * 128 else 1
+def blocks_a_processor(group: int, levels: int) -> int:
+    """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where that is too few.
+
+    Args:
+        levels: of a vector of K or V, the longer.
+    """
+    return 2 if _columns(group) * levels <= 8 * 128 else 1
 
 
-def shared_bytes(group: int, head_dim: int) -> int:
-    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums."""
+def shared_bytes(group: int, levels: int) -> int:
+    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums.
+
+    Args:
+        levels: of a vector of V.
+    """
     columns = _columns(group)
-    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4
+    return 65536 + 4 * columns * levels * 4 + 2 * 8 * columns * 4
+
+
+def shared_bytes_of(shape: tuple[int, ...]) -> int:
+    """Those of a shape, in the order of `DEFINED`."""
+    return shared_bytes(shape[DEFINED.index("GROUP")], shape[DEFINED.index("V_LEVELS")])
 
 
 def _columns(group: int) -> int:
@@ -118,7 +137,8 @@ def compiled(target: str, *shape: int) -> bytes:
     macros = dict(zip(DEFINED, shape, strict=True))
     # What is written down here and there is compared as it is compiled.
     macros |= {
-        "SHARED_BYTES": shared_bytes(*shape[1:3]), "ARGUMENT_BYTES": ctypes.sizeof(Arguments), "BLOCK_THREADS": THREADS,
+        "K_WIDTH": width_of(macros["K_LEVELS"]), "V_WIDTH": width_of(macros["V_LEVELS"]),
+        "SHARED_BYTES": shared_bytes_of(shape), "ARGUMENT_BYTES": ctypes.sizeof(Arguments), "BLOCK_THREADS": THREADS,
         "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
     }  # fmt: skip
     return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
@@ -127,7 +147,7 @@ def compiled(target: str, *shape: int) -> bytes:
 @cache
 def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
     """Of a shape, in the order of `DEFINED`."""
-    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared_bytes(*shape[1:3]), device)
+    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared_bytes_of(shape), device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
@@ -143,14 +163,14 @@ def _counters_of(cache: PagedKVCache, sequences: int, device: torch.device) -> T
     return made[-1]
 
 
-def count_blocks(sequences: int, heads: int, most_tokens: int, group: int, head_dim: int, device: torch.device) -> int:
+def count_blocks(sequences: int, heads: int, most_tokens: int, group: int, levels: int, device: torch.device) -> int:
     """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most."""
-    at_once = blocks_a_processor(group, head_dim) * processors(device) // heads
+    at_once = blocks_a_processor(group, levels) * processors(device) // heads
     return max(1, min(at_once, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
 
 
 def attend(
-    q: Tensor, rotated: Tensor, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
+    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
     rotate_back: bool, in_bf16: Part | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token a sequence, in one launch and without waiting for the device.
@@ -160,7 +180,7 @@ def attend(
 
     Args:
         q: [B, Hq, D] bf16, for its shape and device.
-        rotated: [B, Hq, D] fp16, in layout.kernel_order.
+        rotated: the same, from `ops.rotate`.
         scale: softmax_scale * log2(e).
         in_bf16: what `ops.attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
@@ -169,13 +189,13 @@ def attend(
     Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
     before a graph is captured, as a warm-up does.
     """
-    (sequences, q_heads, head_dim), heads = q.shape, cache.num_kv_heads
+    (sequences, q_heads, _), heads = q.shape, cache.num_kv_heads
     group, device = q_heads // heads, q.device
     table = batch.block_table.contiguous()
-    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, head_dim, device)
+    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, max(k.levels, v.levels), device)
     columns = _columns(group)
     slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
-    sums = torch.empty(slots * columns * head_dim, dtype=torch.float32, device=device)
+    sums = torch.empty(slots * columns * v.levels, dtype=torch.float32, device=device)
     maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
     out = torch.empty_like(q)
 
@@ -184,9 +204,10 @@ def attend(
         return _Side(nvrtc.address(codes), nvrtc.address(scales), codes.stride(0), scales.stride(0))
 
     pointers = (
-        rotated, out, v.rotation if rotate_back else None, sums, maxima, totals, _counters_of(cache, sequences, device),
-        batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
+        rotated.queries, out, v.rotation if rotate_back else None, sums, maxima, totals,
+        _counters_of(cache, sequences, device), batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
+        rotated.gains, v.learned.mean if v.learned else None,
     )  # fmt: skip
     arguments = Arguments(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),

@@ -56,6 +56,7 @@ class CudaFused:
         hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
         out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
         elementwise.add_norm_kernel[(rows,)](
-            hidden, update, weight, out, normed, width, eps, SIZE=size, num_warps=choices.row_warps(size)
-        )
+            hidden, update, weight, out, normed, width, eps, SIZE=size, num_warps=choices.row_warps(size),
+            **choices.COMPILED,
+        )  # fmt: skip
         return out, normed

@@ -1,4 +1,4 @@
-"""How the kernels see a KV format: one dense rotation in their own order of coordinates, its centroids and its boundaries."""
+"""How the kernels see a KV format: dense matrices in their own order of levels, its centroids and its boundaries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.rotated import Description, numbers_on
+from haarkv.tq_ops.formats.learned import GAINS
+from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
 
 def kernel_order(described: Description) -> Tensor | None:
-    """The coordinate in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64.
+    """The level in each of the N columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [N] int64.
 
     Returns:
         None if the planes of a level lie in different orders.
     """
     narrow = min(4, *(plane.bits for plane in described.planes))
-    parts, width = 8 // narrow, described.head_dim * narrow // 8
+    parts, width = 8 // narrow, described.levels * narrow // 8
     found = {_coordinates_of_parts(plane.order, plane.bits, parts, width) for plane in described.planes}
     if len(found) > 1:
         return None
@@ -44,9 +45,17 @@ def _laced(parts: list[Tensor]) -> Tensor:
     return parts[0]
 
 
+_FEWEST, _MOST = 32, 256
+"""Learned nibbles of a vector: half of them fill a tensor core's operand, and twice as many would not fit in registers."""
+
+
+def _learned(head_dim: int) -> range:
+    return range(_FEWEST, min(_MOST, 3 * head_dim) + 1, 16)
+
+
 READS = Reads(
     "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
-    in_one_order=lambda described: kernel_order(described) is not None, windows=True,
+    in_one_order=lambda described: kernel_order(described) is not None, windows=True, learned=_learned,
 )  # fmt: skip
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
@@ -54,24 +63,48 @@ NO_FAULT = 2**63 - 1
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What learned coordinates have beside a rotation, in the kernels' order; columns without a level hold zeros.
+
+    Attributes:
+        mean: [H, D] fp32, as in `Coordinates`.
+        forward: [H, D, W] bf16, for each level the coordinate that it belongs to.
+        numbers: [H, 4 * W + 5] fp32. For each level: its coordinate's share and weight where it is that one's first level,
+            else 0; the weight where no later level refines it, else 0; its stage. Then the second and the third stage's step,
+            and the gains of `formats.learned`.
+        largest: [H, D] fp32, of each row of the rotation its largest number's size.
+    """
+
+    mean: Tensor
+    forward: Tensor
+    numbers: Tensor
+    largest: Tensor
+
+
+@dataclass(frozen=True)
 class Layout:
     """A format of 2 to 8 bits a level, one FP16 scale a vector.
 
-    The rotated vector is kept in the order of `kernel_order`. The columns of the rotation are in that order, and nothing else
-    knows how a format orders its coordinates.
+    Levels are kept in the order of `kernel_order`. The columns of the rotation are in that order, and nothing else knows how a
+    format orders them. Each half of the N levels is as wide as a power of two, so N = 96 takes W = 128 columns, of which those
+    beyond either half stand for nothing.
 
     Attributes:
         bits: of a level, which say how its planes lie.
-        rotation: [D, D], `y = x @ rotation` in the kernels' order; bf16 where its numbers are, which is exact, or fp32.
+        levels: N, levels of a vector; D of a rotation.
+        rotation: [D, D], `y = x @ rotation` in the kernels' order; bf16 where its numbers are, which is exact, or fp32. Of
+            learned coordinates [H, D, W], by which queries are multiplied, and transposed the sums of V.
         centroids: [2**bits] fp32.
         words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they can only be loaded.
         boundaries: [2**bits - 1] fp32, ascending.
         rounds_unit: whether x / norm is rounded to BF16 before it is rotated.
         smallest: norms up to this are stored as zeros.
         saturates: whether a scale above FP16 is stored as the largest finite one, or refused.
+        learned: of learned coordinates; None of a rotation.
     """
 
     bits: int
+    levels: int
     rotation: Tensor
     centroids: Tensor
     words: Tensor | None
@@ -79,6 +112,22 @@ class Layout:
     rounds_unit: bool
     smallest: float
     saturates: bool
+    learned: Learned | None = None
+
+    @property
+    def width(self) -> int:
+        """W, columns in which the levels lie."""
+        return self.rotation.shape[-1]
+
+    @property
+    def matrices(self) -> int:
+        """1, or H where every KV head has its own."""
+        return self.rotation.shape[0] if self.learned else 1
+
+    @property
+    def forward(self) -> Tensor:
+        """What K or V is multiplied by before levels are chosen."""
+        return self.learned.forward if self.learned else self.rotation
 
 
 def words_of(centroids: Tensor) -> Tensor | None:
@@ -127,11 +176,17 @@ def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.d
 def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     order = kernel_order(described)
     assert order is not None, "unsupported() lets planes of one order pass alone"
-    rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
+    learned = None
+    if described.transform.coordinates:
+        of = described.transform.coordinates(layer)
+        rotation, learned = _spread(of.rows.mT, order), _learned_of(of, order, device)
+    else:
+        rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
     centroids = numbers_on(described.centroids, device)
     quantizer = described.quantizer
     return Layout(
         bits=described.bits,
+        levels=described.levels,
         rotation=rotation.to(device, described.transform.dtype).contiguous(),
         centroids=centroids,
         words=words_of(centroids),
@@ -139,4 +194,37 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
         rounds_unit=quantizer.rounds_unit,
         smallest=quantizer.smallest,
         saturates=quantizer.saturates,
+        learned=learned,
+    )
+
+
+def width_of(levels: int) -> int:
+    """W, columns in which N levels lie: twice a power of two."""
+    return 2 << (levels // 2 - 1).bit_length()
+
+
+def _spread(of_levels: Tensor, order: Tensor) -> Tensor:
+    """[..., N] of levels -> [..., W] of the kernels' columns, zeros in those that stand for none."""
+    low, high = of_levels[..., order].chunk(2, dim=-1)
+    half = width_of(of_levels.shape[-1]) // 2
+    return torch.cat([torch.nn.functional.pad(part, (0, half - part.shape[-1])) for part in (low, high)], dim=-1)
+
+
+def _learned_of(of: Coordinates, order: Tensor, device: torch.device) -> Learned:
+    heads, dim = of.mean.shape
+    stage, owner = of.owners // dim, of.owners % dim
+    first, weight = stage == 0, of.weights.gather(1, owner)
+    last = torch.zeros(heads, dim, dtype=torch.int64).scatter_reduce_(1, owner, stage, "amax").gather(1, owner) == stage
+    of_levels = (of.shares.gather(1, owner) * first, weight * first, weight * last, stage.float())
+    numbers = (
+        *(_spread(part, order) for part in of_levels),
+        *(torch.tensor(part).expand(heads, -1) for part in (of.steps[1:], GAINS)),
+    )  # fmt: skip
+    forward = _spread(of.forward.gather(2, owner.unsqueeze(1).expand(heads, dim, -1)), order)
+    assert torch.equal(forward.bfloat16().float(), forward), "coordinates are BF16 numbers"
+    return Learned(
+        mean=of.mean.to(device).contiguous(),
+        forward=forward.to(device, torch.bfloat16).contiguous(),
+        numbers=torch.cat(numbers, dim=1).to(device).contiguous(),
+        largest=of.rows.abs().amax(1).to(device),
     )

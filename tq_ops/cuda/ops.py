@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, prologue, quantize, window
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize, window
+from haarkv.tq_ops.cuda.arguments import ROWS, Rotated, quantized_by, strides_of, tiles_of, unset_queries
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16, storing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, into_rotated, layout_of
@@ -23,8 +24,8 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 LOG2_E = 1.4426950408889634
-_ROWS, _WIDTH = 16, 32
-"""Tile of the small products: a tensor-core tile of vectors, and so few columns that even a decode step fills a GPU."""
+_WIDTH = 32
+"""Columns of a small product: so few that even a decode step fills a GPU."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, width = torch.empty_like(x), x.shape[-1]
     size = triton.next_power_of_2(width)
     elementwise.rms_norm_kernel[(x.numel() // width,)](
-        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size)
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.COMPILED
     )
     return out
 
@@ -51,8 +52,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, heads, head_dim = x.shape
     out = torch.empty_like(x)
     elementwise.rope_kernel[(tokens,)](
-        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads)
-    )
+        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
+        **choices.COMPILED,
+    )  # fmt: skip
     return out
 
 
@@ -63,7 +65,7 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    elementwise.silu_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024)
+    elementwise.silu_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, **choices.COMPILED)
     return out
 
 
@@ -99,11 +101,6 @@ def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Lay
     )
 
 
-def _strides(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[int]:
-    """From a block to the next: in K's codes, V's, K's scales and V's."""
-    return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]
-
-
 def append(
     k: Tensor,
     v: Tensor,
@@ -130,17 +127,12 @@ def append(
     k, v = k.contiguous(), v.contiguous()
     (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    tokens, k_type, v_type = k.shape[0], *(choices.rotation_operand(k, of.rounds_unit) for of in (of_k, of_v))
-    quantize.quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
-        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
-        batch.slot_mapping, tokens,
-        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
-        **storing(kept, batch),
-        HEADS=heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, ROWS=_ROWS,
-        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
-        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=k_type, V_TYPE=v_type, WRITE=write, STAND_IN=stand_in,
-        num_warps=choices.store_warps(head_dim, (k_type, v_type), max(of_k.bits, of_v.bits)),
+    tokens = k.shape[0]
+    quantize.quantize_kernel[(max(tiles_of(tokens, heads, of) for of in (of_k, of_v)), 2)](
+        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
+        batch.slot_mapping, tokens, fault=fault, layer=layer,
+        **quantized_by(of_k, of_v, k, head_dim), **storing(kept, batch), **choices.COMPILED,
+        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write, STAND_IN=stand_in,
     )  # fmt: skip
 
 
@@ -156,21 +148,16 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     append(k, v, cache, layer, batch, fault)
 
 
-def rotate(q: Tensor, layout: Layout) -> Tensor:
-    """Queries [T, Hq, D] in the domain of the codes: FP16 for a BF16 q, else FP32."""
-    out = torch.empty(q.shape, dtype=torch.float16 if q.dtype == torch.bfloat16 else torch.float32, device=q.device)
-    vectors, head_dim = q.numel() // q.shape[-1], q.shape[-1]
+def rotate(q: Tensor, layout: Layout) -> Rotated:
+    """Queries [T, Hq, D] in the domain of the codes."""
+    (tokens, heads, head_dim), width = q.shape, layout.width
+    out, largest = unset_queries(tokens, heads, layout, q.dtype, q.device), layout.learned.largest if layout.learned else None
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
-    rotate_kernel[(triton.cdiv(vectors, _ROWS), head_dim // _WIDTH)](
-        q.contiguous(),
-        out,
-        layout.rotation,
-        vectors,
-        D=head_dim,
-        TYPE=choices.rotation_operand(q, exact),
-        ROWS=_ROWS,
-        WIDTH=_WIDTH,
-    )
+    rotate_kernel[(tiles_of(tokens, heads, layout), width // _WIDTH)](
+        q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim, W=width,
+        LEARNED=largest is not None,
+        TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
+    )  # fmt: skip
     return out
 
 
@@ -178,7 +165,7 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
-    in TF32; the rest is FP32.
+    in TF32, beside learned coordinates of V not at all; the rest is FP32.
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
@@ -188,21 +175,24 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
+    of_k, of_v = _layouts(cache, layer, q.device)
+    matrix = None if of_v.learned else into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
     window.window_kernel[(column_tiles, heads)](
         q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences,
-        batch.seq_lens, into_rotated(cache.v_format(layer), layer, head_dim, q.device), scale,
+        batch.seq_lens, matrix, of_k.learned.mean if of_k.learned else None, scale,
         HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens,
         SIZE=triton.next_power_of_2(sequences), ONE_EACH=one_each, RING=kept.ring, TYPE=operand, WIDTH=choices.WINDOW_WIDTH,
-        num_warps=tile.warps, num_stages=tile.stages, **seen_in_bf16(kept),
+        ROTATES=matrix is not None, CENTERS=of_k.learned is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **seen_in_bf16(kept), **choices.COMPILED,
     )  # fmt: skip
     return Part(parts, maxima, sums)
 
 
 def attend(
     q: Tensor,
-    rotated: Tensor,
+    rotated: Rotated,
     cache: PagedKVCache,
     layer: int,
     batch: Batch,
@@ -217,9 +207,9 @@ def attend(
 
     Args:
         q: [T, Hq, D], for its dtype and device; where tokens stay in BF16 also for its numbers, in the model's domain.
-        rotated: [T, Hq, D] from `rotate`.
+        rotated: the same, from `rotate`.
         rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
-            contains the rotation.
+            contains the rotation; learned coordinates of V cannot be left out.
         cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
@@ -231,8 +221,8 @@ def attend(
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
-    bits = max(of_k.bits, of_v.bits)
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, capability(q.device), bits)
+    bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits)
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
@@ -241,32 +231,35 @@ def attend(
     whole = not one_each and tokens * group >= programs * tile.columns
     programs = column_tiles if whole else programs
     shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
-    parts = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    parts = torch.empty(*shape, of_v.width, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     same = {
-        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
+        "HEADS": heads, "GROUP": group, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
         "SIZE": triton.next_power_of_2(sequences), "ONE_EACH": one_each, "WHOLE": whole,
-        **seen_in_bf16(kept),
+        **seen_in_bf16(kept), **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
-        rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
+        *rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
-        *_strides(k_fields, v_fields),
+        *strides_of(k_fields, v_fields),
         of_k.centroids, of_v.centroids, of_k.words, of_v.words, scale, programs,
-        K_BITS=of_k.bits, V_BITS=of_v.bits, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
+        K_BITS=of_k.bits, V_BITS=of_v.bits, K_N=of_k.levels, V_N=of_v.levels, K_W=of_k.width, V_W=of_v.width,
+        GAINS=rotated.gains is not None, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
         num_warps=tile.warps, num_stages=tile.stages, **same,
     )  # fmt: skip
     out = torch.empty_like(q)
-    vectors = tokens * heads * group
-    merge = choices.merge_tile(whole, head_dim)
-    across = head_dim // (merge.width * merge.pieces) if rotate_back else 1
-    attention.merge_kernel[(triton.cdiv(vectors, merge.rows), across)](
-        parts, maxima, sums, out, of_v.rotation, vectors, batch.query_start_loc, sequences, batch.seq_lens, programs,
+    of_merge = choices.merge_tile(whole, head_dim, of_v.width)
+    tiles = tiles_of(tokens, heads * group, of_v) if whole else tokens * heads * group
+    across = head_dim // (of_merge.width * of_merge.pieces) if rotate_back else 1
+    merge.merge_kernel[(tiles, across)](
+        parts, maxima, sums, out, of_v.rotation, of_v.learned.mean if of_v.learned else None, tokens, batch.query_start_loc,
+        sequences, batch.seq_lens, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        ROWS=merge.rows, AT_ONCE=merge.at_once, WIDTH=merge.width, PIECES=merge.pieces, ROTATES_BACK=rotate_back,
-        num_warps=merge.warps, **same,
+        D=head_dim, W=of_v.width, LEARNED=of_v.learned is not None,
+        ROWS=of_merge.rows, AT_ONCE=of_merge.at_once, WIDTH=of_merge.width, PIECES=of_merge.pieces, ROTATES_BACK=rotate_back,
+        num_warps=of_merge.warps, **same,
     )  # fmt: skip
     return out
 
@@ -294,38 +287,32 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
 
 def rotate_and_append(
     qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Rotated]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
 
     It stores K and V, and notes in `fault` what it leaves out, as `append` does.
 
     Returns:
-        The two that `attend` takes, both [T, Hq, D]: the queries, whose numbers are set only where tokens stay in BF16, and
-        the same in the domain of the codes, as `rotate` gives them.
+        The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16, and the same
+        in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
     tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
     of_k, of_v = _layouts(cache, layer, qkv.device)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    dtype = torch.float16 if heads.dtype == torch.bfloat16 else torch.float32
-    rotated = torch.empty(tokens, heads.num_heads, head_dim, dtype=dtype, device=qkv.device)
-    queries, kept = torch.empty_like(rotated, dtype=heads.dtype), kept_in(cache, layer)
+    rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
+    queries = torch.empty(tokens, heads.num_heads, head_dim, dtype=heads.dtype, device=qkv.device)
+    kept = kept_in(cache, layer)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
-    k_type, v_type = (choices.rotation_operand(qkv, of.rounds_unit) for of in (of_k, of_v))
-    rows, width = _ROWS, choices.query_columns(tokens == batch.seq_lens.shape[0], head_dim, q_type)
-    of_kv, of_q = (triton.cdiv(tokens * of, rows) for of in (kv_heads, heads.num_heads))
-    prologue.prologue_kernel[(2 * of_kv + of_q * (head_dim // width),)](
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, rotated,
-        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *_strides(k_fields, v_fields),
-        batch.slot_mapping,
-        of_k.rotation, of_v.rotation, of_k.centroids, of_v.centroids, of_k.boundaries, of_v.boundaries, fault, layer,
-        **storing(kept, batch),
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, K_BITS=of_k.bits, V_BITS=of_v.bits,
-        BLOCK=cache.block_size, ROWS=rows, WIDTH=width,
+    width = choices.query_columns(tokens == batch.seq_lens.shape[0], of_k.width, q_type)
+    of_q = tiles_of(tokens, heads.num_heads, of_k) * (of_k.width // width)
+    prologue.prologue_kernel[(tiles_of(tokens, kv_heads, of_k) + tiles_of(tokens, kv_heads, of_v) + of_q,)](
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
+        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
+        batch.slot_mapping, of_k.rotation, of_k.learned.largest if of_k.learned else None, fault=fault, layer=layer,
+        **quantized_by(of_k, of_v, qkv, head_dim), **storing(kept, batch), **choices.COMPILED,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
         BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
-        K_ROUNDS=of_k.rounds_unit, V_ROUNDS=of_v.rounds_unit, K_SMALLEST=of_k.smallest, V_SMALLEST=of_v.smallest,
-        K_SATURATES=of_k.saturates, V_SATURATES=of_v.saturates,
-        K_TYPE=k_type, V_TYPE=v_type, ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        num_warps=choices.store_warps(head_dim, (k_type, v_type), max(of_k.bits, of_v.bits)),
+        ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
     )  # fmt: skip
     return queries, rotated

@@ -8,6 +8,9 @@ says which by its own binary digits. Its lowest digit is `narrow`; of 8 bits it 
 
 So a kernel loads each byte once, and one shift takes a part out of it. It holds a vector as two halves of D/2 columns, in each
 half of the parts laced together, a pair of pairs. `layout.kernel_order` is that order of columns; rotations have it folded in.
+
+Vectors of N learned nibbles lie like those of 4 bits and N coordinates. Kernels hold W columns, a power of two: what is beyond
+N/2 in either half is not read, stands for level 0 of a coordinate that is 0, and is not written.
 """
 
 import triton
@@ -51,12 +54,17 @@ def lace(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_codes(codes, at, D: tl.constexpr, BITS: tl.constexpr):
-    """The tiles of vectors whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8."""
+def load_codes(codes, at, N: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+    """The tiles of vectors of N levels in W columns whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8."""
     narrow: tl.constexpr = min(BITS & -BITS, 4)
-    n: tl.constexpr = D * narrow // 8
-    byte = codes + at[:, None] + tl.arange(0, n)[None, :]
-    tiles = (tl.load(byte),)
+    n: tl.constexpr = W * narrow // 8
+    place = tl.arange(0, n)[None, :]
+    byte = codes + at[:, None] + place
+    if N == W:
+        tiles = (tl.load(byte),)
+    else:
+        tl.static_assert(BITS == 4, "only levels of 4 bits are fewer than their columns")
+        tiles = (tl.load(byte, place < N // 2, 0),)
     for tile in tl.static_range(1, BITS // narrow):
         tiles = tiles + (tl.load(byte + tile * n),)  # noqa: RUF005
     return tiles
@@ -75,21 +83,24 @@ def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, at, live, low, high, D: tl.constexpr, BITS: tl.constexpr):
-    """Pack levels low, high [rows, D/2] int32 into the bytes that begin at `at` [rows]."""
+def store_codes(codes, at, live, low, high, N: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+    """Pack N levels, low and high [rows, W/2] int32, into the bytes that begin at `at` [rows]."""
     narrow: tl.constexpr = min(BITS & -BITS, 4)
-    n: tl.constexpr = D * narrow // 8
+    n: tl.constexpr = W * narrow // 8
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS
     m: tl.constexpr = wide // narrow
     level = parts_of(low, 4 // narrow) + parts_of(high, 4 // narrow)
-    byte = codes + at[:, None] + tl.arange(0, n)[None, :]
+    place = tl.arange(0, n)[None, :]
+    byte, live = codes + at[:, None] + place, live[:, None]
+    if N != W:
+        live = live & (place < N // 2)
     for tile in tl.static_range(m):
         packed = level[tile] & (2**wide - 1)
         for place in tl.static_range(1, 8 // wide):
             packed = packed | ((level[tile + place * m] & (2**wide - 1)) << (wide * place))
-        tl.store(byte + tile * n, packed.to(tl.uint8), live[:, None])
+        tl.store(byte + tile * n, packed.to(tl.uint8), live)
     if wide != BITS:
         packed = level[0] >> wide
         for place in tl.static_range(1, 8 // narrow):
             packed = packed | ((level[place] >> wide) << (narrow * place))
-        tl.store(byte + m * n, packed.to(tl.uint8), live[:, None])
+        tl.store(byte + m * n, packed.to(tl.uint8), live)

@@ -1,17 +1,15 @@
-"""Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots."""
+"""Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots.
+
+A vector of learned coordinates is multiplied by the coordinate of each level, in the order of the levels. So each level is
+chosen where it is stored: its column goes through its coordinate's stages up to its own.
+"""
 
 import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.planes import store_codes
-from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded
+from haarkv.tq_ops.cuda.rotate import power_of_two, rotate_columns, rounded, vectors_of
 from haarkv.tq_ops.cuda.window import keep
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2**exponent, exponent [...] int32 in -126 … 127."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -52,12 +50,94 @@ def levels(y, boundaries, BITS: tl.constexpr):
 
 
 @triton.jit
+def by_rotation(
+    low, high, rotation, centroids, boundaries,
+    D: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
+    low, high, norm = exact_norm(low, high)
+    small = norm <= SMALLEST
+    norm = tl.where(small, 0.0, norm)
+    low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
+    if ROUNDS_UNIT:
+        low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D, D // 2, TYPE, False)
+    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D, D // 2, TYPE, False)
+    low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
+    low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
+    length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
+    return low, high, tl.div_rn(norm, length)
+
+
+@triton.jit
+def refined(y, gain, numbers, first, centroids, boundaries, W: tl.constexpr, BITS: tl.constexpr):
+    """Levels [ROWS, W/2] of a half whose first column is `first`, at a gain, and two sums [ROWS] over its coordinates.
+
+    Args:
+        y: [ROWS, W/2], the coordinate of each level.
+        numbers: one head's row of `layout.Learned.numbers`.
+    Returns:
+        levels; the weighted product of y and of what they restore, and the weighted square of that.
+    """
+    column = first + tl.arange(0, W // 2)
+    weight, stage = tl.load(numbers + 2 * W + column)[None, :], tl.load(numbers + 3 * W + column)[None, :]
+    left = gain * y
+    level = levels(left, boundaries, BITS)
+    restored = tl.load(centroids + level)
+    left -= restored
+    for finer in tl.static_range(1, 3):
+        step = tl.load(numbers + 4 * W + finer - 1)
+        next_level = levels(tl.div_rn(left, step + tl.zeros(y.shape, tl.float32)), boundaries, BITS)
+        more = step * tl.load(centroids + next_level)
+        level = tl.where(stage >= finer, next_level, level)
+        restored = tl.where(stage >= finer, restored + more, restored)
+        left -= more
+    restored_weight = restored * weight
+    return level, tl.sum(restored_weight * y, 1), tl.sum(restored_weight * restored, 1)
+
+
+@triton.jit
+def by_coordinates(
+    low, high, mean, forward, numbers, centroids, boundaries,
+    D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """As `by_rotation`, of learned coordinates; mean, forward and numbers are one head's, as in `layout.Learned`."""
+    dim, column = tl.arange(0, D // 2), tl.arange(0, W // 2)
+    low, high = low - tl.load(mean + dim)[None, :], high - tl.load(mean + D // 2 + dim)[None, :]
+    low, high, gamma = exact_norm(low, high)
+    low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    y_low = rotate_columns(low, high, forward, 0, ROWS, D, W, W // 2, TYPE, False)
+    y_high = rotate_columns(low, high, forward, W // 2, ROWS, D, W, W // 2, TYPE, False)
+    shares = tl.load(numbers + column)[None, :], tl.load(numbers + W // 2 + column)[None, :]
+    rho = tl.sqrt_rn(tl.sum(y_low * y_low * shares[0], 1) + tl.sum(y_high * y_high * shares[1], 1))
+    weights = tl.load(numbers + W + column)[None, :], tl.load(numbers + W + W // 2 + column)[None, :]
+    length = gamma * tl.sqrt_rn(tl.sum(y_low * y_low * weights[0], 1) + tl.sum(y_high * y_high * weights[1], 1))
+    divisor = tl.where(rho > 0, rho, 1.0)[:, None]
+    y_low, y_high = tl.div_rn(y_low, divisor), tl.div_rn(y_high, divisor)
+    level_low, level_high = tl.zeros((ROWS, W // 2), tl.int32), tl.zeros((ROWS, W // 2), tl.int32)
+    kept, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
+    # A loop and not three copies of it, which take three times as long to compile.
+    for attempt in tl.range(0, 3):
+        gain = tl.load(numbers + 4 * W + 2 + attempt)
+        next_low, along_low, kept_low = refined(y_low, gain, numbers, 0, centroids, boundaries, W, BITS)
+        next_high, along_high, kept_high = refined(y_high, gain, numbers, W // 2, centroids, boundaries, W, BITS)
+        along, next_kept = along_low + along_high, kept_low + kept_high
+        fit = tl.div_rn(along * along, next_kept)
+        better = fit > best
+        level_low = tl.where(better[:, None], next_low, level_low)
+        level_high = tl.where(better[:, None], next_high, level_high)
+        kept, best = tl.where(better, next_kept, kept), tl.where(better, fit, best)
+    return level_low, level_high, tl.div_rn(length, tl.sqrt_rn(kept))
+
+
+@triton.jit
 def append(
-    low, high, token, head, live, side: tl.constexpr,
-    codes, scales, codes_stride, scales_stride, slots, rotation, centroids, boundaries, fault, layer,
-    D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, TYPE: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr = False,
+    low, high, token, head, matrix, live, side: tl.constexpr,
+    codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
+    D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, LEARNED: tl.constexpr, TYPE: tl.constexpr,
+    WRITE: tl.constexpr, STAND_IN: tl.constexpr = False,
 ):  # fmt: skip
     """Quantize vectors [ROWS, D], given as halves, and store them at BITS a level; K and V alike.
 
@@ -65,6 +145,8 @@ def append(
     order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped. With
     STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
+    Args:
+        matrix: with LEARNED the head of all these vectors, whose coordinates `forward`, `mean` and `numbers` hold.
     Returns:
         [ROWS], which vectors are stored, or would be without WRITE.
     """
@@ -74,18 +156,15 @@ def append(
     if STAND_IN:
         low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
         left_out = tl.zeros(bad.shape, tl.int1)
-    low, high, norm = exact_norm(low, high)
-    small = norm <= SMALLEST
-    norm = tl.where(small, 0.0, norm)
-    low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
-    if ROUNDS_UNIT:
-        low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
-    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
-    low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
-    low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
-    length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
-    scale = tl.div_rn(norm, length)
+    if LEARNED:
+        low, high, scale = by_coordinates(
+            low, high, mean + matrix * D, forward + matrix * (D * W), numbers + matrix * (4 * W + 5),
+            centroids, boundaries, D, W, BITS, ROWS, TYPE,
+        )  # fmt: skip
+    else:
+        low, high, scale = by_rotation(
+            low, high, forward, centroids, boundaries, D, BITS, ROWS, ROUNDS_UNIT, SMALLEST, TYPE
+        )  # fmt: skip
     if SATURATES:
         scale = tl.minimum(scale, 65504.0)
     else:
@@ -97,9 +176,35 @@ def append(
     live = live & (left_out == 0)
     if WRITE:
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
-        store_codes(codes, block * codes_stride + row * (D * BITS // 8), live, low, high, D, BITS)
+        store_codes(codes, block * codes_stride + row * (N * BITS // 8), live, low, high, N, W, BITS)
         tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
     return live
+
+
+@triton.jit
+def store_side(
+    x, side: tl.constexpr, codes, scales, codes_stride, scales_stride, slots, tokens,
+    forward, mean, numbers, centroids, boundaries, fault, layer, window, rows, positions, query_start_loc, sequences,
+    HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, LEARNED: tl.constexpr,
+    TYPE: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
+    SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr, ONE_EACH: tl.constexpr,
+):  # fmt: skip
+    """What a program of `quantize_kernel` does of K or of V."""
+    token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if LEARNED else 1, ROWS)
+    live = token < tokens
+    at = x + (token * HEADS + head)[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+    low, high = tl.load(at, live[:, None], 0.0).to(tl.float32), tl.load(at + D // 2, live[:, None], 0.0).to(tl.float32)
+    live = append(
+        low, high, token, head, matrix, live, side,
+        codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
+        D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, WRITE, STAND_IN,
+    )  # fmt: skip
+    if WRITE and SINK + RING > 0:
+        keep(
+            low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
+            HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
+        )  # fmt: skip
 
 
 # Not specialized by their values: Triton would make a constant of layer 1, compile anew for layers that 16 divides, and for
@@ -107,46 +212,36 @@ def append(
 @triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
 def quantize_kernel(
     k, v, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    slots, tokens, k_rotation, v_rotation, k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
+    slots, tokens, k_forward, v_forward, k_mean, v_mean, k_numbers, v_numbers,
+    k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
     k_window, v_window, rows, positions, query_start_loc, sequences,
-    HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
+    K_W: tl.constexpr, V_W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
-    K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
+    K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_LEARNED: tl.constexpr, V_LEARNED: tl.constexpr,
+    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
     STAND_IN: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64, and in BF16 where SINK or RING says so, as `window.keep`.
 
-    Grid: [vectors / ROWS, 2], K's programs and V's.
+    Grid: [tiles of `vectors_of`, of the side that has more, 2], K's programs and V's.
+
+    Args:
+        k_forward, v_forward: `layout.Layout.forward`; with LEARNED k_mean, k_numbers and V's as in `layout.Learned`.
     """
-    vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = vector // HEADS, vector % HEADS
-    live = token < tokens
-    at = vector[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
     if tl.program_id(1) == 0:
-        low, high = tl.load(k + at, live[:, None], 0.0), tl.load(k + at + D // 2, live[:, None], 0.0)
-        low, high = low.to(tl.float32), high.to(tl.float32)
-        live = append(
-            low, high, token, head, live, 0,
-            k_codes, k_scales, k_codes_stride, k_scales_stride, slots,
-            k_rotation, k_centroids, k_boundaries, fault, layer,
-            D, K_BITS, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_TYPE, WRITE, STAND_IN,
+        store_side(
+            k, 0, k_codes, k_scales, k_codes_stride, k_scales_stride, slots, tokens,
+            k_forward, k_mean, k_numbers, k_centroids, k_boundaries, fault, layer,
+            k_window, rows, positions, query_start_loc, sequences,
+            HEADS, D, K_BITS, K_N, K_W, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_LEARNED, K_TYPE, WRITE, STAND_IN,
+            SINK, RING, SEQUENCE_BITS, ONE_EACH,
         )  # fmt: skip
-        if WRITE and SINK + RING > 0:
-            keep(
-                low, high, token, head, live, k_window, rows, positions, query_start_loc, sequences,
-                HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
-            )  # fmt: skip
     else:
-        low, high = tl.load(v + at, live[:, None], 0.0), tl.load(v + at + D // 2, live[:, None], 0.0)
-        low, high = low.to(tl.float32), high.to(tl.float32)
-        live = append(
-            low, high, token, head, live, 1,
-            v_codes, v_scales, v_codes_stride, v_scales_stride, slots,
-            v_rotation, v_centroids, v_boundaries, fault, layer,
-            D, V_BITS, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_TYPE, WRITE, STAND_IN,
+        store_side(
+            v, 1, v_codes, v_scales, v_codes_stride, v_scales_stride, slots, tokens,
+            v_forward, v_mean, v_numbers, v_centroids, v_boundaries, fault, layer,
+            v_window, rows, positions, query_start_loc, sequences,
+            HEADS, D, V_BITS, V_N, V_W, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_LEARNED, V_TYPE, WRITE, STAND_IN,
+            SINK, RING, SEQUENCE_BITS, ONE_EACH,
         )  # fmt: skip
-        if WRITE and SINK + RING > 0:
-            keep(
-                low, high, token, head, live, v_window, rows, positions, query_start_loc, sequences,
-                HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
-            )  # fmt: skip

@@ -2,7 +2,8 @@
 
 They lie in the model's own domain, as `tq_ops.kv.window.Window` says, so that every backend reads the same cache. Attention
 over them is one launch before that over packed tokens: each query sees its sinks and its tail, and nothing else. Its sums of V
-are brought into V's rotated domain, where `attention.merge_kernel` and csrc/merge.cuh add them to those of packed tokens.
+are brought into V's rotated domain, where `merge.merge_kernel` and csrc/merge.cuh add them to those of packed tokens. Learned
+coordinates may be fewer than a vector's numbers, so beside those they stay as they are, and are added behind the way back.
 """
 
 import triton
@@ -52,10 +53,10 @@ def keep(
 
 @triton.jit(do_not_specialize=["sequences"])
 def window_kernel(
-    q, k_window, v_window, rows, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, matrix, scale,
+    q, k_window, v_window, rows, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, matrix, k_mean, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr,
     ONE_EACH: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, TYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, ROTATES: tl.constexpr, CENTERS: tl.constexpr,
 ):  # fmt: skip
     """Attention of new tokens over what they see in BF16. Grid: [column tiles, HEADS].
 
@@ -63,9 +64,10 @@ def window_kernel(
 
     Args:
         q: [T, HEADS * GROUP, D] in the model's domain.
-        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, rotated.
+        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, with ROTATES rotated.
         maxima, sums: [T, HEADS * GROUP] fp32; of a sequence without tokens the maximum is -inf and the sums are 0.
-        matrix: [D, D] fp32 of `layout.into_rotated`.
+        matrix: [D, D] fp32 of `layout.into_rotated`; not read without ROTATES.
+        k_mean: [HEADS, D] fp32. With CENTERS packed logits lack what the query makes of it, and so do maxima here.
         scale: softmax_scale * log2(e).
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -113,14 +115,21 @@ def window_kernel(
             low = dot(p, tl.load(of_v, there[:, None], 0.0), low * shrink[:, None], TYPE)
             high = dot(p, tl.load(of_v + D // 2, there[:, None], 0.0), high * shrink[:, None], TYPE)
         part = tl.where(live, vector, 0)
+        if CENTERS:
+            peak -= scale * tl.sum(queries.to(tl.float32) * tl.load(k_mean + kv_head * D + dims), 1)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
-        width = tl.arange(0, WIDTH)[None, :]
-        out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
-        # TF32 keeps as many bits as the FP16 of the rotated queries.
-        precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
-        for piece in tl.static_range(D // WIDTH):
-            rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
-            of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
-            rotated = tl.dot(high, of_high, rotated, input_precision=precision)
-            tl.store(out + piece * WIDTH, rotated, live[:, None])
+        if ROTATES:
+            width = tl.arange(0, WIDTH)[None, :]
+            out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
+            # TF32 keeps as many bits as the FP16 of the rotated queries.
+            precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
+            for piece in tl.static_range(D // WIDTH):
+                rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
+                of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
+                rotated = tl.dot(high, of_high, rotated, input_precision=precision)
+                tl.store(out + piece * WIDTH, rotated, live[:, None])
+        else:
+            out = parts + part[:, None] * D + halves
+            tl.store(out, low, live[:, None])
+            tl.store(out + D // 2, high, live[:, None])

@@ -16,6 +16,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.learned_levels import Refinement
 from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
@@ -35,7 +36,6 @@ from haarkv.tq_ops.formats.turboquant import BITS, codebook_on
 PREFIX = "lr"
 MULTIPLE = 16
 """Nibbles come in so many: 8 bytes, the least that a kernel reads at once."""
-_FIT_NOISE = 1e-6
 GAINS = (1.0, 7 / 8, 19 / 16)
 """A vector is quantized at each of these sizes, and the nearest is kept; of equals, the first."""
 
@@ -47,16 +47,18 @@ class Calibration:
     Attributes:
         k, v: of each layer.
         digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
+        context: tokens of a sequence up to which it holds, since RoPE turns keys by their position; None for any number.
     """
 
     k: tuple[Basis, ...]
     v: tuple[Basis, ...]
     digest: str
+    context: int | None = None
 
     def heads(self, part: slice) -> Calibration:
         """That of some KV heads, as a rank holds them."""
         k, v = (tuple(basis.heads(part) for basis in side) for side in (self.k, self.v))
-        return Calibration(k, v, self.digest)
+        return Calibration(k, v, self.digest, self.context)
 
     @cached_property
     def _formats(self) -> dict[tuple[str, int], LearnedFormat]:
@@ -99,21 +101,6 @@ def coordinates(basis: Basis, nibbles: int) -> Coordinates:
     owning = (torch.arange(dim) < counts[:, :1]).float()
     shares = owning * (dim / counts[:, :1])
     return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps, GAINS)
-
-
-@dataclass(frozen=True)
-class _Try:
-    """Vectors quantized at one size.
-
-    Attributes:
-        levels: [..., N] uint8.
-        kept: [...], weighted square of the length of what the levels restore.
-        fit: [...], the more, the nearer is that to the vector's direction.
-    """
-
-    levels: Tensor
-    kept: Tensor
-    fit: Tensor
 
 
 class LearnedFormat:
@@ -195,16 +182,11 @@ class LearnedFormat:
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        of = self._on(layer, x.device)
-        y, length = self._values(x, of)
-        tried = [self._choose(y, gain, of) for gain in of.gains]
-        best = torch.stack([t.fit for t in tried]).argmax(0)
-        level, kept = tried[0].levels, tried[0].kept
-        for number, other in enumerate(tried[1:], 1):
-            level = torch.where((best == number).unsqueeze(-1), other.levels, level)
-            kept = torch.where(best == number, other.kept, kept)
-        scale = torch.where(kept > 0, length / kept.sqrt(), 0.0)
-        return {"codes": pack_parts(level, BITS), "scale": stored_scale(scale, self._described)}
+        by = self._on(layer, x.device)
+        y, length = self._values(x, by.of)
+        best = by.best(y)
+        scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
+        return {"codes": pack_parts(best.levels, BITS), "scale": stored_scale(scale, self._described)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         """What queries by `rows` meet, [..., N] fp32: `scale * c[level]`."""
@@ -214,7 +196,7 @@ class LearnedFormat:
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        of = self._on(layer, stored.device)
+        of = self._on(layer, stored.device).of
         return stored @ of.rows + of.mean.unsqueeze(-2)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
@@ -222,11 +204,9 @@ class LearnedFormat:
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
 
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        of = self._on(layer, fields["scale"].device)
-        levels = centroids_at(self.levels(fields), numbers_on(self._described.centroids, fields["scale"].device))
-        steps = torch.tensor(of.steps, device=levels.device).unsqueeze(-1)
-        restored = (self._by_stage(levels, of) * steps).sum(-2)
-        return fields["scale"].double() * lengths_of(restored * of.weights.sqrt().unsqueeze(-2))
+        by = self._on(layer, fields["scale"].device)
+        weighted = by.restored(self.levels(fields)) * by.of.weights.sqrt().unsqueeze(-2)
+        return fields["scale"].double() * lengths_of(weighted)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_parts(fields["codes"], BITS)
@@ -239,49 +219,18 @@ class LearnedFormat:
             levels: [..., N] uint8 to judge, each refinement of what they leave; what `quantize` chooses unless given.
         """
         x = x.float()
-        of = self._on(layer, x.device)
-        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
-        y, _ = self._values(x, of)
-        rho = self._rho(unit.to(torch.bfloat16).float() @ of.forward, of)
+        by = self._on(layer, x.device)
+        unit, gamma = exact_norm(x - by.of.mean.unsqueeze(-2))
+        rho = self._rho(unit.to(torch.bfloat16).float() @ by.of.forward, by.of)
         noise = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
-        reach = bf16_reach(unit, of.forward, noise) / rho.clamp(min=1e-30)
-        gain, chosen = self._judged(y, reach, of, levels)
-        centroids = numbers_on(self._described.centroids, x.device)
-        spread = self._by_stage(centroids_at(chosen, centroids), of)
-        values, reaches, left, reach = [], [], gain * y, gain * reach
-        for stage, step in enumerate(of.steps):
-            values.append(left / step)
-            reaches.append(reach / step)
-            left = left - step * spread[..., stage, :]
-        return LevelChoice(
-            self._owned(torch.stack(values, -2), of), self._owned(torch.stack(reaches, -2), of),
-            numbers_on(self._described.boundaries, x.device),
-        )  # fmt: skip
+        reach = bf16_reach(unit, by.of.forward, noise) / rho.clamp(min=1e-30)
+        y, _ = self._values(x, by.of)
+        chosen = by.best(y).levels if levels is None else levels
+        gain = by.judged(y, reach, chosen)
+        return LevelChoice(by.left(gain * y, chosen), by.over_steps(gain * reach), by.boundaries)
 
-    def _judged(self, y: Tensor, reach: Tensor, of: Coordinates, levels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gains [..., 1], and the levels to judge by them, [..., N].
-
-        Where two gains serve a vector alike, rounding decides between them. So of those that fit as well as the best, up to
-        what rounding may move, it is the one whose levels are nearest to the levels given.
-        """
-        tried = [self._choose(y, gain, of) for gain in of.gains]
-        fits = torch.stack([t.fit for t in tried])  # [G, ...]
-        wanted = torch.stack([t.levels for t in tried])
-        weights = of.weights.unsqueeze(-2)
-        whole = (weights * y.square()).sum(-1).clamp(min=1e-30)
-        # The angle between y and z moves by as much as y does, relative to its length; its cosine by the sine of that.
-        moved = ((weights * reach.square()).sum(-1) / whole).sqrt()
-        sine = (1 - fits / whole).clamp(min=0.0).sqrt()
-        best, at = fits.max(0)
-        if levels is not None:
-            slack = (2 * (sine + sine.gather(0, at.unsqueeze(0))) * moved + _FIT_NOISE) * whole
-            off = (wanted != levels).sum(-1)
-            at = torch.where(fits >= best - slack, off, off.max() + 1).argmin(0)
-        chosen = wanted.gather(0, at[None, ..., None].expand(1, *wanted.shape[1:]))[0]
-        return torch.tensor(of.gains, device=y.device)[at].unsqueeze(-1), chosen if levels is None else levels
-
-    def _on(self, layer: int, device: torch.device) -> Coordinates:
-        return _coordinates_on(self, layer, device)
+    def _on(self, layer: int, device: torch.device) -> Refinement:
+        return _refinement_on(self, layer, device)
 
     def _rho(self, y: Tensor, of: Coordinates) -> Tensor:
         """Size [..., 1] of coordinates [..., D], of those that own a nibble."""
@@ -295,34 +244,10 @@ class LearnedFormat:
         length = (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
         return torch.where(rho > 0, y / rho, 0.0), gamma.squeeze(-1) * length
 
-    def _choose(self, y: Tensor, gain: float, of: Coordinates) -> _Try:
-        """Quantize coordinates [..., D] at a size."""
-        centroids, boundaries = (numbers_on(n, y.device) for n in (self._described.centroids, self._described.boundaries))
-        owned = self._by_stage(torch.ones(of.owners.shape, device=y.device).unsqueeze(-2), of)  # [H, 1, stages, D]
-        left, found, restored = gain * y, [], torch.zeros_like(y)
-        for stage, step in enumerate(of.steps):
-            level = torch.bucketize(left / step, boundaries, right=True, out_int32=True).to(torch.uint8)
-            restores = step * centroids_at(level, centroids) * owned[..., stage, :]
-            found.append(level)
-            restored, left = restored + restores, left - restores
-        weighted = restored * of.weights.unsqueeze(-2)
-        along, kept = (weighted * y).sum(-1), (weighted * restored).sum(-1)
-        return _Try(self._owned(torch.stack(found, -2), of), kept, along.square() / kept)
-
-    def _owned(self, by_stage: Tensor, of: Coordinates) -> Tensor:
-        """[..., H, n, stages, D] -> [..., H, n, N], in the order of the levels."""
-        flat = by_stage.flatten(-2)
-        return flat.gather(-1, of.owners.unsqueeze(-2).expand(*flat.shape[:-1], -1))
-
-    def _by_stage(self, of_levels: Tensor, of: Coordinates) -> Tensor:
-        """The inverse of `_owned`, 0 where no level is: [..., H, n, N] -> [..., H, n, stages, D]."""
-        flat = of_levels.new_zeros(*of_levels.shape[:-1], len(of.steps) * self.head_dim)
-        flat.scatter_(-1, of.owners.unsqueeze(-2).expand(of_levels.shape), of_levels)
-        return flat.view(*flat.shape[:-1], len(of.steps), self.head_dim)
-
 
 @cache
-def _coordinates_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Coordinates:
+def _refinement_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Refinement:
     described = kv_format.description(kv_format.head_dim)
     assert described.transform.coordinates is not None, "learned formats have coordinates"
-    return described.transform.coordinates(layer).to(device)
+    tables = (numbers_on(numbers, device) for numbers in (described.centroids, described.boundaries))
+    return Refinement(described.transform.coordinates(layer).to(device), *tables)

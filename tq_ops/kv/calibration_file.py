@@ -1,8 +1,8 @@
 """Learned coordinates as a file: safetensors, the model that they belong to, and a SHA-256 of everything in it.
 
     tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; the same for v; every layer
-    metadata  haarkv_calibration: "1"; model: its shapes, as JSON; fingerprint; learned: how, as JSON; plan: the text
-              of a plan file, or nothing; sha256
+    metadata  haarkv_calibration: "2"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
+              holds, or nothing; learned: how, as JSON; plan: the text of a plan file, or nothing; sha256
 
 `learned` is for people; nothing reads it. The SHA-256 is taken of all of the rest: the metadata but for itself, and of each
 tensor in the order of its name, the name, dtype, shape and bytes.
@@ -10,7 +10,6 @@ tensor in the order of its name, the name, dtype, shape and bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,11 +25,13 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-VERSION = "1"
-_KEYS = {"haarkv_calibration", "model", "fingerprint", "learned", "plan", "sha256"}
+VERSION = "2"
+_KEYS = {"haarkv_calibration", "model", "fingerprint", "context", "learned", "plan", "sha256"}
 _DTYPES = {"mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32}
 _SIDES = ("k", "v")
 
@@ -59,9 +60,9 @@ class CalibrationFile:
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def calibration_of(k: Sequence[Basis], v: Sequence[Basis]) -> Calibration:
+def calibration_of(k: Sequence[Basis], v: Sequence[Basis], context: int | None = None) -> Calibration:
     """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
-    return Calibration(tuple(k), tuple(v), _digest(_tensors(k, v), {}))
+    return Calibration(tuple(k), tuple(v), digest_of(_tensors(k, v), {}), context)
 
 
 def _tensors(k: Sequence[Basis], v: Sequence[Basis]) -> dict[str, Tensor]:
@@ -78,19 +79,10 @@ def _metadata(file: CalibrationFile) -> dict[str, str]:
         "haarkv_calibration": VERSION,
         "model": json.dumps(asdict(file.shape), sort_keys=True),
         "fingerprint": file.fingerprint,
+        "context": str(file.calibration.context or ""),
         "learned": json.dumps(file.learned, sort_keys=True),
         "plan": file.plan,
     }
-
-
-def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    digest = hashlib.sha256()
-    for key, value in sorted(metadata.items()):
-        digest.update(f"{key}={value}\n".encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def dumps(file: CalibrationFile) -> bytes:
@@ -102,7 +94,7 @@ def dumps(file: CalibrationFile) -> bytes:
     tensors, metadata = _tensors(file.calibration.k, file.calibration.v), _metadata(file)
     if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()]:
         raise ValueError(f"{bad[0]} is not finite")
-    content: bytes = save_tensors(tensors, metadata | {"sha256": _digest(tensors, metadata)})
+    content: bytes = save_tensors(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
     return content
 
 
@@ -118,12 +110,13 @@ def loads(content: bytes, name: str) -> CalibrationFile:
         metadata = _read_metadata(content)
         tensors = load_tensors(content)
         stated = metadata.pop("sha256")
-        if _digest(tensors, metadata) != stated:
+        if digest_of(tensors, metadata) != stated:
             raise ValueError("its content is not what its SHA-256 was taken of")
-        shape = ModelShape(**{key: int(value) for key, value in json.loads(metadata["model"]).items()})
+        shape = ModelShape.read(parse_json(metadata["model"]))
         k, v = (tuple(_read(tensors, layer, side, shape) for layer in range(shape.num_layers)) for side in _SIDES)
-        learned, plan = json.loads(metadata["learned"]), metadata["plan"]
-        return CalibrationFile(calibration_of(k, v), shape, metadata["fingerprint"], learned, plan)
+        learned, plan = parse_json(metadata["learned"]), metadata["plan"]
+        calibration = calibration_of(k, v, _context(metadata["context"]))
+        return CalibrationFile(calibration, shape, metadata["fingerprint"], learned, plan)
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{name} is no calibration: {error}; `tq calibrate` writes one") from None
 
@@ -135,6 +128,12 @@ def _read_metadata(content: bytes) -> dict[str, str]:
     if metadata["haarkv_calibration"] != VERSION:
         raise ValueError(f"its version is {metadata['haarkv_calibration']}, not {VERSION}")
     return metadata
+
+
+def _context(text: str) -> int | None:
+    if text and not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
+        raise ValueError("its context is not a number of tokens")
+    return int(text) if text else None
 
 
 def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShape) -> Basis:
@@ -166,6 +165,8 @@ def load(path: Path | str) -> CalibrationFile:
         InputError: it cannot be read or is no calibration.
     """
     try:
-        return loads(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise InputError(f"the calibration {path} cannot be read: {error.strerror}") from None
+        return loads(read_promised(Path(path), "the calibration ", "haarkv_calibration"), str(path))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no calibration: {error}; `tq calibrate` writes one") from None

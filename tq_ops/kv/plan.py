@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -32,11 +32,13 @@ class KVPlan:
         layers: K's and V's format of each layer.
         recent: tokens that a query sees in BF16, itself among them; None for the fewest that each format needs.
         sink: the first tokens of a sequence, which every query sees in BF16.
+        context: tokens that a sequence may have, where learned coordinates hold for no more; None for any number.
     """
 
     layers: tuple[tuple[KVFormat, KVFormat], ...]
     recent: int | None = None
     sink: int = 0
+    context: int | None = None
 
     def __post_init__(self) -> None:
         for kv_format in self.formats:
@@ -104,6 +106,18 @@ class KVPlan:
         vectors = sum(self.sink + self.ring_tokens(f, chunk) for f in windows)
         return WINDOW_BYTES * num_kv_heads * head_dim * vectors
 
+    def require_context(self, tokens: int) -> None:
+        """Refuse sequences that outgrow what learned coordinates hold for.
+
+        Raises:
+            InputError: naming both numbers of tokens.
+        """
+        if self.context is not None and tokens > self.context:
+            raise InputError(
+                f"the calibration holds for sequences of up to {self.context:,} tokens, and this one may have {tokens:,}; "
+                f"calibrate again with --context {tokens}"
+            )
+
     def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE, num_kv_heads: int | None = None) -> None:
         """Refuse a head_dim, a block size or a number of KV heads (where it is given) that a format cannot hold.
 
@@ -144,6 +158,20 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     vocab_size: int
+
+    @classmethod
+    def read(cls, raw: object) -> ModelShape:
+        """From the entry of a file.
+
+        Raises:
+            ValueError: it is not these five integers, each above 0.
+        """
+        names = [of.name for of in fields(cls)]
+        if not isinstance(raw, dict) or raw.keys() != set(names):
+            raise ValueError(f"its model is not described by {', '.join(names)}")
+        if bad := [name for name in names if type(raw[name]) is not int or not 0 < raw[name] < 2**31]:
+            raise ValueError(f"{bad[0]} of its model is not a positive integer")
+        return cls(**raw)
 
     def __str__(self) -> str:
         return (
@@ -217,5 +245,7 @@ class KVSpec:
             named[layer % num_layers] = spec
         if self.calibration and len(self.calibration.k) != num_layers:
             raise InputError(f"the calibration is of {len(self.calibration.k)} layers, and this model has {num_layers}")
-        pairs = tuple(formats.parse(named.get(layer, self.kv), self.calibration) for layer in range(num_layers))
-        return KVPlan(pairs, self.tail, self.sink)
+        specs = [named.get(layer, self.kv) for layer in range(num_layers)]
+        pairs = tuple(formats.parse(spec, self.calibration) for spec in specs)
+        learned = self.calibration if any(map(formats.needs_calibration, specs)) else None
+        return KVPlan(pairs, self.tail, self.sink, learned.context if learned else None)

@@ -13,13 +13,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import parse_json, read_file
 from haarkv.tq_ops.kv import calibration_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, is_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import start_of
 
 _VERSION = 1
 _KEYS = {"haarkv_plan", "model", "layers", "tail", "sink"}
@@ -52,16 +55,16 @@ def loads(text: str, name: str, learned: CalibrationFile | None = None) -> KVSpe
         InputError: no plan, one of another version, or one that contradicts itself.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         if not isinstance(content, dict) or not content.keys() >= _KEYS:
             raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(content if isinstance(content, dict) else ()))))
         if content["haarkv_plan"] != _VERSION:
-            raise ValueError(f"its version is {content['haarkv_plan']}, not {_VERSION}")
-        shape = ModelShape(**{key: int(value) for key, value in content["model"].items()})
+            raise ValueError(f"its version is {shown(content['haarkv_plan'])}, not {_VERSION}")
+        shape = ModelShape.read(content["model"])
         layers, tail, sink = content["layers"], content["tail"], content["sink"]
         if not isinstance(layers, list) or len(layers) != shape.num_layers:
             raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
-        if not isinstance(sink, int) or not (tail is None or isinstance(tail, int)):
+        if type(sink) is not int or not (tail is None or type(tail) is int):
             raise ValueError("tail and sink are not numbers of tokens")
         calibration = learned.calibration if learned else None
         for spec in layers:
@@ -80,16 +83,12 @@ def load(path: Path | str) -> KVSpec:
     Raises:
         InputError: it cannot be read or is no plan.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"the plan {path} cannot be read: {error.strerror}") from None
-    if is_calibration(content):
-        learned = calibration_file.loads(content, str(path))
+    if is_calibration(start_of(Path(path), "the plan ")):
+        learned = calibration_file.load(path)
         if not learned.plan:
             raise InputError(f"{path} is a calibration without a plan; `tq plan --calibration {path}` makes one")
         return loads(learned.plan, str(path), learned)
     try:
-        return loads(content.decode(), str(path))
+        return loads(read_file(Path(path), what="the plan ").decode(), str(path))
     except UnicodeDecodeError:
         raise InputError(f"{path} is no KV plan: it is not UTF-8; `tq plan` writes one") from None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 import torch
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import parse_json
 from haarkv.validation.fidelity.scores import Scores
 
-_VERSION = 1
+_VERSION = 2
 # Rewriting a file of some megabytes after each window of each cache would cost more than the windows.
 _SAVE_EVERY_S = 10.0
 _DTYPES = {"kl": "<f8", "same_top": "?", "log_p_a": "<f8", "log_p_b": "<f8"}
@@ -73,7 +76,7 @@ class Partial:
     def flush(self) -> None:
         """Save what is not saved yet."""
         if self._save and self._unsaved:
-            self._save(json.dumps({"haarkv_eval": _VERSION, "run": self._run, "caches": self._kept}) + "\n")
+            self._save(_written(self._run, self._kept))
             self._unsaved, self._saved_at = False, time.monotonic()
 
     def _changed(self) -> None:
@@ -83,20 +86,32 @@ class Partial:
 
 
 def _read(text: str, run: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    head, _, body = text.partition("\n")
     try:
-        content = json.loads(text)
-        version, before, caches = content["haarkv_eval"], content["run"], content["caches"]
-        for of_cache in caches.values():
-            of_cache["fingerprint"], of_cache["windows"].items()
-    except (ValueError, KeyError, TypeError, AttributeError):
+        about = parse_json(head)
+        version = about["haarkv_eval"]
+    except (ValueError, KeyError, TypeError):
         raise InputError("--resume: the file is no partial result of such a run; begin a new one") from None
     if version != _VERSION:
-        raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
+        raise InputError(f"--resume: the file is of version {shown(version)}, not {_VERSION}; begin a new one")
+    if about.get("sha256") != _digest(body):
+        raise InputError("--resume: the file is damaged; begin a new one")
+    content = json.loads(body)
     for what, value in run.items():
-        if before.get(what) != value:
+        if content["run"].get(what) != value:
             raise InputError(f"--resume: the file was begun with another {what}; begin a new one")
-    kept: dict[str, dict[str, Any]] = caches
+    kept: dict[str, dict[str, Any]] = content["caches"]
     return kept
+
+
+def _written(run: Mapping[str, str], kept: Mapping[str, Any]) -> str:
+    """A line that says what the file is and carries the SHA-256 of the next, which holds everything."""
+    body = json.dumps({"run": run, "caches": kept}) + "\n"
+    return json.dumps({"haarkv_eval": _VERSION, "sha256": _digest(body)}) + "\n" + body
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
 
 
 def _pack(scores: Scores) -> dict[str, str]:

@@ -216,10 +216,10 @@ def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 
-def with_calibrations(setup: Setup, entries: Sequence[Entry]) -> list[Entry]:
+def with_calibrations(setup: Setup, entries: Sequence[Entry], context: int) -> list[Entry]:
     """The same entries, with OSCAR's rotations or the coordinates of learned nibbles where they need them.
 
-    Both are learned from the same part of the text that `tiny` was trained on.
+    Both are learned from the same part of the text that `tiny` was trained on; learned nibbles for sequences of `context`.
     """
     if not any(entry.learned for entry in entries):
         return list(entries)
@@ -227,8 +227,8 @@ def with_calibrations(setup: Setup, entries: Sequence[Entry]) -> list[Entry]:
     text = base.tokenizer.encode(SEPARATOR.join(train_texts()[::9]))
     plan = make_workload(text, base.config.max_position_embeddings, tokens=LEARNED_FROM, prompts=0)
     windows = [plan.fed(window) for window in plan.windows]
-    k, v = zip(*learn_model(model, reference, windows, ()).layers, strict=True)
-    of = {OURS: calibration_of(k, v), THEIRS: oscar.learn(model, base, windows)}
+    k, v = zip(*learn_model(model, reference, windows, (), context=context).layers, strict=True)
+    of = {OURS: calibration_of(k, v, context), THEIRS: oscar.learn(model, base, windows)}
     return [replace(e, spec=replace(e.spec, calibration=of[e.whose])) if e.learned else e for e in entries]
 
 
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for comparison in comparisons():
         entries = [entry for entry in comparison.entries if labels is None or entry.label in labels]
         if given.only in (None, comparison.name) and entries:
-            entries = with_calibrations(setup, entries)
+            entries = with_calibrations(setup, entries, comparison.window)
             partial = given.resume.with_name(f"{given.resume.name}.{comparison.name}") if given.resume else None
             rows = measure(setup, text, replace(comparison, entries=tuple(entries)), given.tokens, partial)
             if given.out:

@@ -60,6 +60,17 @@ ATTENTION = (
     CacheCase("k=lr272,v=lr768", 256, 1, 2, 128, (130,), (2,)),
     CacheCase("k=tq4,v=lr80", 128, 5, 2, 128, (130, 7), (1, 2)),
     CacheCase("k=lr144,v=tbq4_0", 128, 2, 2, 16, (40,), (9,)),
+    # Levels wider than 4 bits, and numbers as they are.
+    CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
+    CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
+    CacheCase("k=tq5,v=tq8", 256, 2, 2, 24, (40, 0), (1, 7)),
+    # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, and sinks of a whole block.
+    CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
+    CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
+    CacheCase("k=lr112,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
+    CacheCase("k=bf16,v=lr48", 128, 5, 2, 128, (0, 300), (1, 20), tail=32, sink=4),
+    CacheCase("k=tbq4_0,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
+    CacheCase("k=tq8,v=tq2", 64, 1, 2, 24, (1500, 7), (1, 9), tail=1200, sink=30),
 )
 # For interpreters, too: of each pair what is quick.
 SMALL_ATTENTION = (
@@ -88,6 +99,13 @@ SMALL_ATTENTION = (
     Attention(CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6), BF16, small=True),
     Attention(CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40), BF16, small=True),
     Attention(CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2), BF16, small=True),
+    # Learned nibbles that fill their columns and that do not, of one side and of both, chunks and single tokens.
+    Attention(CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (126, 0), (1, 1)), BF16, small=True),
+    *(Attention(CacheCase("k=lr80,v=lr48", 64, 2, 2, 8, (20, 3), (2, 1)), dtype, small=True) for dtype in (FP32, BF16)),
+    Attention(CacheCase("k=lr48,v=lr112", 64, 8, 1, 16, (7,), (8,), pages=True, tail=4, sink=2), BF16, small=True),
+    Attention(CacheCase("k=lr96,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("k=tq4,v=lr32", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("k=lr160,v=lr256", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -113,6 +131,9 @@ SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3),
     CacheCase("k=tq4,v=tq3", 64, 1, 2, 8, (0, 40), (3, 2), sink=2),
     CacheCase("tq4", 128, 1, 2, 16, (7, 40), (1, 1), tail=9),
+    CacheCase("k=lr112,v=lr48", 128, 1, 2, 8, (0,), (3,), pages=True),
+    CacheCase("k=tq4,v=lr176", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
+    CacheCase("k=lr64,v=lr32", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
 )
 _PACKED = ("tq4", "tbq4_0", "k=lr128,v=lr64")
 

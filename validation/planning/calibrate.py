@@ -24,6 +24,7 @@ from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
+from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -50,6 +51,7 @@ def learn_model(
     windows: Sequence[Tensor],
     held_back: Sequence[Tensor],
     *,
+    context: int | None = None,
     learning: Learning | None = None,
     save: Callable[[Learning], None] = lambda _: None,
     on_step: OnStep = lambda *_: None,
@@ -63,6 +65,7 @@ def learn_model(
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
         held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
+        context: tokens of a sequence for which the coordinates shall hold; the longest window's unless given.
         learning: what an earlier run has done with the same model and windows.
         save: called after each layer.
     Raises:
@@ -70,6 +73,7 @@ def learn_model(
     """
     learning, config = learning or Learning(), model.config
     lengths = [len(window) for window in (*windows, *held_back)]
+    longest = [max(map(len, of), default=1) for of in (windows, held_back)]
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
@@ -82,6 +86,10 @@ def learn_model(
             after.append(_run(model, recording(ops, sums), layer, hidden))
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
+        own, other = (
+            sums.over_context(inverse_frequencies(config), length, context or longest[0])
+            for sums, length in zip((own, other), longest, strict=True)
+        )
         learning.layers.append(bases_of(own, layer))
         learning.fits.append(fit_of(own, other, learning.layers[-1]))
         save(learning)
@@ -164,10 +172,10 @@ class Subject:
         """As `learn_model`."""
         return learn_model(self.model, self.ops, windows, held_back, **how)
 
-    def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:
+    def file_of(self, learning: Learning, context: int, learned: Mapping[str, Any]) -> CalibrationFile:
         """What is written of a finished learning."""
         k, v = zip(*learning.layers, strict=True)
-        return CalibrationFile(calibration_of(k, v), shape_of(self.config), self.fingerprint, learned)
+        return CalibrationFile(calibration_of(k, v, context), shape_of(self.config), self.fingerprint, learned)
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
         """`tq4` and `lrN` of the same bytes, on a text that was not learned from.

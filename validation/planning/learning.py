@@ -12,9 +12,11 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-_VERSION = "1"
+_VERSION = "2"
 
 
 @dataclass
@@ -47,7 +49,7 @@ def dumps(learning: Learning, run: Mapping[str, str]) -> bytes:
     if learning.hidden is not None:
         tensors["hidden"] = learning.hidden.contiguous()
     metadata = {"haarkv_calibrating": _VERSION, "run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}
-    content: bytes = save(tensors, metadata)
+    content: bytes = save(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
     return content
 
 
@@ -55,21 +57,26 @@ def loads(content: bytes, run: Mapping[str, str]) -> Learning:
     """What an earlier run has saved.
 
     Raises:
-        InputError: bytes that are none of this, or of another run.
+        InputError: bytes that are none of this, or of another run, or damaged.
     """
     try:
         metadata, tensors = metadata_of(content), load(content)
-        version, before = metadata["haarkv_calibrating"], json.loads(metadata["run"])
-        fits = [(float(k), float(v)) for k, v in json.loads(metadata["fits"])]
+        version = metadata["haarkv_calibrating"]
+        if version != _VERSION:
+            raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
+        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
+            raise InputError("--resume: the file is damaged; begin a new one")
+        before = parse_json(metadata["run"])
+        fits = [(float(k), float(v)) for k, v in parse_json(metadata["fits"])]
         layers = [
             tuple(Basis(**{of.name: tensors[f"{layer}.{side}.{of.name}"] for of in fields(Basis)}) for side in "kv")
             for layer in range(len(fits))
         ]
         hidden = tensors["hidden"]
+    except InputError:
+        raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError("--resume: the file is no half-done calibration; begin a new one") from None
-    if version != _VERSION:
-        raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
     for what, value in run.items():
         if before.get(what) != value:
             raise InputError(f"--resume: the file was begun with another {what}; begin a new one")

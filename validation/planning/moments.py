@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _TINY = 1e-300
+_SHIFTS_A_WINDOW = 8
 
 
 @dataclass
@@ -54,6 +57,39 @@ class Moments:
         return second - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
 
+def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moments:
+    """The moments that vectors after RoPE would have, had their text stood at other places of a context too.
+
+    RoPE turns the pair (x_i, x_{i + D/2}) of a vector by its position times inv_freq_i. So if the text begins `shift` tokens
+    later, every pair is turned by that much more, and nothing has to be run again. With z = x_i + 1j * x_{i + D/2} a turn is a
+    factor, and the moments' mean over all turns is a product with the mean factor.
+
+    Args:
+        moments: [H, D] and [H, D, D], of vectors whose first 2 * len(inv_freq) numbers are turned.
+        inv_freq: [R/2], angle of a position.
+        shifts: [n], places where the text begins, less the one where it began.
+    """
+    half, inv_freq = len(inv_freq), inv_freq.double()
+    angles = shifts.double().unsqueeze(1) * inv_freq
+    turns = torch.polar(torch.ones_like(angles), angles)  # [n, R/2]
+    mean, apart, along = turns.mean(0), turns.mT @ turns.conj() / len(turns), turns.mT @ turns / len(turns)
+    first, second = moments.first.clone(), moments.second.clone()
+    a, b, rest = slice(0, half), slice(half, 2 * half), slice(2 * half, None)
+    z = torch.complex(first[:, a], first[:, b]) * mean
+    first[:, a], first[:, b] = z.real, z.imag
+    # E[z z^H] and E[z z^T]
+    p = torch.complex(second[:, a, a] + second[:, b, b], second[:, b, a] - second[:, a, b]) * apart
+    q = torch.complex(second[:, a, a] - second[:, b, b], second[:, a, b] + second[:, b, a]) * along
+    turned = second.clone()
+    turned[:, a, a], turned[:, b, b] = (p + q).real / 2, (p - q).real / 2
+    turned[:, b, a], turned[:, a, b] = (q + p).imag / 2, (q - p).imag / 2
+    # With what is not turned.
+    z = torch.complex(second[:, a, rest], second[:, b, rest]) * mean.unsqueeze(1)
+    turned[:, a, rest], turned[:, b, rest] = z.real, z.imag
+    turned[:, rest, a], turned[:, rest, b] = z.real.mT, z.imag.mT
+    return Moments(moments.weight, first, turned)
+
+
 class Sums:
     """What one layer is learned from, added up as tokens go by.
 
@@ -84,6 +120,21 @@ class Sums:
         """Add queries [T, Hq, D]; those that share a KV head count as one head's."""
         by_head = q.to("cpu", torch.float64).view(len(q), self._heads, -1, q.shape[-1])
         self.q.add(by_head.transpose(0, 1).flatten(1, 2))
+
+    def over_context(self, inv_freq: Tensor, window: int, context: int) -> Sums:
+        """The same, had the text stood at every place of a context, from windows that begin at its first token.
+
+        Args:
+            inv_freq: of the model's RoPE.
+            window: tokens of the longest window.
+            context: tokens of a sequence.
+        """
+        room = max(0, context - window)
+        steps = math.ceil(_SHIFTS_A_WINDOW * room / window) + 1
+        shifts = torch.linspace(0, room, steps, dtype=torch.float64)
+        found = copy(self)
+        found.q, found.k = (over_positions(of, inv_freq, shifts) for of in (self.q, self.k))
+        return found
 
     @property
     def metric_k(self) -> Tensor:

@@ -109,18 +109,19 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
+    source = folder_of(export.model)
+    for name in _COPIED if source is not None else ():
+        if (source / name).is_file():  # type: ignore[operator]
+            shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
     about = {
         **export.about(),
         "opset": export.opset,
         "weights": WEIGHTS,
         "graphs": list(graphs),
+        "files": sorted(path.name for path in folder.iterdir()),
         "config": asdict(export.config),
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    source = folder_of(export.model)
-    for name in _COPIED if source is not None else ():
-        if (source / name).is_file():  # type: ignore[operator]
-            shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
     return list(graphs)
 
 

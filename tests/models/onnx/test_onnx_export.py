@@ -178,11 +178,11 @@ def test_a_full_disk_leaves_nothing_half_written(capsys, tmp_path, small_disk, f
     out = tmp_path / "out"
     if force:
         out.mkdir()
-        (out / ABOUT).write_text("old")
+        (out / ABOUT).write_text('{"files": []}')
     said = refused(capsys, "--out", out, *["--force"] * force)
     assert said == f"tq: {out} cannot be written: File too large\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"] * force
-    assert not force or (out / ABOUT).read_text() == "old"
+    assert not force or (out / ABOUT).read_text() == '{"files": []}'
 
 
 @pytest.mark.parametrize(

@@ -151,15 +151,17 @@ def test_bf16_results_do_not_depend_on_threads_or_on_the_rest_of_the_batch(table
             assert torch.equal(ops.paged_attention(q[token : token + 1], cache, LAYER, alone, SCALE)[0], together[0][token])
 
 
-@pytest.mark.parametrize("name", readable(READS))
+@pytest.mark.parametrize(
+    "name", [name for name in readable(READS) if (of := formats.get(name).description(128)) and of.bits <= 4]
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
     if name == "tbq4_0" and head_dim == 64:
         pytest.skip("tbq4_0 has no head_dim of 64")
     of = layout(formats.get(name), LAYER, head_dim)
-    error = (of.levels.double() * of.unit - of.centroids.double()).abs().max() / of.centroids.abs().max()
-    assert of.levels.dtype == torch.int16
-    assert of.levels.abs().max() <= LARGEST_LEVEL
-    assert torch.equal(of.levels, -of.levels.flip(0))
+    error = (of.integers.double() * of.unit - of.centroids.double()).abs().max() / of.centroids.abs().max()
+    assert of.integers.dtype == torch.int16
+    assert of.integers.abs().max() <= LARGEST_LEVEL
+    assert torch.equal(of.integers, -of.integers.flip(0))
     # A codebook of no special shape is off by half a level, 6e-5; a unit that suits it by a third of that.
     assert error <= 2.2e-5

@@ -54,6 +54,10 @@ BOUNDS = {
     (90, "decode 64"): Bounds(184, 39 * 1024, 36, 4, 2.1, 0.080, 2, 2),
     # measured                  171 / 177     28,800     24     10 / 2    1.97 / 2.23     0.0464 / 0.0464
     (90, "prefill 128"): Bounds(184, 30 * 1024, 16, 2, 2.4, 0.055),
+    # measured; K 128, V 64   178           61,440     48      6        1.90           0.0640 (Triton 3.9)
+    (90, "decode of learned nibbles 128"): Bounds(192, 62 * 1024, 40, 6, 2.1, 0.070, 2, 2),
+    # measured                121           20,480     40; with four warps instead of eight 208 (Triton 3.9)
+    (90, "prologue of learned nibbles 128"): Bounds(128, 21 * 1024, 32),
     # measured                   96           20,480     72
     (90, "prologue 128"): Bounds(128, 21 * 1024, 64),
     # measured                96              20,480     64

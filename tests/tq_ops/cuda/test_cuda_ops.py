@@ -90,6 +90,13 @@ def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     assert attended(case, BF16, programs, monkeypatch) <= bounds.LAYER_BF16.attention
 
 
+@pytest.mark.parametrize("programs", [1, 3])
+def test_each_head_of_a_prompt_goes_back_by_its_own_matrix(monkeypatch, programs):
+    """One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head."""
+    case = Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8 if programs == 1 else 2,), tail=4, sink=2)
+    assert attended(case, BF16, programs, monkeypatch) <= bounds.LAYER_BF16.attention
+
+
 def test_tiny_v_keeps_its_precision():
     """Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range."""
     case = Case("tq4", 64, 1, 1, 8, (20,), (1,))
@@ -98,6 +105,17 @@ def test_tiny_v_keeps_its_precision():
     q = torch.randn(1, 1, 64).bfloat16()
     theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125)
     ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125)
+    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+
+
+@pytest.mark.parametrize("new", [1, 8])
+def test_queries_too_large_for_fp16_in_learned_coordinates_keep_their_precision(new):
+    """Learned matrices are of any size; here queries become ten times FP16's largest number."""
+    case = Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (new,))
+    made, batch = filled(case)
+    q = 1e4 * torch.randn(new, 8, 64).bfloat16()
+    theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125e-4)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125e-4)
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from op_tables import LAYER, Case, filled, relative
 
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -33,11 +34,10 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_bac
     q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
     theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
     k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    rotated = (q.float().flatten(0, 1) @ k.rotation.float()).half().view(q.shape)
     scale, kept = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER)
     in_bf16 = ops.attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, rotated, made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
     return ours, theirs
 
 
@@ -67,6 +67,12 @@ CASES = [
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+    # Learned nibbles, whole words of a lane: one, three and five of K, one, two and three of V.
+    case("k=lr128,v=lr64", 128, 5, 2, 128, 300, 3),
+    case("k=lr96,v=lr192", 64, 3, 2, 16, 60, 17, pages=True),
+    case("k=lr160,v=lr128", 256, 2, 1, 128, 40),
+    case("k=lr32,v=tq4", 64, 3, 2, 128, 40, 13, tail=9, sink=4),
+    case("k=tq3,v=lr64", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
 ]
 
 
@@ -150,7 +156,7 @@ def test_planted_faults_are_found(fault):
     one = CASES[0]
     made, batch = filled(one)
 
-    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0)
+    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
     broken = FAULTS[fault](ptx_of(*shape))  # an edit that changes nothing fails here
 
     def check_twice() -> None:
@@ -185,11 +191,16 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
         (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
         (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
         (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
+        (torch.bfloat16, 128, 5, "k=lr96,v=lr64", 128, True), (torch.bfloat16, 128, 9, "k=lr160,v=lr64", 128, False),
+        (torch.bfloat16, 128, 5, "k=lr80,v=lr64", 128, False), (torch.bfloat16, 128, 5, "k=lr96,v=lr96", 128, False),
     ],
 )  # fmt: skip
 def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    made = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block)
+    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
+    made = PagedKVCache(
+        KVSpec(kv, calibration=calibration).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block
+    )
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
     assert decode.takes(q, made, 0, k, v) == taken

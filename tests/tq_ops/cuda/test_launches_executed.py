@@ -18,7 +18,9 @@ def check(capability: int, *groups: str) -> None:
     assert [row for row in rows if row["wrong"]] == []
 
 
-@pytest.mark.parametrize("groups", [("decode", "planted"), ("prefill", "store"), ("step", "short tail")], ids=" ".join)
+@pytest.mark.parametrize(
+    "groups", [("decode", "planted"), ("prefill", "store"), ("step", "short tail", "short learned")], ids=" ".join
+)
 def test_batches_on_ampere(groups):
     """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
 
@@ -34,6 +36,6 @@ def test_attention_on_hopper():
 
 @pytest.mark.ptx_long
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("group", ["decode", "prefill", "store", "tail", "rest", "planted", "executor", "contract"])
+@pytest.mark.parametrize("group", ["decode", "prefill", "store", "tail", "learned", "rest", "planted", "executor", "contract"])
 def test_at_length(capability, group):
     check(capability, group)

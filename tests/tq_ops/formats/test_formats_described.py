@@ -222,6 +222,7 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
 ONLY = "only --executor reference reads every format"
+CPU_READS = "the CPU kernels read tq4, tq2, tq3, tq5, tq6, tq8, tbq4_0 and bf16"
 ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
 
 
@@ -229,7 +230,10 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
     ("backend", "kv", "head_dim", "reason"),
     [
         ("cpu", "k=tq4,v=tbq4_0", 256, None),
-        ("cpu", "tq3", 128, "the CPU kernels read tq4 and tbq4_0, not tq3; only --executor reference reads every format"),
+        ("cpu", "k=tq8,v=tq3", 64, None),
+        ("cpu", "k=bf16,v=tq5", 128, None),
+        ("cpu", "tq4_seed", 128, f"{CPU_READS}, not tq4_seed; {ONLY}"),
+        ("cpu", "bf16", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
         ("cuda", "k=tq4,v=tbq4_0", 128, None),
@@ -255,9 +259,9 @@ def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_di
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_windows_are_refused_by_all_but_the_gpu(backend):
+def test_windows_are_refused_by_those_that_read_packed_tokens_alone(backend):
     reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), 128)
-    if backend == "cuda":
+    if backend in ("cpu", "cuda"):
         assert reason is None
         return
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
@@ -272,8 +276,14 @@ def test_learned_formats_are_read_where_kernels_take_them():
     assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
     assert cpu_layout.tables(learned.format("k", 16), LAYER, 64) is None
     assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
-    assert "not lr32" in misfit(cuda_layout.READS, learned.format("k", 32), 64)
     wide = calibration(heads=2, dim=128)
+    assert (
+        misfit(cuda_layout.READS, learned.format("k", 192), 64)
+        is misfit(cuda_layout.READS, wide.format("k", 256), 128)
+        is None
+    )
+    reason = "the GPU kernels take 32 to 256 learned nibbles in steps of 16, not 272"
+    assert misfit(cuda_layout.READS, wide.format("v", 272), 128) == reason
     reason = "its programs take 64 to 256 learned nibbles in steps of 64, not 96"
     assert misfit(NPU_READS, wide.format("k", 96), 128) == reason
     assert misfit(NPU_READS, wide.format("k", 192), 128) is None
@@ -284,10 +294,14 @@ def test_learned_formats_are_read_where_kernels_take_them():
     ("description", "reads", "reason"),
     [
         (IN_TWO_PLANES, cuda_layout.READS, None),
-        (
-            replace(IN_TWO_PLANES, planes=(IN_TWO_PLANES.planes[0], Plane(1, OWN_ORDER))),
-            cuda_layout.READS,
-            "the GPU kernels read planes of one order of coordinates, and made_up has planes of several",
+        (IN_TWO_PLANES, cpu_layout.READS, None),
+        *(
+            (
+                replace(IN_TWO_PLANES, planes=(IN_TWO_PLANES.planes[0], Plane(1, OWN_ORDER))),
+                reads,
+                f"{reads.kernels} read planes of one order of coordinates, and made_up has planes of several",
+            )
+            for reads in (cpu_layout.READS, cuda_layout.READS)
         ),
         (MADE_UP, ONNX_READS, "its graphs read tq4, not made_up; only --executor reference reads every format"),
         (MADE_UP, cpu_layout.APPENDS, "the CPU kernels read another order of coordinates than made_up has"),
@@ -313,7 +327,7 @@ def test_learned_formats_are_read_where_kernels_take_them():
         (
             replace(MADE_UP, scale_dtype=torch.float32),
             cpu_layout.READS,
-            "the CPU kernels read tq4 and tbq4_0, not made_up; only --executor reference reads every format",
+            f"{CPU_READS}, not made_up; {ONLY}",
         ),
     ],
 )

@@ -137,6 +137,20 @@ def test_levels_are_judged_by_what_they_follow(nibbles):
     assert (choice.reach < 0.5 * choice.boundaries.diff().median()).float().mean() > 0.9
 
 
+def test_a_gain_that_fits_less_is_not_explained():
+    """Rounding decides between gains that fit alike, and between no others."""
+    kv_format, x = MADE_UP.format("k", 96), vectors_of(MADE_UP, 0, "k", 300)
+    ours, theirs = (of.quantize(x, 0) for of in (kv_format, kv_format.altered(lambda of: replace(of, gains=(1.0,)))))
+    assert torch.equal(kv_format.lengths(ours, 0) > 0, kv_format.lengths(theirs, 0) > 0)
+    choice = kv_format.choice(x, 0, 1e-6, kv_format.levels(theirs))
+    expected = (choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1)
+    wrong = (expected != kv_format.levels(theirs)).float().mean(-1) > 0.05
+    chosen_otherwise = (kv_format.levels(ours) != kv_format.levels(theirs)).float().mean(-1) > 0.05
+    assert chosen_otherwise.float().mean() > 0.4
+    assert not (wrong & ~chosen_otherwise).any()
+    assert wrong.sum() > 0.95 * chosen_otherwise.sum()
+
+
 def test_names_need_a_calibration():
     assert formats.get("lr96", "v", MADE_UP) is MADE_UP.format("v", 96)
     with pytest.raises(InputError, match="lr96 needs the coordinates that `tq calibrate` learns"):

@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps, loads
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape(2, 2, 32, 64, 257)
@@ -27,7 +28,7 @@ def changed(change=lambda tensors: None, metadata=None):
     tensors, words = load_tensors(CONTENT), metadata_of(CONTENT) | (metadata or {})
     change(tensors)
     words.pop("sha256")
-    return save_tensors(tensors, words | {"sha256": calibration_file._digest(tensors, words)})
+    return save_tensors(tensors, words | {"sha256": digest_of(tensors, words)})
 
 
 def test_what_is_written_comes_back_to_the_bit():
@@ -39,6 +40,17 @@ def test_what_is_written_comes_back_to_the_bit():
     ):
         assert all(torch.equal(getattr(ours, of.name), getattr(theirs, of.name)) for of in fields(Basis))
     assert metadata_of(dumps(back)) == metadata_of(CONTENT)
+
+
+def test_the_context_is_kept_and_longer_sequences_are_refused():
+    of = calibration_of(MADE_UP.k, MADE_UP.v, 4096)
+    spec = loads(dumps(replace(FILE, calibration=of)), "it").spec
+    assert (spec.plan(2).context, replace(spec, kv="lr32").plan(2).context) == (None, 4096)
+    replace(spec, kv="k=lr32,v=tq4").plan(2).require_context(4096)
+    words = r"holds for sequences of up to 4,096 tokens, and this one may have 4,097; calibrate again with --context 4097"
+    with pytest.raises(InputError, match=words):
+        replace(spec, kv="k=tq4,v=lr32").plan(2).require_context(4097)
+    loads(CONTENT, "it").spec.plan(2).require_context(10**9)
 
 
 def test_the_digest_tells_one_number_from_another():
@@ -71,14 +83,15 @@ def _float_matrix(tensors):
 
 
 REFUSED = {
+    "context": (changed(metadata={"context": "-5"}), "its context is not a number of tokens"),
     "nan": (changed(_nan), "layers.1.v.forward is not finite"),
     "lacks": (changed(lambda tensors: tensors.pop("layers.1.k.weights")), "it lacks layers.1.k.weights"),
     "dtype": (changed(_float_matrix), "layers.0.k.back is torch.float32"),
     "heads": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
     "layers": (changed(metadata={"model": json.dumps({**vars(SHAPE), "num_layers": 3})}), "it lacks layers.2.k.mean"),
-    "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 1"),
-    "model": (changed(metadata={"model": "[]"}), "no attribute"),
-    "words": (save_tensors({"a": torch.zeros(1)}), "it lacks fingerprint, haarkv_calibration"),
+    "version": (changed(metadata={"haarkv_calibration": "3"}), "its version is 3, not 2"),
+    "model": (changed(metadata={"model": "[]"}), "its model is not described by num_layers"),
+    "words": (save_tensors({"a": torch.zeros(1)}), "it lacks context, fingerprint, haarkv_calibration"),
     "text": (b"{}", "truncated or no safetensors file"),
 }
 

@@ -15,9 +15,9 @@ void exponentials(int rows, const float* before, const float* block, const float
 
 // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the weights
 // of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum in this
-// block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums.
+// block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits become p.
 template <class Simd, int R>
-void soften(const float* logits, int n, const int* seen, bool round, int stride, const float* scale, int segments,
+void soften(float* logits, bool keep, int n, const int* seen, bool round, int stride, const float* scale, int segments,
             float* weights, float* maxima, float* totals, float* shrink) {
     using F = typename Simd::F;
     const F lowest = Simd::set1(-INFINITY);
@@ -41,6 +41,7 @@ void soften(const float* logits, int n, const int* seen, bool round, int stride,
             value = Simd::first(seen[r] - i, value, Simd::zero());
             sum[r] = Simd::add(sum[r], value);
             value = Simd::mul(value, Simd::set1(factor[r]));
+            if (keep) Simd::store(logits + r * stride + i, value);
             for (int s = 0; s < segments; ++s)
                 Simd::store(weights + (s * R + r) * stride + i, Simd::mul(value, Simd::load(scale + s * stride + i)));
         }
@@ -50,28 +51,127 @@ void soften(const float* logits, int n, const int* seen, bool round, int stride,
     }
 }
 
+// Scales that weights are multiplied by, a vector: numbers hold theirs already.
+inline int segments_of(const Side& side) { return side.cell == kNibble ? side.scales_per_vector : 1; }
+
+// Where the pieces of scratch begin, in floats. The products' own come last.
+struct Pieces {
+    int64_t logits, k_scale, v_scale, weights, words, codes, numbers, queries, end = 0;
+
+    Pieces(const Cache& cache, int rows) {
+        const int64_t stride = padded(cache.block_size), segments = segments_of(cache.v);
+        const bool numbers_too = cache.k.cell != kNibble || cache.v.cell != kNibble;
+        const bool kept = cache.k.kept.vectors || cache.v.kept.vectors;
+        const int64_t tile = kTileKeys * larger(cache.head_dim, larger(cache.k.levels, cache.v.levels));
+        const int64_t nibbles = cache.block_size * larger(unpacked_bytes(cache.k), unpacked_bytes(cache.v));
+        logits = take(rows * stride);
+        k_scale = take(stride * segments_of(cache.k));
+        v_scale = take(stride * segments);
+        weights = take(rows * stride * segments);
+        words = take(cache.k.cell == kNibble ? stride * (cache.k.levels / 8) : 0);
+        codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
+        numbers = take(numbers_too || kept ? tile : 0);
+        queries = take(kept ? rows * cache.head_dim : 0);
+    }
+
+  private:
+    static int64_t unpacked_bytes(const Side& side) { return unpacks_nibbles(side) ? nibble_bytes(side) : 0; }
+    int64_t take(int64_t floats) {
+        const int64_t begin = end;
+        end += (floats + kLine / 4 - 1) / (kLine / 4) * (kLine / 4);
+        return begin;
+    }
+};
+
 // Floats of scratch that `attend` needs with the products `P`, FloatProducts or IntegerProducts.
 template <template <int> class P> int64_t scratch_floats(const Cache& cache) {
-    const int64_t stride = padded(cache.block_size);
-    // Transposed words, logits, K's scales, V's scales, weights; then the products' own.
-    return stride * (cache.k.levels / 8) + kMaxRows * stride +
-           stride * (cache.k.scales_per_vector + cache.v.scales_per_vector * (1 + kMaxRows)) + P<kMaxRows>::floats(cache) + 16;
+    return Pieces(cache, kMaxRows).end + P<kMaxRows>::floats(cache) + 16;
 }
 
-template <class Simd, class P, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
-    const int stride = padded(cache.block_size), levels = cache.v.levels, segments = cache.v.scales_per_vector;
-    uint32_t* words = reinterpret_cast<uint32_t*>(scratch);
-    float* p = scratch + stride * (cache.k.levels / 8);
-    float* k_scale = p + R * stride;
-    float* v_scale = k_scale + stride * cache.k.scales_per_vector;
-    float* weights = v_scale + stride * segments;
-    const P products(cache, tile, stride, weights + R * stride * segments);
-    for (int r = 0; r < R; ++r) {
-        for (int i = 0; i < levels; ++i) tile.sums[r * levels + i] = 0.0f;
-        tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
+// The rows of a tile: what is taken of one block after the other, and what is kept between them.
+template <class Simd, class P, int R> struct Attend {
+    const Cache& cache;
+    const Tile& tile;
+    const Pieces pieces;
+    const int stride, segments, dim;
+    const P products;
+    const KeptRows<R> k_kept, v_kept;
+    float *const logits, *const v_scale, *const weights, *const numbers;
+    uint8_t* const codes;
+    float *const k_scale, *const words;
+    const float* own[R];      // [dim] queries for keys in BF16
+    float less[R];            // softmax_scale * q . K's mean, which the logits of packed keys lack
+    float shrink[R];          // of all sums, by the block at hand
+    bool met_kept = false;    // whether a row has seen a value in BF16
+
+    Attend(const Cache& cache, const Tile& tile, float* scratch)
+        : cache(cache), tile(tile), pieces(cache, R), stride(padded(cache.block_size)), segments(segments_of(cache.v)),
+          dim(cache.head_dim), products(cache, tile, stride, scratch + pieces.end), k_kept(cache.k, cache, tile),
+          v_kept(cache.v, cache, tile), logits(scratch + pieces.logits), v_scale(scratch + pieces.v_scale),
+          weights(scratch + pieces.weights), numbers(scratch + pieces.numbers),
+          codes(reinterpret_cast<uint8_t*>(scratch + pieces.codes)), k_scale(scratch + pieces.k_scale),
+          words(scratch + pieces.words) {
+        for (int r = 0; r < R; ++r) {
+            for (int i = 0; i < cache.v.levels; ++i) tile.sums[r * cache.v.levels + i] = 0.0f;
+            tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
+        }
+        for (int i = 0; cache.v.cell != kNibble && i < stride; ++i) v_scale[i] = 1.0f;
+        if (v_kept.vectors) {
+            for (int i = 0; i < R * dim; ++i) tile.kept_sums[i] = 0.0f;
+            for (int r = 0; r < R; ++r) tile.kept_totals[r] = 0.0f;
+        }
+        if (k_kept.vectors) widen_queries(scratch + pieces.queries);
     }
+
+    // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
+    void score(Place k, int base, int n, const int* seen, const uint8_t* values, const uint8_t* next_keys) {
+        const KeptKeys<R> keys(k_kept, base, n, seen);
+        if (keys.packed && cache.k.cell == kNibble) {
+            if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, codes), k.codes = codes;
+            products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
+        } else if (keys.packed) {
+            score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
+        }
+        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, numbers, logits);
+    }
+
+    // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
+    void mix(Place v, int base, int n, const int* seen, const uint8_t* next_keys) {
+        if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
+        soften<Simd, R>(logits, v_kept.vectors, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima,
+                        tile.totals, shrink);
+        const KeptKeys<R> keys(v_kept, base, n, seen);
+        if (keys.any) met_kept = true;
+        if (met_kept) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
+        if (keys.any) {
+            split_weights<R>(keys, n, segments, stride, weights, logits, tile.kept_totals);
+            mix_kept<Simd, R>(v_kept, keys, n, logits, stride, numbers, tile.kept_sums);
+        }
+        if (!keys.packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
+        if (cache.v.cell != kNibble)
+            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
+        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, codes), v.codes = codes;
+        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+    }
+
+  private:
+    void widen_queries(float* queries) {
+        const float* mean = cache.k.mean ? cache.k.mean + static_cast<int64_t>(tile.kv_head) * dim : nullptr;
+        for (int r = 0; r < R; ++r) {
+            float* query = queries + r * dim;
+            for (int i = 0; i < dim; ++i)
+                query[i] = tile.bf16 ? bf16_to_float(static_cast<const uint16_t*>(tile.own[r])[i])
+                                     : static_cast<const float*>(tile.own[r])[i];
+            own[r] = query, less[r] = 0.0f;
+            if (mean) score_numbers<Simd, 1>(mean, 1, dim, own + r, tile.softmax_scale, 1, less + r);
+        }
+    }
+};
+
+template <class Simd, class P, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
+    Attend<Simd, P, R> rows(cache, tile, scratch);
     int longest = 0;
-    for (int r = 0; r < R; ++r) longest = tile.limits[r] > longest ? tile.limits[r] : longest;
+    for (int r = 0; r < R; ++r) longest = larger(tile.limits[r], longest);
     for (int block = tile.first_block; block < tile.end_block; ++block) {
         const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
         if (n <= 0) break;
@@ -81,15 +181,12 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         // apart in memory, so the hardware prefetcher cannot predict the next one.
         const int next = block + 1 < tile.end_block ? block + 1 : block;
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
-        fetch_scales(v, segments * n);
-        products.score(k, n, tile.softmax_scale, words, k_scale, p, v.codes, next_k.codes);
-        widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         int seen[R];
-        float shrink[R];
         for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
-        soften<Simd, R>(p, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals, shrink);
+        fetch_scales(v, cache.v.scales_per_vector * n);
+        rows.score(k, base, n, seen, v.codes, next_k.codes);
         fetch_scales(next_k, cache.k.scales_per_vector * n);
-        products.mix(v, n, weights, shrink, tile.sums, next_k.codes);
+        rows.mix(v, base, n, seen, next_k.codes);
     }
 }
 

@@ -12,6 +12,8 @@ namespace {
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "float_products.h"
+#include "unpacked.h"
+#include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "vectors.h"

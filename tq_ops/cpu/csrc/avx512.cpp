@@ -13,6 +13,8 @@ namespace {
 #include "simd_avx2.h"
 #include "simd_avx512.h"
 #include "float_products.h"
+#include "unpacked.h"
+#include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "vectors.h"

@@ -20,6 +20,8 @@ constexpr int kLine = 64;  // bytes of a cache line
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int larger(int a, int b) { return a > b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
 
 // Codes and scales of one block and KV head, where they lie in the cache.
@@ -30,16 +32,17 @@ struct Place {
 
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
     const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
-    return {side.codes + block * side.codes_stride + vector * (side.levels / 2),
+    return {side.codes + block * side.codes_stride + vector * side.bytes,
             side.scales + block * side.scales_stride + vector * side.scales_per_vector};
 }
 
-inline int64_t bytes_of(const Side& side) { return side.levels / 2; }
+// Bytes from a vector of nibbles to the next, unpacked.
+inline int64_t nibble_bytes(const Side& side) { return side.levels / 2; }
 
 // Bytes of each of the next keys that are prefetched with V's codes; the others follow while V is mixed. Where V's codes are
 // fewer than K's, each phase thus fetches what it has time for.
 inline int64_t early_bytes(const Cache& cache) {
-    const int64_t more = bytes_of(cache.k) - bytes_of(cache.v);
+    const int64_t more = cache.k.bytes - cache.v.bytes;
     return more > 0 ? more : 0;
 }
 

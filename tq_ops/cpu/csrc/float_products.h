@@ -31,8 +31,8 @@ inline void score(const uint32_t* words, int stride, int begin, int end, const f
         typename Simd::F factor = Simd::mul(Simd::load(scale + t * Simd::width), Simd::set1(softmax_scale));
         for (int r = 0; r < R; ++r) {
             float* to = logits + r * stride + t * Simd::width;
-            typename Simd::F value = Simd::mul(acc[t][r], factor);
-            Simd::store(to, add ? Simd::add(Simd::load(to), value) : value);
+            // A product and a sum apart would be contracted for some R and not for others.
+            Simd::store(to, Simd::fma(acc[t][r], factor, add ? Simd::load(to) : Simd::zero()));
         }
     }
 }
@@ -43,7 +43,7 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
                  float* scale, float* logits, const uint8_t* ahead, const uint8_t* later) {
     constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
     const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
-    const int64_t bytes = bytes_of(cache.v), early = early_bytes(cache);
+    const int64_t bytes = cache.v.bytes, early = early_bytes(cache);
     const typename Simd::Table table = Simd::table(cache.k.centroids);
     auto fetching = [&](int key, int keys) {
         return Ahead(ahead + key * bytes, keys * bytes, count, later + key * early, keys * early);
@@ -150,6 +150,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
 
     FloatProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache), stride(stride), q(scratch), spaced(reinterpret_cast<uint8_t*>(scratch + R * cache.k.levels)) {
+        if (cache.k.cell != kNibble) return;
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < cache.k.levels; ++i) q[i * R + r] = tile.q[r][i];
     }
@@ -162,7 +163,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     // Adds n vectors to the sums, and prefetches K's codes of as many at `ahead`.
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int words = cache.v.levels / 8;
-        const int64_t bytes = bytes_of(cache.v);
+        const int64_t bytes = nibble_bytes(cache.v);
         ahead += n * early_bytes(cache);
         if (is_short(cache)) {
             constexpr int64_t kBytes = 4 * Narrow::width;
@@ -186,7 +187,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     template <class Register>
     void mix_at(Words of, int word, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int words = cache.v.levels / 8, segment = words / cache.v.scales_per_vector;
-        const int64_t total = of.n * (bytes_of(cache.k) - early_bytes(cache)), begin = total * (word + of.first) / words;
+        const int64_t total = of.n * (cache.k.bytes - early_bytes(cache)), begin = total * (word + of.first) / words;
         const int64_t end = total * (word + of.last) / words;
         mix_words<Register, R>(of, weights + word / segment * R * stride, stride, Register::table(cache.v.centroids), shrink,
                                sums + word, words, Ahead(ahead + begin, end - begin, of.n));

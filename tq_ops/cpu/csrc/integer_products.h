@@ -97,8 +97,9 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
         const __m512 own = Avx512::load(scale + t * kWidth);
         for (int r = 0; r < R; ++r) {
             float* to = logits + r * stride + t * kWidth;
-            const __m512 value = Avx512::mul(part[t][r], Avx512::mul(own, Avx512::set1(factor[r])));
-            Avx512::store(to, add ? Avx512::add(Avx512::load(to), value) : value);
+            const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+            // A product and a sum apart would be contracted for some R and not for others.
+            Avx512::store(to, Avx512::fma(part[t][r], by, add ? Avx512::load(to) : Avx512::zero()));
         }
     }
 }
@@ -244,6 +245,7 @@ template <int R> struct IntegerProducts {
 
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache), stride(stride), q(reinterpret_cast<int16_t*>(scratch)), whole(q + R * kQueryStride) {
+        if (cache.k.cell != kNibble) return;
         const float most = most_total(cache.k.integers, 8 * kGroupWords);
         for (int r = 0; r < R; ++r)
             step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
@@ -253,7 +255,7 @@ template <int R> struct IntegerProducts {
                const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
         const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
-        const int64_t bytes = bytes_of(cache.v), early = early_bytes(cache);
+        const int64_t bytes = cache.v.bytes, early = early_bytes(cache);
         const __m512i table = Vnni512::table(cache.k.integers);
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
@@ -278,7 +280,7 @@ template <int R> struct IntegerProducts {
 
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int segments = cache.v.scales_per_vector, words = cache.v.levels / 8 / segments;
-        const int64_t bytes = bytes_of(cache.v);
+        const int64_t bytes = nibble_bytes(cache.v);
         const float most = most_total(cache.v.integers, kStretch);
         for (int s = 0; s < segments; ++s)
             for (int key = 0; key < n; key += kStretch) {
@@ -286,7 +288,7 @@ template <int R> struct IntegerProducts {
                 float own[R], steps[R];
                 whole_weights(weights + s * R * stride + key, keys, most, steps);
                 for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r], steps[r] *= cache.v.unit;
-                const int64_t early = early_bytes(cache), late = bytes_of(cache.k) - early, share = keys * late / segments;
+                const int64_t early = early_bytes(cache), late = cache.k.bytes - early, share = keys * late / segments;
                 mix_stretch(at.codes + key * bytes + s * words * 4, words, keys, own, steps, sums + s * words,
                             ahead + n * early + key * late + s * share, share);
             }
@@ -326,7 +328,7 @@ template <int R> struct IntegerProducts {
         const int all = cache.v.levels / 8, passes = words / 16 * 8 / kPlanes + (words % 16 / 8 * 4 + kPlanes - 1) / kPlanes +
                                                      words % 8 / 4 + words % 4 / 2;
         Ahead ahead(at, share, n > 1 ? passes * (n / 2) : 1);
-        auto from = [&](int word) { return Words{codes + word * 4, bytes_of(cache.v), n, whole, stride}; };
+        auto from = [&](int word) { return Words{codes + word * 4, nibble_bytes(cache.v), n, whole, stride}; };
         int word = 0;
         for (; word + 16 <= words; word += 16) {
             auto pass = [&](auto first) __attribute__((always_inline)) {

@@ -4,7 +4,8 @@
 //   word order   level k of word j at j * 8 + k          rotated queries
 //   plane order  level k of word j at k * (N / 8) + j    accumulators
 // The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim where a
-// matrix is a rotation; learned coordinates have more levels or fewer.
+// matrix is a rotation; learned coordinates have more levels or fewer. Levels of other widths than 4 bits are unpacked first:
+// up to 4 bits into such words, wider ones into numbers, in the order of `Side`.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +18,38 @@ constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 16;  // keys are padded to this in scratch
 
+// What the vectors of a side are unpacked to, one of its cells for each of the N levels.
+enum Cell : int32_t {
+    kNibble = 4,  // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
+    kByte = 8,    // levels of up to 8 bits, which become numbers
+    kBf16 = 16,   // BF16 numbers, which are what is stored; no scales and no centroids
+};
+
+// Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring`, and at j as well if it is one of the sinks.
+struct Kept {
+    uint16_t* vectors;  // [rows, Hkv, sink + ring, head_dim], or null
+    int32_t tail;       // tokens that a query sees in BF16, itself among them, beside the first `sink`
+    int32_t sink, ring;
+    int32_t group;  // tokens that are packed together
+};
+
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
 struct Side {
-    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, levels / 2]
+    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, bytes]
     const uint16_t* scales;               // [num_blocks, Hkv, block_size, scales_per_vector] FP16
-    const float* centroids;               // [16]
-    int64_t codes_stride, scales_stride;  // from a block to the next, in codes and in scales
+    const float* centroids;               // [2**bits], at least 16
+    int64_t codes_stride, scales_stride;  // from a block to the next, in bytes of codes and in scales
     int32_t scales_per_vector;
-    int32_t levels;           // N, a multiple of 16, at least 32
+    int32_t levels;  // N, a multiple of 16, at least 32
+    int32_t bytes;   // of a vector's codes
+    int32_t cell;
+    // Bits of a level in each plane, low bits first; 0 after the last. A plane of w bits has its levels in 8 / w parts: byte j
+    // holds level j of each part, the first part lowest.
+    int32_t planes[2];
     float unit;               // centroids[i] is about integers[i] * unit
-    const int16_t* integers;  // [16]
+    const int16_t* integers;  // [16], of nibbles
+    const float* mean;        // [Hkv, head_dim], what vectors come back with beside their levels, or null
+    Kept kept;
 };
 
 struct Cache {
@@ -38,13 +61,17 @@ struct Cache {
 struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
-    int32_t limits[kMaxRows];  // row r sees keys 0 ... limits[r] - 1 of its sequence
-    const float* q[kMaxRows];  // [k.levels] rotated, word order
+    int64_t kept_row;           // of the sequence, in `Kept`
+    int32_t limits[kMaxRows];   // row r sees keys 0 ... limits[r] - 1 of its sequence
+    const float* q[kMaxRows];   // [k.levels] rotated, word order
+    const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32
     float softmax_scale;
-    int32_t bf16;   // BF16 activations: round probabilities to BF16, each block's against its own maximum
-    float* sums;    // [rows, v.levels] out, plane order: sum of p * v
-    float* maxima;  // [rows] out, largest logit
-    float* totals;  // [rows] out, sum of p
+    int32_t bf16;        // BF16 activations: round probabilities to BF16, each block's against its own maximum
+    float* sums;         // [rows, v.levels] out, plane order: sum of p * v over what is packed
+    float* maxima;       // [rows] out, largest logit
+    float* totals;       // [rows] out, sum of p
+    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16: sum of p * v over those
+    float* kept_totals;  // [rows] out, likewise: their sum of p
 };
 
 // A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.

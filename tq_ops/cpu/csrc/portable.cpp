@@ -13,6 +13,8 @@ namespace {
 #include "exponential.h"
 #include "simd_portable.h"
 #include "float_products.h"
+#include "unpacked.h"
+#include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "vectors.h"

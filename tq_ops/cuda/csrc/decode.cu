@@ -2,7 +2,8 @@
 //
 // Compiled at run time for one shape. Defined by the caller: HEADS KV heads, GROUP query heads of each (up to 16), HEAD_DIM
 // (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
-// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16.
+// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16, K_LEVELS
+// and V_LEVELS of a vector in K_WIDTH and V_WIDTH columns of the matrices; GAINS where K has learned coordinates, MEAN where V has.
 //
 // How it works. `mma.m16n8k16` multiplies 16 rows by 8 columns; the columns are the query heads of a group.
 //   Q.K   A = K, 16 tokens x 16 coordinates.  A lane's two numbers of a register are the coordinates j and j + D/2 of one
@@ -22,6 +23,9 @@
 //
 // Tokens that are seen in BF16 are left out here. An earlier launch, of window.py, attended to them; whoever writes a
 // sequence's output adds what it left.
+//
+// Learned coordinates: so many levels of 4 bits, for K a multiple of 32 and for V of 64, rather than HEAD_DIM of them. Of each head
+// the matrix is another, logits are multiplied by the gain of their query, and V's mean is added last.
 
 #include "merge.cuh"
 #include "work.cuh"
@@ -34,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
     if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();
     int head = blockIdx.y, block = blockIdx.x;
     Centroids centroids = load_centroids(given);
-    if (block == 0) fetch_rotation(given);
+    if (block == 0) fetch_rotation(given, head);
     int tiles = find_sequence(given, 0x7fffffff).first_tile;
     float* y = &scratch().sums[0][0][0];
     // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.

@@ -5,15 +5,16 @@ typedef unsigned int word;
 typedef unsigned short half_bits;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, SPAN = 32, TILE = SPAN * WARPS;
-constexpr int BYTES = HEAD_DIM / 2;            // of a vector of two levels a byte
+constexpr int K_BYTES = K_LEVELS / 2, V_BYTES = V_LEVELS / 2;  // of a vector of two levels a byte
 constexpr int COLUMN_TILES = (GROUP + 7) / 8;  // of 8 query heads
 constexpr int COLUMNS = 8 * COLUMN_TILES;
-constexpr int K_WORDS = BYTES / 16;  // of two levels a byte, that a lane holds of K's token: a quarter
-constexpr int V_WORDS = BYTES / 32;  // and of V's: an eighth
+constexpr int K_WORDS = K_BYTES / 16;  // of two levels a byte, that a lane holds of K's token: a quarter
+constexpr int V_WORDS = V_BYTES / 32;  // and of V's: an eighth
 __device__ constexpr int stored(int words, int bits) { return bits == 2 ? words / 2 : words; }  // of those, as they are stored
-__device__ constexpr int vector_bytes(int bits) { return HEAD_DIM * bits / 8; }
-constexpr int STEPS = HEAD_DIM / 16;            // products of Q.K, and of P.V, for 16 tokens
-constexpr int SUMS = 4 * STEPS * COLUMN_TILES;  // a lane's numbers of the output
+constexpr int K_VECTOR = K_LEVELS * K_BITS / 8, V_VECTOR = V_LEVELS * V_BITS / 8;  // bytes
+constexpr int K_STEPS = K_LEVELS / 16, V_STEPS = V_LEVELS / 16;  // products of Q.K, and of P.V, for 16 tokens
+constexpr int SUMS = 4 * V_STEPS * COLUMN_TILES;                 // a lane's numbers of the output
+static_assert(K_LEVELS % 32 == 0 && V_LEVELS % 64 == 0, "a lane's share of a vector is whole words");
 constexpr int PAIRS = 256, PAIR_STRIDE = 256;   // bytes from a pair to the next: 32 lanes of K's, then of V's
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
 constexpr bool WINDOWED = TAIL + SINK > 0;  // some tokens are seen in BF16
@@ -78,9 +79,9 @@ struct Side {
 };
 
 struct Arguments {
-    const half_bits* q;                      // [sequences, HEADS * GROUP, D] FP16, rotated, in layout.kernel_order
+    const half_bits* q;                      // [sequences, HEADS * GROUP, K_WIDTH] FP16, rotated, in layout.kernel_order
     half_bits* out;                          // [sequences, HEADS * GROUP, D] BF16
-    const void* rotation;                    // [D, D] BF16 or FP32; null leaves the output rotated
+    const void* rotation;                    // [D, V_WIDTH] BF16 or FP32, with MEAN of each head; null leaves the output rotated
     float* parts;                            // [gridDim.x, HEADS, 2, SUMS, 32]
     float* part_maxima;                      // [gridDim.x, HEADS, 2, COLUMNS], in units of log2
     float* part_sums;                        // likewise
@@ -91,6 +92,8 @@ struct Arguments {
     const float *k_centroids, *v_centroids;  // [16]
     const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
     const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities
+    const float* gains;                          // [sequences, HEADS * GROUP], of the queries; only with GAINS
+    const float* mean;                           // [HEADS, D] of V; only with MEAN
     Side k, v;
     int sequences, table_width;
     float scale;  // softmax scale times log2(e)

@@ -7,34 +7,34 @@ struct State {
     float peak[COLUMN_TILES][2],
         total[COLUMN_TILES][2];  // of columns 2 * (lane % 4) and the next; `total` of this lane's tokens
     float unit;                  // a power of two: `out` is in units of it
-    float out[COLUMN_TILES][STEPS][4];
+    float out[COLUMN_TILES][V_STEPS][4];
 };
 
 // The queries of this lane's column of each tile, as the products' right operand.
-__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, int sequence,
+__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][K_STEPS][2], const Arguments& given, int sequence,
                                              int head) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
-        const half_bits* at = given.q + ((long long)(sequence * HEADS + head) * GROUP + column) * HEAD_DIM;
-        for (int step = 0; step < STEPS; step++) {
+        const half_bits* at = given.q + ((long long)(sequence * HEADS + head) * GROUP + column) * K_WIDTH;
+        for (int step = 0; step < K_STEPS; step++) {
             for (int i = 0; i < 2; i++) {
-                const half_bits* low = at + column_of_level<K_BITS, 4>(t, step / 2, step % 2 * 2 + i);
-                q[n][step][i] = column < GROUP ? low[0] | (word)low[BYTES] << 16 : 0;
+                const half_bits* low = at + column_of_level<K_LEVELS, K_BITS, 4>(t, step / 2, step % 2 * 2 + i);
+                q[n][step][i] = column < GROUP ? low[0] | (word)low[K_WIDTH / 2] << 16 : 0;
             }
         }
     }
 }
 
 __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], const Codes& codes,
-                                           const word (&q)[COLUMN_TILES][STEPS][2]) {
+                                           const word (&q)[COLUMN_TILES][K_STEPS][2]) {
     word lane = threadIdx.x % 32, place = lane * 4;
     for (int r = 0; r < 2; r++) {
         word rows[2][K_WORDS];
         for (int i = 0; i < 2; i++) spread<K_BITS, 4>(rows[i], codes.k[r][i], lane % 4);
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int i = 0; i < 4; i++) logits[n][r][i] = 0.0f;
-        for (int step = 0; step < STEPS; step++) {
+        for (int step = 0; step < K_STEPS; step++) {
             int w = step / 2, i = step % 2 * 2;
             word a0 = pair_of(rows[0][w], i, place), a1 = pair_of(rows[1][w], i, place);
             word a2 = pair_of(rows[0][w], i + 1, place), a3 = pair_of(rows[1][w], i + 1, place);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], 
 // Turns logits into probabilities times V's scale, as P.V's right operand, and brings the state up to them. Of the tokens
 // those from `left` on do not count, and the first `sinks`, of which one at least is not.
 __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&logits)[COLUMN_TILES][2][4], State& state,
-                                       word scales, int left, int sinks, float scale) {
+                                       word scales, int left, int sinks, float scale, const float (&gains)[COLUMN_TILES][2]) {
     int row = token_of_row(threadIdx.x % 32 / 4);
     // In units of a power of two just below the largest V scale, a probability times a scale fits FP16 for any scales.
     float widest = __uint_as_float(__float_as_uint(to_float(__reduce_max_sync(ALL, scales >> 16))) & 0x7f800000u);
@@ -66,6 +66,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
                 for (int i = 0; i < 2; i++) {
                     float& logit = logits[n][r][2 * i + c];
                     logit *= k_scale[r][i];
+                    if (GAINS) logit *= gains[n][c];
                     if (left < SPAN && 16 * r + 8 * i + row >= left) logit = MINUS_INFINITY;
                     if (SINK && 16 * r + 8 * i + row < sinks) logit = MINUS_INFINITY;
                     peak = fmaxf(peak, logit);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
             }
         // Once a context's largest logit has been seen, there is nothing to shrink.
         if (__any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f))
-            for (int step = 0; step < STEPS; step++)
+            for (int step = 0; step < V_STEPS; step++)
                 for (int i = 0; i < 4; i++) state.out[n][step][i] *= shrink[i % 2];
     }
     state.unit = unit;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void multiply_v(State& state, const Codes& codes, con
 __device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end) {
     for (int n = 0; n < COLUMN_TILES; n++) {
         for (int c = 0; c < 2; c++) state.peak[n][c] = MINUS_INFINITY, state.total[n][c] = 0.0f;
-        for (int step = 0; step < STEPS; step++)
+        for (int step = 0; step < V_STEPS; step++)
             for (int i = 0; i < 4; i++) state.out[n][step][i] = 0.0f;
     }
     state.unit = LEAST_UNIT;
@@ -133,8 +134,15 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     Place place = place_of(table, head, token, end), next = place_of(table, head, token + TILE, end);
     load_k(codes, given, place, end - token);
     load_v(codes, given, place);
-    word q[COLUMN_TILES][STEPS][2];
+    word q[COLUMN_TILES][K_STEPS][2];
     load_queries(q, given, sequence, head);
+    float gains[COLUMN_TILES][2] = {};
+    if (GAINS)
+        for (int n = 0; n < COLUMN_TILES; n++)
+            for (int c = 0; c < 2; c++) {
+                int column = 8 * n + threadIdx.x % 4 * 2 + c;
+                gains[n][c] = column < GROUP ? given.gains[(sequence * HEADS + head) * GROUP + column] : 1.0f;
+            }
     while (true) {
         float logits[COLUMN_TILES][2][4];
         word p[COLUMN_TILES][2][2], scales = codes.scales;
@@ -144,7 +152,7 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
         bool more = left > TILE;
         token += TILE;
         if (more) load_k(codes, given, next, left - TILE);
-        soften(p, logits, state, scales, left, sinks, given.scale);
+        soften(p, logits, state, scales, left, sinks, given.scale, gains);
         multiply_v(state, codes, p);
         if (!more) return;
         load_v(codes, given, next);

@@ -1,0 +1,65 @@
+"""Renders a chat template in a process of its own; `chat_template` starts it. It imports nothing of the project.
+
+In: one JSON object on stdin, {"source", "conversations", "special"}. Out: one on stdout, {"texts"} or {"error"}. A template
+that takes too much ends the process, without an answer.
+"""
+
+import json
+import resource
+import sys
+
+MOST_S = 10
+"""Seconds that it may compute."""
+MOST_MEMORY = 2**29
+"""Bytes of memory that it may take, and 64 times the conversations beside them."""
+MOST_TEXT = 2**24
+"""Characters that a template may add to the conversations."""
+
+
+class RefusedError(Exception):
+    """What templates call `raise_exception` for."""
+
+
+def main() -> None:
+    """Answer one request."""
+    asked = sys.stdin.buffer.read()
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CPU, MOST_S)
+    _limit(resource.RLIMIT_AS, MOST_MEMORY + 64 * len(asked))
+    try:
+        answer: dict[str, object] = {"texts": _texts(MOST_TEXT + len(asked), **json.loads(asked))}
+    except Exception as error:  # whatever the expressions in a template can raise
+        answer = {"error": str(error)[:500] or type(error).__name__}
+    print(json.dumps(answer))
+
+
+def _limit(kind: int, most: int) -> None:
+    """Lower one of this process's limits, and leave one alone that is lower."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (ValueError, OSError):  # a system that knows no such limit
+        return
+
+
+def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str]) -> list[str]:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = _refuse
+    template, texts = environment.from_string(source), []
+    for messages in conversations:
+        texts.append(template.render(messages=messages, add_generation_prompt=True, **special))
+        if sum(map(len, texts)) > most:
+            raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
+        texts[-1].encode()
+    return texts
+
+
+def _refuse(reason: object) -> None:
+    raise RefusedError(str(reason))
+
+
+if __name__ == "__main__":
+    main()

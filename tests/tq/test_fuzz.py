@@ -1,0 +1,294 @@
+"""Malformed input of every kind: each is refused in one line with exit code 2, or taken; nothing else happens.
+
+A few of each among the ordinary tests, always the same; thousands with `make fuzz`, of a seed.
+"""
+
+import io
+import json
+import resource
+import shutil
+import signal
+import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+
+import pytest
+from bases import calibration
+from checkpoints import CONFIG, shard_name, write_checkpoint
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from haarkv.models.chat_template import render
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
+from tq.cli import main
+
+SHAPE = ModelShape(2, 2, 32, 64, 257)
+LIMIT_S = 20
+MOST_GROWTH = 2**20  # KiB of resident memory
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+class HangError(BaseException):
+    """It takes longer than anything here should."""
+
+
+@contextmanager
+def limited(seconds=LIMIT_S):
+    def stop(*_):
+        raise HangError(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def assert_one_line(message):
+    assert message.startswith("tq: ")
+    assert message.endswith("\n")
+    assert message[:-1].isprintable(), message
+    assert len(message) < 2200
+    assert "fault of tq itself" not in message
+    assert "not enough memory" not in message
+
+
+def snapshot(folder):
+    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+class Place:
+    """A folder with a checkpoint, a text and more, to run commands in."""
+
+    def __init__(self, folder):
+        self.folder, self.model = folder, folder / "m"
+        write_checkpoint(self.model, generation={"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": 256},
+                         tokenizer_config={"chat_template": TEMPLATE, "eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
+        self.whole = folder / "whole"
+        shutil.copytree(self.model, self.whole)
+        write_checkpoint(folder / "sharded", shards=2)
+        (folder / "text.txt").write_text(TEXT * 3, encoding="utf-8")
+        self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def put(self, name, content):
+        """Give the checkpoint another file, or another content of one."""
+        (self.model / name).unlink(missing_ok=True)
+        (self.model / name).write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+
+    def restore(self, name):
+        (self.model / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(self.whole / name, self.model / name)
+
+    def run(self, *args, code=(0, 2)):
+        """Run a command that must be taken or refused, and change nothing."""
+        before, out, err = snapshot(self.folder), io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), limited():
+            ended = main([str(arg) for arg in args])
+        assert snapshot(self.folder) == before, args
+        assert ended in code, (args, err.getvalue())
+        if ended == 2:
+            assert not out.getvalue()
+            assert_one_line(err.getvalue())
+        assert "Traceback" not in err.getvalue()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak
+        assert grown < MOST_GROWTH, (args, grown)
+        return ended
+
+    def generate(self, *args, model=None):
+        return self.run("generate", "--model", model or self.model, "--prompt", "a", "--max-new-tokens", 1, "--no-chat", *args)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("fuzz"))
+
+
+# -- What is drawn, and what is done with it -------------------------------------------------------------------------------
+
+
+def try_config(place, data):
+    base = CONFIG | data.draw(st.sampled_from([
+        {}, {"rope_scaling": YARN}, {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2}},
+        {"model_type": "qwen2"}, {"model_type": "qwen3_moe", "num_experts": 2, "moe_intermediate_size": 32},
+        {"model_type": "mistral", "sliding_window": 4096},
+    ]))  # fmt: skip
+    place.put("config.json", data.draw(wrong_json(base) | damaged(json.dumps(base).encode(), head=2000)))
+    try:
+        place.run("info", place.model, *data.draw(st.sampled_from([[], ["--json"]])))
+        if data.draw(st.booleans()):
+            place.generate()
+    finally:
+        place.restore("config.json")
+
+
+def try_sides(place, data):
+    """What stands beside the weights."""
+    name = data.draw(st.sampled_from(["generation_config.json", "tokenizer_config.json", "tokenizer.json"]))
+    content = (place.whole / name).read_bytes()
+    place.put(name, data.draw(wrong_json(json.loads(content)) | damaged(content, head=2000)))
+    try:
+        place.generate()
+    finally:
+        place.restore(name)
+
+
+def try_weights(place, data):
+    content = (place.whole / "model.safetensors").read_bytes()
+    place.put("model.safetensors", data.draw(damaged(content, head=4000)))
+    try:
+        place.generate()
+    finally:
+        place.restore("model.safetensors")
+
+
+def try_index(place, data):
+    index = place.folder / "sharded" / "model.safetensors.index.json"
+    content = index.read_text()
+    names = {**json.loads(content), "x": shard_name(0, 2)}
+    changed = data.draw(wrong_json(names) | damaged(content.encode()))
+    index.write_bytes(changed.encode() if isinstance(changed, str) else changed)
+    try:
+        place.generate(model=index.parent)
+    finally:
+        index.write_text(content)
+
+
+def try_plan(place, data):
+    content = plan_file.dumps(KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3, sink=1).plan(2), SHAPE)
+    changed = data.draw(wrong_json(json.loads(content)) | damaged(content.encode(), head=400))
+    file = place.folder / "plan.json"
+    file.write_bytes(changed.encode() if isinstance(changed, str) else changed)
+    place.generate("--kv-plan", file)
+
+
+MADE_UP = calibration(layers=2, heads=2, dim=32)
+LEARNED = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "0123456789abcdef", {"tokens": 5})
+
+
+def try_calibration(place, data):
+    learned = replace(LEARNED, plan=plan_file.dumps(KVSpec("lr16", calibration=LEARNED.calibration).plan(2), SHAPE))
+    content = calibration_file.dumps(learned)
+    tensors, metadata = load_tensors(content), metadata_of(content)
+
+    def signed(entry):  # as whoever means harm would
+        del metadata["sha256"]
+        words = metadata | entry
+        return save_tensors(tensors, words | {"sha256": digest_of(tensors, words)})
+
+    wrong = st.sampled_from(["model", "learned", "plan"]).flatmap(
+        lambda key: wrong_json(json.loads(metadata[key])).map(lambda text: signed({key: text}))
+    )
+    file = place.folder / "learned.safetensors"
+    file.write_bytes(data.draw(wrong | damaged(content, head=4000)))
+    place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "lr16"], ["--kv-plan", file]])))
+
+
+EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--greedy-prompts", 0, "--resume", "run.json")
+
+
+def try_resume(place, data):
+    file, command = place.folder / "run.json", (*EVAL, "--model", place.model)
+    saved = place.folder / "saved"
+    if not saved.exists():
+        assert main(list(map(str, command))) == 0
+        file.rename(saved)
+    file.write_bytes(data.draw(damaged(saved.read_bytes())))
+    try:
+        assert place.run(*command) == 2 or file.read_bytes() == saved.read_bytes()
+    finally:
+        file.unlink()
+
+
+def try_words(place, data):
+    options = ["--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers", "--executor", "--device", "--dtype", "--layers", "--threads",
+               "--max-context", "--stop", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed",
+               "--kv-plan", "--calibration", "--balance", "--system", "--prompt", "--tensor-parallel", "--rank-timeout"]  # fmt: skip
+    word = st.sampled_from(WORDS) | st.sampled_from(NUMBERS).map(str) | st.text(max_size=8)
+    word = word.filter(lambda text: "\0" not in text and text.isprintable() | (not text.isprintable()))
+    drawn = data.draw(st.lists(st.tuples(st.sampled_from(options), word), min_size=1, max_size=2))
+    command = data.draw(st.sampled_from(["generate", "formats", "info", "export", "plan", "words"]))
+    said = [part for option, text in drawn for part in (option, text)]
+    few = ("--threads", "1")
+    match command:
+        case "generate":
+            place.generate(*said, *few)
+        case "formats":
+            place.run("formats", "--head-dim", drawn[0][1])
+        case "info":
+            place.run("info", *(["--memory", drawn[0][1]] if data.draw(st.booleans()) else [drawn[0][1]]))
+        case "export":
+            place.run("export", "--model", place.model, "--out", "text.txt", "--layers", drawn[0][1], "--opset", drawn[-1][1])
+        case "plan":
+            lists = [part for option, (_, text) in zip(["--tails", "--sinks"], drawn, strict=False) for part in (option, text)]
+            place.run(
+                "plan", "--model", place.model, "--text", "text.txt", "--out", "text.txt/x", "--budget", drawn[0][1], *lists
+            )
+        case "words":
+            place.run(*(text for _, text in drawn))
+
+
+def try_template(place, data):
+    source = data.draw(templates)
+    with limited():
+        try:
+            assert len(render(source, [[{"role": "user", "content": "hi"}]], {"eos_token": "</s>"})) == 1
+        except InputError as error:
+            assert str(error).startswith("the chat template cannot be used: ")
+
+
+# What is tried, how often among the ordinary tests, and how often at length.
+KINDS = {
+    try_config: (60, 1500), try_sides: (25, 800), try_weights: (20, 700), try_index: (10, 300), try_plan: (30, 900),
+    try_calibration: (15, 500), try_resume: (4, 100), try_words: (40, 1200), try_template: (4, 200),
+}  # fmt: skip
+
+
+def tried(place, kind, count, derandomize):
+    @settings(
+        max_examples=count, derandomize=derandomize, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck), print_blob=True,
+    )  # fmt: skip
+    @given(st.data())
+    def run(data):
+        kind(place, data)
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_few_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
+    monkeypatch.chdir(place.folder)
+    tried(place, kind, KINDS[kind][0], derandomize=True)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_thousands_of_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
+    monkeypatch.chdir(place.folder)
+    tried(place, kind, KINDS[kind][1], derandomize=False)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("source", TEMPLATES, ids=lambda source: source[:30])
+def test_no_template_takes_long_or_much(source):
+    began = time.monotonic()
+    try:
+        texts = render(source, [[{"role": "user", "content": "hi"}]], {})
+        assert sum(map(len, texts)) < 2**24 + 1000
+        assert not any(word in texts[0] for word in ("root:", "builtins", "<class 'os"))
+    except InputError as error:
+        assert str(error).startswith("the chat template cannot be used: ")
+    assert time.monotonic() - began < 35

@@ -1,0 +1,46 @@
+// What the ops of the C interface share.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+#include "numbers.h"
+
+namespace haarkv {
+
+enum Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3 };
+
+const Kernels& kernels_of(int isa);
+
+namespace {
+
+// Converts x [n], BF16 or FP32, to FP32.
+inline void widen(const void* x, bool bf16, int64_t n, float* out) {
+    if (!bf16) {
+        std::memcpy(out, x, n * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[i]);
+}
+
+inline const void* at(const void* x, bool bf16, int64_t index) { return static_cast<const char*>(x) + index * (bf16 ? 2 : 4); }
+
+struct Free {
+    void operator()(float* p) const { std::free(p); }
+};
+using Floats = std::unique_ptr<float[], Free>;
+
+// Aligned to a cache line: a load that straddles two lines costs two.
+inline Floats floats(int64_t n) {
+    void* p = std::aligned_alloc(64, static_cast<size_t>((n * 4 + 63) / 64 * 64));
+    if (p == nullptr) throw std::bad_alloc();
+    return Floats(static_cast<float*>(p));
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+}  // namespace haarkv

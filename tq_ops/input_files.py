@@ -1,0 +1,82 @@
+"""Files that come from somewhere else: each is known to be a file, and not too large, before it is read."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from haarkv.tq_ops.errors import InputError
+
+MOST_JSON = 2**24
+"""Bytes of a JSON text. Parsed, it may take 25 times as much memory; the longest that models come with have some millions."""
+
+
+def size_of(path: Path, what: str = "") -> int:
+    """Bytes of a regular file. A pipe or a device is none: reading it may wait for ever, or never end.
+
+    Args:
+        what: stands before the path in messages, such as "the plan ".
+    Raises:
+        InputError: there is no such file, or it is something else.
+    """
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise InputError(f"{what}{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"{what}{path} cannot be read: it is not a regular file")
+    return found.st_size
+
+
+def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        most: bytes that it may have.
+        what: as in `size_of`.
+    Raises:
+        InputError: it cannot be read, is no regular file, or has more bytes.
+    """
+    if (size := size_of(path, what)) > most:
+        raise InputError(f"{what}{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise InputError(f"{what}{path} cannot be read: {error.strerror}") from None
+
+
+def parse_json(content: bytes | str) -> Any:
+    """What a JSON text says; its strings can all be written as UTF-8.
+
+    Raises:
+        ValueError: it is no JSON, too long, nested too deeply, or has half a character (a lone surrogate) in it.
+    """
+    if len(content) > MOST_JSON:
+        raise ValueError(f"it is longer than {MOST_JSON:,} bytes")
+    text = content.decode() if isinstance(content, bytes) else content
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("a string in it has half a character (a lone surrogate)") from None
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        InputError: as `read_file`, or it is no JSON.
+    """
+    try:
+        return parse_json(read_file(path))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None

@@ -1,0 +1,38 @@
+"""Whether something fits into this machine's memory at all, asked before it is allocated."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+from haarkv.tq_ops.errors import InputError
+
+_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_limit() -> int:
+    """Bytes that a process on this machine can have at most: all of its memory, or what this process or its container may."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft)
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        limits.append(int(_OF_CONTAINER.read_text(encoding="ascii")))
+    return min(limits)
+
+
+def require_memory(count: float, what: str, remedy: str) -> None:
+    """Refuse what cannot fit.
+
+    Args:
+        count: bytes of host memory.
+        what: takes them, as the beginning of a sentence.
+        remedy: what to do instead.
+    Raises:
+        InputError: they are more than `memory_limit`.
+    """
+    if count > (limit := memory_limit()):
+        raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}; {remedy}")
