@@ -2,7 +2,7 @@
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.tq4 import centroids
+from haarkv.tq_ops.npu.kernels.tq4 import centroids, levels_of
 
 
 def build(program, options):
@@ -14,3 +14,15 @@ def build(program, options):
             out[:] = centroids(codes, tile, width)
 
     return look_up
+
+
+def build_levels(program, options):
+    rows = program.rows
+
+    @pypto.frontend.jit(**options)
+    def levels(x: pypto.Tensor([rows, 128], pypto.DT_FP32), out: pypto.Tensor([rows, 128], pypto.DT_FP32)):
+        for _ in pypto.loop(1, name="LEVELS", idx_name="i"):
+            pypto.set_vec_tile_shapes(16, 128)
+            out[:] = levels_of(x)
+
+    return levels

@@ -8,9 +8,9 @@ from haarkv.tq_ops.kv.plan import KVSpec
 KV = "k=lr128,v=lr64"
 
 
-def made_up(layers=2, heads=2, seed=0):
+def made_up(layers=2, heads=2, seed=0, dim=128):
     """Weights fall by 10**4, so 128 nibbles are spent on fewer coordinates than there are."""
-    sides = [tuple(basis(heads, 128, seed + 2 * layer + side, spread=4.0) for layer in range(layers)) for side in (0, 1)]
+    sides = [tuple(basis(heads, dim, seed + 2 * layer + side, spread=4.0) for layer in range(layers)) for side in (0, 1)]
     return Calibration(*sides, digest=f"made up for npu {seed}")
 
 

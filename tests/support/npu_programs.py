@@ -154,3 +154,17 @@ class LookUp:
         import look_up_kernel
 
         return look_up_kernel.build(self, options)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Numbers [rows, 128] FP32 to their levels, FP32."""
+
+    rows: int = 16
+    name: str = "levels"
+    arguments: tuple = (Argument("x"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build_levels(self, options)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calibration_files import write_calibration
 from checkpoints import write_checkpoint
 from npu_programs import needs_pypto
 from places import ROOT
@@ -401,6 +402,33 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     assert all(row[3:] == ["–"] * 4 for row in last["tables"][0]["rows"])
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert page.count(">passed<") == 10
+
+
+# -- Learned formats and plans ------------------------------------------------------------------------------------------------
+def test_a_calibration_is_for_learned_formats_of_these_weights(bringup, tmp_path, checkpoint):
+    other = str(write_calibration(tmp_path / "other.safetensors", checkpoint, weights="0123456789abcdef"))
+    for given, said in (
+        (("--kv", "lr64", "--calibration", "none.safetensors"), "none.safetensors cannot be read"),
+        (("--kv", "lr64", "--calibration", other), "learned from other weights"),
+        (("--kv", "lr64"), "lr64 needs the coordinates"),
+    ):
+        code, _, err = bringup(*given, "--resume")
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+
+
+def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoint):
+    """And another calibration is another verdict."""
+    plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="lr32", layers={0: "k=tq4,v=lr64"})
+    file = write_calibration(tmp_path / "made.safetensors", checkpoint)
+    given = ("--kv", "k=lr64,v=lr32", "--calibration", str(file), "--kv-plan", str(plan))
+    code, out, err = bringup(*given)
+    assert code == 0, out + err
+    assert "of tq4, k=lr64,v=lr32, mixed at" in kept(bringup.folder, "latency")["found"]["said"]
+    assert "lr64: no level unexplained" in kept(bringup.folder, "store")["found"]["said"]
+    write_calibration(file, checkpoint, seed=1)
+    _, out, _ = bringup(*given, "--resume")
+    assert "layer is run again: formats changed" in out
 
 
 @needs_pypto[0]

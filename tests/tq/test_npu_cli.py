@@ -3,11 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from calibration_files import write_calibration
+from npu_learned import KV, learned_spec
 from npu_programs import needs_pypto
 
-from haarkv.models.qwen3_14b.npu.compile import Compiled
+from haarkv.models.catalog import load_model
+from haarkv.models.qwen3_14b.npu.compile import Compiled, wanted
 from haarkv.tq_ops.npu.emitted.checks import Finding, Report
 from tq.cli import main
 
@@ -90,6 +94,44 @@ def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
     # What is written compiles as it is: here the control flow, which needs no toolkit.
     make = ["make", "-s", "-C", str(target), "control", f"PYTHON={sys.executable}"]
     assert subprocess.run(make, capture_output=True, text=True).stderr == ""
+
+
+def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(capfd, tmp_path):
+    file = str(write_calibration(tmp_path / "made.safetensors"))
+    assert "lr128 needs the coordinates that `tq calibrate` learns" in refused(capfd, "compile", "--kv", "lr128")
+    said = "nothing to compile: its programs take 64 to 256 learned nibbles in steps of 64, not 96"
+    assert said in refused(capfd, "compile", "--kv", "lr96", "--calibration", file)
+    assert "made for another model" in refused(
+        capfd, "compile", "--model", "random:14b", "--kv", "lr64", "--calibration", file
+    )
+
+
+def test_layers_that_store_alike_share_a_program():
+    config = load_model("tiny", "bfloat16").config
+    spec = replace(learned_spec(config), layers={1: "tq4", 3: "tq4"})
+    assert wanted(config, ("decode", "head"), spec.plan(6)) == [
+        ("decode-layer0", "decode", (0, 2, 4, 5)), ("decode-layer1", "decode", (1, 3)), ("head", "head", ()),
+    ]  # fmt: skip
+    assert wanted(config, ("prefill",), learned_spec(config).plan(6)) == [("prefill", "prefill", (0, 1, 2, 3, 4, 5))]
+
+
+@needs_pypto[0]
+@needs_pypto[1]
+@pytest.mark.npu_long
+def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_path):
+    file = write_calibration(tmp_path / "made.safetensors")
+    given = ("--kv", KV, "--calibration", str(file), "--kv-skip-layers", "5")
+    code, out, _ = run(capfd, "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
+    assert code == 0
+    rows = json.loads(out)["programs"]
+    assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]
+    assert all(row["findings"] == [] for row in rows)
+    assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == [
+        "Makefile",
+        "README.md",
+        "decode-layer0",
+        "decode-layer5",
+    ]
 
 
 def test_compile_lists_what_the_checks_find(capfd, monkeypatch):

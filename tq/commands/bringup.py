@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tq.commands.generate import read_prompt
 from tq.files import write_whole
 from tq.options import (
     Numbers,
+    calibration_option,
     device_option,
     json_option,
     layers_option,
@@ -26,6 +28,7 @@ from tq.options import (
 from tq.output import err, unread_is_fine
 
 if TYPE_CHECKING:
+    from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.bringup.result import Folder, Found, Result
     from haarkv.validation.bringup.workbench import Workbench
 
@@ -39,6 +42,8 @@ _FIRST = "environment"
     "--kv", "kvs", multiple=True, metavar="LIST",
     help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
 )  # fmt: skip
+@calibration_option
+@click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more cache.")
 @click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
 @device_option
 @layers_option
@@ -122,17 +127,33 @@ def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], W
 
     def bench() -> Workbench:
         from haarkv.validation.bringup.workbench import Request, Workbench
-        from haarkv.validation.fidelity.setup import parse_list
 
-        kvs = tuple(parse_list(given["kvs"])) if given["kvs"] else ()
         texts = (*given["prompts"], *(read_prompt(file) for file in given["files"]))
         request = Request(
-            given["executor"], given["device"], given["model"], given["layers"], kvs, texts, given["max_new_tokens"],
-            given["contexts"],
+            given["executor"], given["device"], given["model"], given["layers"], _caches(given), texts,
+            given["max_new_tokens"], given["contexts"],
         )  # fmt: skip
         return Workbench(request, tell)
 
     return bench
+
+
+def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
+    """The caches that were asked for, by name."""
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.kv import calibration_file
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.tq_ops.kv.plan_file import load
+    from haarkv.validation.fidelity.setup import parse_list
+
+    spec = KVSpec() if given["calibration"] is None else calibration_file.load(given["calibration"]).spec
+    if spec.calibration and not given["kvs"]:
+        raise click.UsageError("--calibration is for formats lrN; name them with --kv")
+    caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
+    plans = {Path(file).stem: load(file) for file in given["plan_files"]}
+    if len(plans) < len(given["plan_files"]) or plans.keys() & {*caches, *formats.names()}:
+        raise click.UsageError("two caches would have the same name; a plan is named after its file: rename the file")
+    return caches | plans
 
 
 def _latency(bench: Workbench) -> Found:

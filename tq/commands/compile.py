@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tq.files import check_folder, whole_folder
-from tq.options import json_option, kv_option, model_option
+from tq.options import json_option, kv_options, kv_spec, model_option
 from tq.output import err, print_table
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
 )
-@kv_option
+@kv_options()
 @json_option
-def command(model: str, names: tuple[str, ...], folder: Path | None, kv: str, as_json: bool) -> int:
+def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:
     """Compile a model's NPU programs down to AICore C++, and check its text. Only the model's config is read.
+
+    Layers that store K and V alike share a program; a plan of several formats is compiled into several.
 
     This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
     keeps compiled programs only within a process, so the first forward on an NPU compiles them again.
@@ -40,29 +42,35 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, kv: str, as
     buffers that leave a core's memory or are not aligned, and a stack that is too small. If they find anything, the exit code
     is 1.
     """
+    from haarkv.engine.session import plan_for
     from haarkv.models.catalog import read_config
-    from haarkv.models.qwen3_14b.npu.compile import compile_programs
-    from haarkv.tq_ops import formats
-    from haarkv.tq_ops.kv.plan import KVPlan
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted
 
     if folder is not None:
         check_folder(folder)
-    config, plan = read_config(model), KVPlan.uniform(*formats.parse(kv), 1)
+    config = read_config(model)
+    plan = plan_for(kv_spec(kv), config)
     compiled: list[Compiled] = []
-    with _progress(len(names or _PROGRAMS)) as begin:
-        compiled.extend(compile_programs(config, names or _PROGRAMS, begin, plan))
+    kinds = names or _PROGRAMS
+    with _progress(len(wanted(config, kinds, plan))) as begin:
+        compiled.extend(compile_programs(config, kinds, begin, plan))
     if folder is not None:
         _write(folder, compiled)
     found = [str(finding) for program in compiled for finding in program.report.findings]
     if as_json:
         print(
             json.dumps(
-                {"model": model, "kv": kv, "programs": [_row(c) for c in compiled], "cpp": str(folder) if folder else None}
+                {
+                    "model": model,
+                    "kv": plan.describe(),
+                    "programs": [_row(c) for c in compiled],
+                    "cpp": str(folder) if folder else None,
+                }
             )
         )
         return 1 if found else 0
     columns = ("program", "seconds", "kernel functions", "lines of C++", "most bytes of a core's memory", "stack", "findings")
-    print_table(f"{model} with a {kv} cache for Ascend NPU", columns, [_cells(c) for c in compiled])
+    print_table(f"{model} with a {plan.describe()} cache for Ascend NPU", columns, [_cells(c) for c in compiled])
     for line in found:
         print(line)
     if folder is not None:
@@ -74,6 +82,7 @@ def _row(program: Compiled) -> dict[str, object]:
     report = program.report
     return {
         "program": program.name,
+        "layers": list(program.layers),
         "seconds": program.seconds,
         "functions": report.functions,
         "lines": report.lines,

@@ -72,6 +72,6 @@ class StoreByProgram:
         given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
         for prefix, kv_format, (side, x, fields) in zip("kv", cache.plan.layers[layer], given, strict=True):
             missing = -x.shape[0] % program.rows
-            tensors[prefix] = pad(x.float().flatten(1), (0, 0, 0, missing)).view(-1, HEAD_DIM)
+            tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
             tensors |= side.tensors(prefix, fields) | side.domain_tensors(prefix, kv_format, layer, cache.device)
         self._runner.call(program, ordered(program, tensors))

@@ -39,7 +39,7 @@ def ladder(
     made = bench()
     below = made.below_a_model(*_OPS)
     yield Rung("add", lambda: kernels.smallest_kernel(made), below)
-    yield Rung("store", lambda: kernels.store(made), {**below, "formats": ", ".join(made.plans)})
+    yield Rung("store", lambda: kernels.store(made), {**below, "formats": made.described})
     whole = made.of_the_model(*_MODEL, prompts=made.prompts_digest)
     yield Rung("layer", lambda: layers.one_layer(made), whole)
     yield Rung("head", lambda: layers.head(made), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
@@ -56,7 +57,7 @@ def _held(bench: Workbench, model: DecoderModel, mode: Mode, *, needs_head: bool
 
 
 def _report(bench: Workbench, model: DecoderModel, kv: str, mode: Mode) -> Report:
-    plan = bench.plans[kv].__class__(bench.plans[kv].layers[: model.config.num_layers])
+    plan = replace(bench.plans[kv], layers=bench.plans[kv].layers[: model.config.num_layers])
     executor, token_ids = bench.executor(model, plan), bench.token_ids()
     total, done = count_rows(token_ids, bench.steps, model.config.num_layers, 1), 0
 

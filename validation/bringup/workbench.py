@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import folder_of, load_model, read_config
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -42,7 +43,7 @@ class Request:
     Attributes:
         executor, device: as in `executors.catalog.create`; the device that the executor is made for unless given.
         model, layers: as in `models.catalog.load_model`.
-        kvs: formats; every one that the executor reads unless given, in a simulator `tq4`.
+        caches: name -> cache; every format that the executor reads unless given, in a simulator `tq4`.
         prompts: texts; one text of ours unless given.
         new_tokens, contexts: of greedy text and of latency; few and short in a simulator unless given.
     """
@@ -51,7 +52,7 @@ class Request:
     device: str | None = None
     model: str = "tiny"
     layers: int | None = None
-    kvs: tuple[str, ...] = ()
+    caches: Mapping[str, KVSpec] = field(default_factory=dict)
     prompts: tuple[str, ...] = ()
     new_tokens: int | None = None
     contexts: tuple[int, ...] = ()
@@ -63,7 +64,7 @@ class Workbench:
     Args:
         tell: told what is being done.
     Raises:
-        InputError: no such model, executor, device or format, or they do not go together.
+        InputError: no such model, executor, device or format, or they do not go together; coordinates of other weights.
     """
 
     def __init__(self, request: Request, tell: Tell) -> None:
@@ -72,8 +73,8 @@ class Workbench:
             raise InputError("the reference compared with itself proves nothing; name another --executor")
         self.device = request.device or catalog.default_device(request.executor)
         self.config = read_config(request.model, request.layers)
-        for kv in request.kvs:
-            catalog.check(request.executor, self.config, plan_for(KVSpec(kv), self.config), self.device)
+        for plan in self._asked.values():
+            catalog.check(request.executor, self.config, plan, self.device)
         if not self.readable:
             catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
         if request.contexts and max(request.contexts) > self._longest:
@@ -82,6 +83,9 @@ class Workbench:
         if not all(request.prompts):
             raise InputError("a prompt is empty; give it some text, or leave --prompt out")
         self._executors: dict[int, Executor] = {}
+        for spec in request.caches.values():
+            if spec.weights:
+                spec.require_weights(fingerprint(self.model.weights.named()))
 
     # -- What is run ---------------------------------------------------------------------------------------------------------
     @cached_property
@@ -112,7 +116,18 @@ class Workbench:
     def plans(self) -> dict[str, KVPlan]:
         """By the name of the format, in the order in which they are run."""
         default = [KVSpec().kv] if self.simulated and KVSpec().kv in self.readable else self.readable
-        return {kv: plan_for(KVSpec(kv), self.config) for kv in self.request.kvs or default}
+        return self._asked or {kv: plan_for(KVSpec(kv), self.config) for kv in default}
+
+    @cached_property
+    def _asked(self) -> dict[str, KVPlan]:
+        return {name: plan_for(spec, self.config) for name, spec in self.request.caches.items()}
+
+    @property
+    def described(self) -> str:
+        """The plans, and which coordinates they were learned with: a verdict is for these alone."""
+        learned = {name: spec.calibration.digest[:16] for name, spec in self.request.caches.items() if spec.calibration}
+        said = (dict.fromkeys((name, plan.describe(), learned.get(name, ""))) for name, plan in self.plans.items())
+        return ", ".join(" ".join(words).strip() for words in said)
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -192,7 +207,7 @@ class Workbench:
             asked: what else matters, by name.
         """
         model = _model_digest(self.request.model, self.request.layers)
-        return {**self.below_a_model(*rooms), "model": model, "formats": ", ".join(self.plans), **asked}
+        return {**self.below_a_model(*rooms), "model": model, "formats": self.described, **asked}
 
     @property
     def prompts_digest(self) -> str:

@@ -23,6 +23,7 @@ from haarkv.tq_ops.npu.reads import FORMAT, READS
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
+_HEAD = "head"
 PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
 """What is compiled unless other formats are asked for."""
 
@@ -32,15 +33,18 @@ class Compiled:
     """One program, compiled.
 
     Attributes:
+        name: of `PROGRAMS`; where the plan needs several programs of a kind, such as `decode-layer3`, the first layer of one.
         seconds: tracing, every pass and code generation.
         sources: path -> C++: kernel functions, one a file, in `kernel_aicore/`; what they include in `kernel_aicpu/`.
         report: what the checks of the text found.
+        layers: that run it; none of the head.
     """
 
     name: str
     seconds: float
     sources: dict[str, str]
     report: Report
+    layers: tuple[int, ...] = ()
 
 
 def compile_programs(
@@ -49,22 +53,42 @@ def compile_programs(
     """Compile programs one after the other, and check the C++ they become.
 
     Args:
-        names: of `PROGRAMS`.
+        names: kinds of `PROGRAMS`.
         on_begin: called with a program's name before its compilation.
-        plan: how the layer stores K and V.
+        plan: how the layers store K and V; each pair of formats is compiled once.
     Raises:
         InputError: a config or a format that no program can be built for, or PyPTO is missing.
         SimulatorError: the compiler refused, in its words.
     """
-    if reason := unsupported(READS, plan, config.head_dim) or programs.unsupported(config):
-        raise InputError(f"nothing to compile: {reason}")
+    several = wanted(config, names, plan)
     model = blank_model(config)
     with Simulator() as simulator:
-        for name in names:
-            program, arguments = PROGRAMS[name](model, plan)
+        for name, kind, layers in several:
+            program, arguments = PROGRAMS[kind](model, plan, layers[0] if layers else 0)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
-            yield Compiled(name, run.seconds, run.sources, check(name, run.sources))
+            yield Compiled(name, run.seconds, run.sources, check(name, run.sources), layers)
+
+
+def wanted(config: DecoderConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Programs that a plan needs: name, kind and layers of each.
+
+    Args:
+        kinds: of `PROGRAMS`.
+    Raises:
+        InputError: a config or a format that no program can be built for.
+    """
+    if reason := unsupported(READS, plan, config.head_dim) or programs.unsupported(config):
+        raise InputError(f"nothing to compile: {reason}")
+    sharing: dict[object, list[int]] = {}
+    for layer in range(len(plan.layers)):
+        sharing.setdefault(sides_of(plan, layer), []).append(layer)
+    found = []
+    for kind in kinds:
+        of_layers = [] if kind == _HEAD else list(map(tuple, sharing.values()))
+        names = [f"{kind}-layer{layers[0]}" for layers in of_layers] if len(of_layers) > 1 else [kind]
+        found += [(name, kind, layers) for name, layers in zip(names, of_layers or [()], strict=True)]
+    return found
 
 
 def blank_model(config: DecoderConfig) -> DecoderModel:
@@ -80,12 +104,13 @@ def layer_call(
     new: Sequence[int] = (1,),
     stored: Sequence[int] = (0,),
     plan: KVPlan = PLAN,
+    layer: int = 0,
 ) -> list[torch.Tensor]:
     """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone.
 
     Args:
         new, stored: tokens of each sequence.
-        plan: how the layer stores K and V.
+        plan, layer: how that layer stores K and V.
     """
     config = model.config
     heads, dim = config.num_kv_heads, config.head_dim
@@ -101,20 +126,20 @@ def layer_call(
     tiling = inputs.tile(batch, program, rope.at(batch.positions))
     hidden = tiling.spread(torch.zeros(sum(new), config.hidden_size, dtype=torch.bfloat16))
     constants = {**inputs.layer_constants(model, 0), "mask": program.attention.mask()}
-    return inputs.layer_call(program, constants, hidden, tiling, cache, 0)[0]
+    return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _decode(model: DecoderModel, plan: KVPlan = PLAN) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.decode_program(model.config, *sides_of(plan, 0))
-    return program, layer_call(program, model, plan=plan)
+def _decode(model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+    program = programs.decode_program(model.config, *sides_of(plan, layer))
+    return program, layer_call(program, model, plan=plan, layer=layer)
 
 
-def _prefill(model: DecoderModel, plan: KVPlan = PLAN) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.prefill_program(model.config, *sides_of(plan, 0))
-    return program, layer_call(program, model, plan=plan)
+def _prefill(model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+    program = programs.prefill_program(model.config, *sides_of(plan, layer))
+    return program, layer_call(program, model, plan=plan, layer=layer)
 
 
-def _head(model: DecoderModel, _: KVPlan = PLAN) -> tuple[Program, list[torch.Tensor]]:
+def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
     program = programs.head_program(model.config)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)
     return program, inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)[0]
@@ -123,6 +148,6 @@ def _head(model: DecoderModel, _: KVPlan = PLAN) -> tuple[Program, list[torch.Te
 PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
     "decode": _decode,
     "prefill": _prefill,
-    "head": _head,
+    _HEAD: _head,
 }
-"""Name -> a program and the arguments of its smallest call, of a model and of a plan of one layer."""
+"""Kind -> a program and the arguments of its smallest call, of a model, a plan and one of its layers."""

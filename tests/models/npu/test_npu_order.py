@@ -4,16 +4,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import Unordered
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
-from haarkv.models.qwen3_14b.npu.compile import blank_model, layer_call
+from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
 from haarkv.tq_ops.npu.aicore.conflicts import conflicts
 from haarkv.tq_ops.npu.aicore.schedule import Operand, Schedule, Task, read_schedule
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
+from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.order import read_order, roots
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
@@ -53,14 +55,14 @@ def ran(program, arguments):
     return Run(program, run.order, read_schedule(run.schedule))
 
 
-def run_layer(make, case, model="tiny", variant=lambda program: program):
+def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):
     blank = blank_model(read_config(model))
-    program = variant(make(blank.config))
-    return ran(program, layer_call(program, blank, *case))
+    program = variant(make(blank.config, *sides_of(plan, 0)))
+    return ran(program, layer_call(program, blank, *case, plan))
 
 
-def decode(config):
-    return programs.decode_program(config, step_tokens=256)
+def decode(config, *sides):
+    return programs.decode_program(config, *sides, step_tokens=256)
 
 
 def late_appends(run):
@@ -108,9 +110,30 @@ def check_prefill(run, tokens, tiles):
     assert unordered == {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
 
 
+def short_prefill(config, *sides):
+    return replace(programs.prefill_program(config, *sides), rows=32)
+
+
 def test_prefill_leaves_no_access_unordered_that_matters():
     """The program of a prefill with tiles of 32 tokens instead of 128: the same loops, sooner through."""
-    check_prefill(run_layer(lambda config: replace(programs.prefill_program(config), rows=32), SHORT_PREFILL), 37, tiles=3)
+    check_prefill(run_layer(short_prefill, SHORT_PREFILL), 37, tiles=3)
+
+
+def learned_plan():
+    """Of a layer of `tiny`, K of two stages."""
+    return learned_spec(replace(read_config("tiny"), num_layers=1)).plan(1)
+
+
+@pytest.mark.npu_long
+def test_decode_of_learned_nibbles_leaves_no_access_unordered():
+    run = run_layer(decode, DECODE, plan=learned_plan())
+    check_order(run, tokens=18, tiles=2)
+    assert list(run.unordered()) == []
+
+
+@pytest.mark.npu_long
+def test_prefill_of_learned_nibbles_leaves_no_access_unordered_that_matters():
+    check_prefill(run_layer(short_prefill, SHORT_PREFILL, plan=learned_plan()), 37, tiles=3)
 
 
 @pytest.mark.npu_long
@@ -133,8 +156,8 @@ def test_without_the_barrier_fresh_rows_may_be_read_stale():
 def test_the_store_program_writes_no_row_twice():
     tokens, kv_heads = 20, 2
     named = {
-        "k": torch.zeros(32 * kv_heads, 128),
-        "v": torch.zeros(32 * kv_heads, 128),
+        "k": torch.zeros(32, kv_heads, 128),
+        "v": torch.zeros(32, kv_heads, 128),
         "rotation": rotation(1),
         "slot": torch.arange(tokens, dtype=torch.int32),
         **empty_cache(1, kv_heads),

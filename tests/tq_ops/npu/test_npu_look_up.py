@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from npu_programs import LookUp, needs_pypto
+from npu_programs import Levels, LookUp, needs_pypto
 
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -23,6 +23,19 @@ def test_every_byte_gives_the_fp16_of_its_two_centroids(simulator):
     out = torch.full((256, HEAD_DIM), 7.0).half()
     simulator.run(LookUp(256), [codes.view(torch.int8), out], Mode.NUMBERS)
     assert torch.equal(out, expected)
+    assert len(out.unique()) == 16
+
+
+def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
+    """The next FP32 numbers, both zeros, the least number there is, and numbers whose product is beyond FP32."""
+    boundaries = torch.tensor(READS.built_in(HEAD_DIM).boundaries)
+    beside = torch.cat([boundaries, *(boundaries.nextafter(torch.tensor(way * torch.inf)) for way in (-1, 1))])
+    ends = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 1e30, -1e30, 3e38, -3e38])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([beside, ends, torch.randn(16 * 128 - len(beside) - len(ends), generator=generator) / 8]).view(16, 128)
+    out = torch.full_like(x, -1.0)
+    simulator.run(Levels(), [x, out], Mode.NUMBERS)
+    assert torch.equal(out, torch.bucketize(x, boundaries, right=True).float())
     assert len(out.unique()) == 16
 
 

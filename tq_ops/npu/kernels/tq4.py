@@ -75,8 +75,7 @@ def rotated_levels(unit, rotation, vectors):
 def levels_of(x):
     """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
 
-    A difference from the number before a boundary, times `STEEP`, is 0 or less below the boundary, and more than 15 from it
-    on: the maximum of it and the level so far, cut at the next level, is the next level or the level so far.
+    The difference from the number before a boundary, times `STEEP`, is 1 or more from the boundary on, and 0 or less below it.
     """
     steep = x * STEEP
     level = pypto.clip(steep - STEPS[0], 0.0, 1.0)

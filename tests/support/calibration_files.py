@@ -1,0 +1,29 @@
+"""A calibration file of made-up coordinates, for the weights of a model at hand."""
+
+from dataclasses import replace
+
+from npu_learned import made_up
+
+from haarkv.engine.session import shape_of
+from haarkv.models.catalog import load_model
+from haarkv.models.fingerprint import fingerprint
+from haarkv.tq_ops.kv import plan_file
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
+
+
+def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
+    """Of every layer and KV head of a model, by name or folder.
+
+    Args:
+        weights: the fingerprint of another model.
+        plan: fields of a `KVSpec`, to make the file a plan of these coordinates.
+    """
+    loaded = load_model(str(model), "bfloat16")
+    config, shape = loaded.config, shape_of(loaded.config)
+    made = made_up(config.num_layers, config.num_kv_heads, seed, config.head_dim)
+    file = CalibrationFile(calibration_of(made.k, made.v), shape, weights or fingerprint(loaded.weights.named()))
+    if plan:
+        chosen = replace(file.spec, **plan).plan(config.num_layers)
+        file = replace(file, plan=plan_file.dumps(chosen, shape))
+    path.write_bytes(dumps(file))
+    return path
