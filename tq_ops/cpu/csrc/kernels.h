@@ -81,7 +81,7 @@ struct Matrix {
     int32_t inputs, outputs, bf16;
 };
 
-// How vectors become levels. By a rotation (`mean` is null):
+// How vectors become levels, where there is a matrix; BF16 numbers else. By a rotation (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 // By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
 //   y = bf16((x - mean) / gamma) @ matrix;  rho = sqrt(sum weights * y**2);  y = y / rho
@@ -89,13 +89,14 @@ struct Matrix {
 //   scale = fp16(gamma * rho / sqrt(sum weights * restored**2))
 struct Quantizer {
     Matrix matrix;            // [D, D] BF16
-    const float* boundaries;  // [15] ascending
-    const float* centroids;   // [16]
+    const float* boundaries;  // [2**bits - 1] ascending
+    const float* centroids;   // [2**bits], at least 16
     const float* mean;        // [Hkv, D] or null, and so are the next three
     const float* weights;     // [Hkv, D]
     const int32_t* counts;    // [Hkv, stages], descending
     const float* steps;       // [stages]
     int32_t stages, levels;
+    int32_t planes[2], bytes;  // as in Side
 };
 
 // Projections of tokens by rows of a BF16 weight.
@@ -115,8 +116,8 @@ struct Kernels {
     void (*attend)(const Cache&, const Tile&, float* scratch);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
-    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [N / 2], byte j = level[j] | level[j + N / 2] <<
-    // 4; scratch [2 * rows * D]; rows <= kMaxRows.
+    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
+    // kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     void (*project)(const Projection&, int64_t begin, int64_t end);
