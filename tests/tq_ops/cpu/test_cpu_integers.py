@@ -156,7 +156,7 @@ def has_integers(name: str) -> bool:
     return described is not None and described.bits <= 4
 
 
-@pytest.mark.parametrize("name", filter(has_integers, readable(READS)))
+@pytest.mark.parametrize("name", list(filter(has_integers, readable(READS))))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
     if name == "tbq4_0" and head_dim == 64:
