@@ -78,8 +78,8 @@ struct HaarkvStoreSide {
 
 struct HaarkvStore {
     HaarkvStoreSide k, v;
-    const int64_t* slots;         // [T]
-    const int64_t* positions;     // [T], and so on as for attention; they are looked at where tokens stay in BF16
+    const int64_t* slots;      // [T]
+    const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
     const int32_t* query_start;
     const int64_t* rows;
     int64_t tokens, num_slots;

@@ -51,7 +51,8 @@ struct Partials {
     Floats numbers;
 
     Partials(const Cache& cache, size_t splits)
-        : levels(cache.v.levels), kept(cache.v.kept.vectors ? cache.head_dim : 0),
+        : levels(cache.v.levels),
+          kept(cache.v.kept.vectors ? cache.head_dim : 0),
           numbers(floats(static_cast<int64_t>(splits) * size())) {}
 
     int64_t size() const { return kMaxRows * (2 + levels + (kept ? 1 + kept : 0)); }
@@ -156,8 +157,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     cut(*a, rotated.get(), tiles, splits);
 
     const Partials partials(a->cache, splits.size());
-    const int64_t scratch_size =
-        std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (a->cache.v.levels + 2 * dim));
+    const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (a->cache.v.levels + 2 * dim));
     const Floats scratch = floats(a->threads * scratch_size);
 
     // Rows that are multiplied by one matrix lie together: all, or the query heads of a KV head of a token.

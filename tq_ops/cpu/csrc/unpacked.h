@@ -63,8 +63,7 @@ inline void scaled(const Side& side, Place at, int key, int n, const uint8_t* le
 }
 
 // Vectors key ... key + n - 1 of a block as numbers [n, levels], scales included; `bytes` is scratch.
-template <class Simd>
-void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
+template <class Simd> void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
     const uint8_t* codes = at.codes + static_cast<int64_t>(key) * side.bytes;
     const int levels = side.levels;
     if (side.cell == kBf16) {
@@ -122,8 +121,7 @@ inline void mix_columns(const float* x, int n, int dim, const float* weights, in
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            acc[c][r] = Simd::mul(Simd::load(sums + r * dim + c * Simd::width), Simd::set1(shrink[r]));
+        for (int r = 0; r < R; ++r) acc[c][r] = Simd::mul(Simd::load(sums + r * dim + c * Simd::width), Simd::set1(shrink[r]));
     for (int key = 0; key < n; ++key) {
         typename Simd::F value[COLUMNS];
 #pragma GCC unroll 8

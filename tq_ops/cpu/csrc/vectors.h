@@ -214,8 +214,7 @@ void quantize_rotated(const Quantizer& by, const float* x, int rows, float* scra
         for (int i = 0; i < dim; i += Simd::width) {
             float wide[Simd::width];
             for (int j = 0; bits > 4 && j < Simd::width; ++j) wide[j] = by.centroids[level[i + j]];
-            const typename Simd::F centroid =
-                bits > 4 ? Simd::load(wide) : Simd::lookup(table, Simd::load_words(level + i));
+            const typename Simd::F centroid = bits > 4 ? Simd::load(wide) : Simd::lookup(table, Simd::load_words(level + i));
             sums = Simd::fma(centroid, centroid, sums);
         }
         if (by.planes[0] == 4 && by.planes[1] == 0)
