@@ -20,7 +20,7 @@ struct HaarkvAttention {
     const int32_t* block_table;  // [B, max_blocks]
     const int32_t* query_start;  // [B + 1]
     const int64_t* positions;    // [T]
-    const int64_t* rows;         // [B], of each sequence in `Kept`
+    const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
     int32_t sequences, max_blocks, num_heads, bf16;
     float softmax_scale;
     int32_t isa, threads;
@@ -75,7 +75,7 @@ void cut(const HaarkvAttention& a, const float* rotated, std::vector<RowTile>& t
                 t.tile.rows = static_cast<int32_t>(std::min<int64_t>(kMaxRows, rows - row));
                 t.tile.kv_head = head;
                 t.tile.block_table = a.block_table + static_cast<int64_t>(b) * a.max_blocks;
-                t.tile.kept_row = a.rows[b];
+                t.tile.kept_row = a.cache.k.kept.vectors || a.cache.v.kept.vectors ? a.rows[b] : 0;
                 t.tile.softmax_scale = a.softmax_scale;
                 t.tile.bf16 = a.bf16;
                 int longest = 0;
