@@ -173,9 +173,9 @@ def test_no_prompt_and_no_model_are_refused(run, checkpoint):
 
 
 def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):
-    """No other executor reads vectors of 32, or bf16."""
+    """No other executor of a CPU reads vectors of 32, or the published layout."""
     assert_refused(run("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
-    assert_refused(run("--prompt", "spam", "--kv", "bf16"), "only reference", "not bf16")
+    assert_refused(run("--prompt", "spam", "--kv", "tq4_seed"), "only reference", "not tq4_seed")
 
 
 def test_auto_that_is_the_reference_asks_for_another_executor(run, monkeypatch):
@@ -197,8 +197,8 @@ def test_auto_can_be_the_reference(run, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--executor", "cpu", "--kv", "bf16"), ["executor cpu cannot run this", "bf16"]),
-        (("--executor", "reference", "--reference", "cpu", "--kv", "bf16"), ["executor cpu cannot run this", "bf16"]),
+        (("--executor", "cpu", "--kv", "q8_0"), ["executor cpu cannot run this", "q8_0"]),
+        (("--executor", "reference", "--reference", "cpu", "--kv", "q8_0"), ["executor cpu cannot run this", "q8_0"]),
         (("--executor", "cpu", "--device", "sim"), ["runs on the cpu", "sim"]),
     ],
 )

@@ -41,8 +41,8 @@ READS = Reads(
 )  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
-    "the CPU kernels", head_dims=READS.head_dims, most_scales=1, order=in_parts, matrix_dtype=torch.bfloat16,
-    quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
+    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, also=READS.also, most_scales=1, order=in_parts,
+    matrix_dtype=torch.bfloat16, quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
 """What the append kernel quantizes; the reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
@@ -101,15 +101,18 @@ class Tables:
     """What vectors are quantized by, of one format and layer, in the format's own order of coordinates.
 
     Attributes:
+        planes: widths of a level's planes, low bits first.
         matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
-        boundaries: [15] fp32.
-        centroids: [16] fp32.
+            None of numbers that are stored as they are, and so are the next two.
+        boundaries: [2**bits - 1] fp32.
+        centroids: [2**bits] fp32.
         refinement: of learned coordinates; None of a rotation.
     """
 
-    matrix: Tensor
-    boundaries: Tensor
-    centroids: Tensor
+    planes: tuple[int, ...]
+    matrix: Tensor | None
+    boundaries: Tensor | None
+    centroids: Tensor | None
     refinement: Refinement | None
 
 
@@ -124,6 +127,8 @@ def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
     """What the append kernel quantizes a format by, made once; None if it cannot. Do not write to it."""
     if misfit(APPENDS, kv_format, head_dim) is not None:
         return None
+    if kv_format == _BF16:
+        return Tables((), None, None, None, None)
     return _tables(*_described(kv_format, layer, head_dim))
 
 
@@ -166,9 +171,10 @@ def _layout(described: Description, layer: int) -> Layout:
 @cache
 def _tables(described: Description, layer: int) -> Tables:
     boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
+    planes = tuple(plane.bits for plane in described.planes)
     if described.transform.coordinates is None:
         rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
-        return Tables(rotation, boundaries, centroids, None)
+        return Tables(planes, rotation, boundaries, centroids, None)
     of = described.transform.coordinates(layer)
     stage = torch.arange(len(of.steps))
     counts = (of.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
@@ -181,7 +187,7 @@ def _tables(described: Description, layer: int) -> Tables:
         of.mean.contiguous(), of.shares.contiguous(), of.weights.contiguous(), torch.tensor(of.gains),
         counts.int().contiguous(), torch.tensor(of.steps),
     )  # fmt: skip
-    return Tables(matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
+    return Tables(planes, matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
 
 
 @cache

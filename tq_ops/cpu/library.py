@@ -77,7 +77,7 @@ class Quantizer(_Structure):
     _fields_ = (
         ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
         ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
-        ("tries", c_int32), ("levels", c_int32),
+        ("tries", c_int32), ("levels", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32),
     )  # fmt: skip
 
 

@@ -75,7 +75,8 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store each once at its slots: `tq4` and `lrN` in C++, other formats by the reference.
+        """Quantize K and V and store each once at its slots, and in BF16 where a window keeps them. `tq2` to `tq8`, `lrN` and
+        `bf16` are stored in C++, other formats by the reference.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
@@ -103,16 +104,22 @@ class CpuOps:
         return None
 
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        """Causal attention of new tokens over the packed codes of their sequences, in the rotated domain.
+        """Causal attention of new tokens over what their sequences have stored, in the rotated domain.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
         Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
-        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out.
+        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. Numbers in BF16
+        are not rotated.
 
-        K and V are unpacked in registers only. Keys are summed 1,024 at a time and merged in order, so that results do not
-        depend on the number of threads, on the rest of the batch or on how a prompt was split.
+        Tokens that a query sees in BF16 (`Window.seen`) take part in the same softmax, block by block as the others: their
+        logits replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are
+        summed beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
+
+        Up to 4 bits, levels are looked up in registers. Wider ones and numbers in BF16 become FP32, 16 vectors at a time. Keys
+        are summed 1,024 at a time and merged in order, so that results do not depend on the number of threads, on the rest
+        of the batch or on how a prompt was split.
 
         Args:
             q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -124,9 +131,9 @@ class CpuOps:
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
         that of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
 
-        With `avx512vnni` a bf16 q runs on exact sums of 16-bit integers. This adds three roundings, each of at most half a
-        step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q to steps of
-        max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, to the least s with
+        With `avx512vnni` a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three roundings,
+        each of at most half a step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q
+        to steps of max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, to the least s with
         sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
         square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
         BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,767 = 2e-3 of the largest
@@ -188,7 +195,8 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
             k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=_matrix(keys.rotate), rotation_back=_matrix(values.rotate_back),
+        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim),
+        rotation_back=_matrix(values.rotate_back, cache.head_dim),
         block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
         isa=isa, threads=0,
     )  # fmt: skip
@@ -196,9 +204,10 @@ def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
     if k_tables is None or v_tables is None:
         return _Prepared(attention, None)
     store = library.Store(
-        k=_store_side(k_fields, k_tables, k_kept), v=_store_side(v_fields, v_tables, v_kept), slots=0, positions=0,
-        query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0, num_kv_heads=cache.num_kv_heads,
-        block_size=cache.block_size, isa=isa, threads=0,
+        k=_store_side(k_fields, k_tables, k_kept, cache.head_dim),
+        v=_store_side(v_fields, v_tables, v_kept, cache.head_dim),
+        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0,
+        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return _Prepared(attention, store)
 
@@ -248,22 +257,26 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept) -> library.StoreSide:
-    codes, scale, learned = fields["codes"], fields["scale"], by.refinement
-    shared = {"matrix": _matrix(by.matrix), "boundaries": by.boundaries, "centroids": by.centroids}
-    names = [field.name for field in dataclasses.fields(Refinement)]
-    own = {name: getattr(learned, name) if learned else 0 for name in names}
-    stages, tries = (len(learned.steps), len(learned.gains)) if learned else (0, 0)
+def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
+    codes, scale, planes = fields["codes" if by.planes else "data"], fields.get("scale"), (*by.planes, 0, 0)
+    learned = by.refinement
+    own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
+    quantizer = library.Quantizer(
+        matrix=_matrix(by.matrix, head_dim), boundaries=0 if by.boundaries is None else by.boundaries,
+        centroids=_sixteen(by.centroids), **own, stages=len(learned.steps) if learned else 0,
+        tries=len(learned.gains) if learned else 0, levels=2 * codes.shape[3],
+        first_plane=planes[0], second_plane=planes[1], bytes=codes.itemsize * codes.shape[3],
+    )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=codes, scales=scale, codes_stride=codes.stride(0), scales_stride=scale.stride(0),
-        quantizer=library.Quantizer(**shared, **own, stages=stages, tries=tries, levels=2 * codes.shape[3]), kept=kept, bf16=0,
+        x=0, codes=codes, scales=0 if scale is None else scale, codes_stride=_block_bytes(codes),
+        scales_stride=0 if scale is None else scale.stride(0), quantizer=quantizer, kept=kept, bf16=0,
     )  # fmt: skip
 
 
-def _matrix(matrix: Tensor | None) -> library.Matrix:
-    """[H, inputs, outputs]; one for all KV heads where H is 1. None has no numbers."""
+def _matrix(matrix: Tensor | None, head_dim: int) -> library.Matrix:
+    """[H, inputs, outputs]; one for all KV heads where H is 1. None changes nothing and has no numbers."""
     if matrix is None:
-        return library.Matrix(numbers=0, head_stride=0, inputs=0, outputs=0, bf16=0)
+        return library.Matrix(numbers=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
     heads, inputs, outputs = matrix.shape
     return library.Matrix(
         numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,

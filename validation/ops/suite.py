@@ -64,7 +64,7 @@ ATTENTION = (
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
     CacheCase("k=tq5,v=tq8", 256, 2, 2, 24, (40, 0), (1, 7)),
-    # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, and sinks of a whole block.
+    # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, sinks of a whole block.
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
     CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
     CacheCase("k=lr112,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
@@ -122,6 +122,9 @@ STORES = (
     CacheCase("k=lr32,v=lr768", 256, 1, 1, 16, (0,), (5,)),
     CacheCase("k=tq4,v=lr96", 128, 1, 3, 16, (0,), (20,)),
     CacheCase("k=lr96,v=tbq4_0", 128, 1, 3, 16, (0,), (4,)),
+    CacheCase("k=tq3,v=tq2", 128, 1, 3, 16, (0,), (20,)),
+    CacheCase("k=tq5,v=tq6", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+    CacheCase("k=bf16,v=tq8", 256, 1, 2, 16, (0,), (12,)),
 )
 SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),

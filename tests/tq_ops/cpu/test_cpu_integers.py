@@ -151,9 +151,12 @@ def test_bf16_results_do_not_depend_on_threads_or_on_the_rest_of_the_batch(table
             assert torch.equal(ops.paged_attention(q[token : token + 1], cache, LAYER, alone, SCALE)[0], together[0][token])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in readable(READS) if (of := formats.get(name).description(128)) and of.bits <= 4]
-)
+def has_integers(name: str) -> bool:
+    described = formats.get(name).description(128)
+    return described is not None and described.bits <= 4
+
+
+@pytest.mark.parametrize("name", list(filter(has_integers, readable(READS))))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
     if name == "tbq4_0" and head_dim == 64:

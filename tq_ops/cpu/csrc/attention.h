@@ -99,17 +99,27 @@ template <class Simd, class P, int R> struct Attend {
     float *const logits, *const v_scale, *const weights, *const numbers;
     uint8_t* const codes;
     float *const k_scale, *const words;
-    const float* own[R];      // [dim] queries for keys in BF16
-    float less[R];            // softmax_scale * q . K's mean, which the logits of packed keys lack
-    float shrink[R];          // of all sums, by the block at hand
-    bool met_kept = false;    // whether a row has seen a value in BF16
+    const float* own[R];    // [dim] queries for keys in BF16
+    float less[R];          // softmax_scale * q . K's mean, which the logits of packed keys lack
+    float shrink[R];        // of all sums, by the block at hand
+    bool met_kept = false;  // whether a row has seen a value in BF16
 
     Attend(const Cache& cache, const Tile& tile, float* scratch)
-        : cache(cache), tile(tile), pieces(cache, R), stride(padded(cache.block_size)), segments(segments_of(cache.v)),
-          dim(cache.head_dim), products(cache, tile, stride, scratch + pieces.end), k_kept(cache.k, cache, tile),
-          v_kept(cache.v, cache, tile), logits(scratch + pieces.logits), v_scale(scratch + pieces.v_scale),
-          weights(scratch + pieces.weights), numbers(scratch + pieces.numbers),
-          codes(reinterpret_cast<uint8_t*>(scratch + pieces.codes)), k_scale(scratch + pieces.k_scale),
+        : cache(cache),
+          tile(tile),
+          pieces(cache, R),
+          stride(padded(cache.block_size)),
+          segments(segments_of(cache.v)),
+          dim(cache.head_dim),
+          products(cache, tile, stride, scratch + pieces.end),
+          k_kept(cache.k, cache, tile),
+          v_kept(cache.v, cache, tile),
+          logits(scratch + pieces.logits),
+          v_scale(scratch + pieces.v_scale),
+          weights(scratch + pieces.weights),
+          numbers(scratch + pieces.numbers),
+          codes(reinterpret_cast<uint8_t*>(scratch + pieces.codes)),
+          k_scale(scratch + pieces.k_scale),
           words(scratch + pieces.words) {
         for (int r = 0; r < R; ++r) {
             for (int i = 0; i < cache.v.levels; ++i) tile.sums[r * cache.v.levels + i] = 0.0f;

@@ -20,7 +20,8 @@ namespace {
 
 // Only levels of up to 4 bits and BF16 activations become integers; FP32 stays FP32.
 void attend_either(const Cache& cache, const Tile& tile, float* scratch) {
-    if (tile.bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble)) return attend<Avx512, IntegerProducts>(cache, tile, scratch);
+    if (tile.bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble))
+        return attend<Avx512, IntegerProducts>(cache, tile, scratch);
     avx512_kernels().attend(cache, tile, scratch);
 }
 

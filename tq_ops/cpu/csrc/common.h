@@ -5,8 +5,8 @@
 // The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
 // (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
 // times_power_of_two, expf, round_bf16, first(n, a, b), reduce_add, reduce_max; table, load_words, shift<N>, lookup (by the
-// low 4 bits of each word), no_words, store_words, add_reached (1 more where y reaches a boundary), interleave, low_bf16,
-// high_bf16, widen_halves and transpose.
+// low 4 bits of each word), wide_table, lookup_bytes, no_words, store_words, add_reached (1 more where y reaches a boundary),
+// interleave, low_bf16, high_bf16, widen_halves and transpose.
 
 // A compile-time number as a value, for generic lambdas.
 template <int N> struct Int {

@@ -45,15 +45,17 @@ template <class T> bool finite(const T* x, int64_t n, T exponent) {
     return !bad;
 }
 
+// Numbers x [n] in BF16.
+void put_bf16(const float* x, int64_t n, void* to) {
+    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(to)[i] = float_to_bf16(x[i]);
+}
+
 // Keeps a vector x [dim] of the token at `position` of a sequence in BF16, if any is kept.
 void keep(const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position, const float* x, int64_t dim) {
     if (!kept.vectors) return;
     uint16_t* of_head = kept.vectors + (row * heads + head) * (kept.sink + kept.ring) * dim;
-    auto put = [&](int64_t place) {
-        for (int64_t i = 0; i < dim; ++i) of_head[place * dim + i] = float_to_bf16(x[i]);
-    };
-    if (kept.ring) put(kept.sink + position % kept.ring);
-    if (position < kept.sink) put(position);
+    if (kept.ring) put_bf16(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
+    if (position < kept.sink) put_bf16(x, dim, of_head + position * dim);
 }
 
 }  // namespace
@@ -76,8 +78,8 @@ struct HaarkvStoreSide {
 
 struct HaarkvStore {
     HaarkvStoreSide k, v;
-    const int64_t* slots;         // [T]
-    const int64_t* positions;     // [T], and so on as for attention; they are looked at where tokens stay in BF16
+    const int64_t* slots;      // [T]
+    const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
     const int32_t* query_start;
     const int64_t* rows;
     int64_t tokens, num_slots;
@@ -101,6 +103,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
     for (const HaarkvStoreSide* side : sides) {
+        if (!side->quantizer.matrix.numbers) continue;  // BF16 holds any number
         const int64_t n = s->tokens * heads * side->quantizer.matrix.inputs;
         if (side->bf16) {
             if (!finite(static_cast<const uint16_t*>(side->x), n, uint16_t{0x7f80})) return 1;
@@ -118,7 +121,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
                                                  : s->tokens * divide_up(heads, kMaxRows);
     };
     auto quantize_tile = [&](const HaarkvStoreSide& side, int64_t tile) {
-        const int64_t dim = side.quantizer.matrix.inputs, bytes = side.quantizer.levels / 2;
+        const int64_t dim = side.quantizer.matrix.inputs, bytes = side.quantizer.bytes;
         const bool by_head = side.quantizer.matrix.head_stride != 0;
         const int64_t together = by_head ? s->tokens : heads, tiles = divide_up(together, kMaxRows);
         const int64_t fixed = tile / tiles, first = tile % tiles * kMaxRows;
@@ -134,7 +137,9 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             const int64_t vector = head * s->block_size + offset;
             codes[r] = side.codes + block * side.codes_stride + vector * bytes;
             scales[r] = side.scales + block * side.scales_stride + vector;
+            if (!side.quantizer.matrix.numbers) put_bf16(x + r * dim, dim, codes[r]);
         }
+        if (!side.quantizer.matrix.numbers) return;
         kernels.quantize(side.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
     };
     // K and V take turns, so that two threads fetch their pages side by side.

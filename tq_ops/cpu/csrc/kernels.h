@@ -81,7 +81,7 @@ struct Matrix {
     int32_t inputs, outputs, bf16;
 };
 
-// How vectors become levels. By a rotation (`mean` is null):
+// How vectors become levels, where there is a matrix; BF16 numbers else. By a rotation (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 // By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
 //   y = bf16((x - mean) / gamma) @ matrix;  y = y / sqrt(sum shares * y**2);  for each gain, of gain * y:
@@ -90,8 +90,8 @@ struct Matrix {
 //   scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * restored**2)), y as the matrix made it
 struct Quantizer {
     Matrix matrix;            // [D, D] BF16; of learned coordinates [D, C], those that own a level in some KV head
-    const float* boundaries;  // [15] ascending
-    const float* centroids;   // [16]
+    const float* boundaries;  // [2**bits - 1] ascending
+    const float* centroids;   // [2**bits], at least 16
     const float* mean;        // [Hkv, D] or null, and so are the next five
     const float* shares;      // [Hkv, D], 0 where a coordinate owns no level
     const float* weights;     // [Hkv, D], likewise
@@ -99,6 +99,7 @@ struct Quantizer {
     const int32_t* counts;    // [Hkv, stages], descending
     const float* steps;       // [stages]
     int32_t stages, tries, levels;
+    int32_t planes[2], bytes;  // as in Side
 };
 
 // Projections of tokens by rows of a BF16 weight.
@@ -118,8 +119,8 @@ struct Kernels {
     void (*attend)(const Cache&, const Tile&, float* scratch);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
-    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [N / 2], byte j = level[j] | level[j + N / 2] <<
-    // 4; scratch [2 * rows * D]; rows <= kMaxRows.
+    // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
+    // kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     void (*project)(const Projection&, int64_t begin, int64_t end);

@@ -20,7 +20,7 @@ struct HaarkvAttention {
     const int32_t* block_table;  // [B, max_blocks]
     const int32_t* query_start;  // [B + 1]
     const int64_t* positions;    // [T]
-    const int64_t* rows;         // [B], of each sequence in `Kept`
+    const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
     int32_t sequences, max_blocks, num_heads, bf16;
     float softmax_scale;
     int32_t isa, threads;
@@ -51,7 +51,8 @@ struct Partials {
     Floats numbers;
 
     Partials(const Cache& cache, size_t splits)
-        : levels(cache.v.levels), kept(cache.v.kept.vectors ? cache.head_dim : 0),
+        : levels(cache.v.levels),
+          kept(cache.v.kept.vectors ? cache.head_dim : 0),
           numbers(floats(static_cast<int64_t>(splits) * size())) {}
 
     int64_t size() const { return kMaxRows * (2 + levels + (kept ? 1 + kept : 0)); }
@@ -74,7 +75,7 @@ void cut(const HaarkvAttention& a, const float* rotated, std::vector<RowTile>& t
                 t.tile.rows = static_cast<int32_t>(std::min<int64_t>(kMaxRows, rows - row));
                 t.tile.kv_head = head;
                 t.tile.block_table = a.block_table + static_cast<int64_t>(b) * a.max_blocks;
-                t.tile.kept_row = a.rows[b];
+                t.tile.kept_row = a.cache.k.kept.vectors || a.cache.v.kept.vectors ? a.rows[b] : 0;
                 t.tile.softmax_scale = a.softmax_scale;
                 t.tile.bf16 = a.bf16;
                 int longest = 0;
@@ -156,8 +157,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     cut(*a, rotated.get(), tiles, splits);
 
     const Partials partials(a->cache, splits.size());
-    const int64_t scratch_size =
-        std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (a->cache.v.levels + 2 * dim));
+    const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (a->cache.v.levels + 2 * dim));
     const Floats scratch = floats(a->threads * scratch_size);
 
     // Rows that are multiplied by one matrix lie together: all, or the query heads of a KV head of a token.

@@ -61,6 +61,11 @@ struct Avx2 {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, x), _mm256_permutevar8x32_ps(t.high, x), upper);
 #endif
     }
+    // Numbers by levels of BITS bits, a byte each.
+    template <int BITS> static const float* wide_table(const float* centroids) { return centroids; }
+    template <int BITS> static F lookup_bytes(const float* table, const uint8_t* level) {
+        return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(level))), 4);
+    }
     static void store_words(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<I*>(p), x); }
     static I no_words() { return _mm256_setzero_si256(); }
     static I add_reached(I n, F y, F boundary) {

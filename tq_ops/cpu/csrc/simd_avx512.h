@@ -35,6 +35,26 @@ struct Avx512 {
     static I load_words(const void* p) { return _mm512_loadu_si512(p); }
     template <int N> static I shift(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
     static F lookup(Table t, I x) { return _mm512_permutexvar_ps(x, t); }
+    // Numbers by levels of BITS bits, a byte each: as many registers as hold up to 64 of them, or memory.
+    template <int BITS> struct WideTable {
+        F part[BITS > 6 ? 1 : 1 << (BITS - 4)];
+        const float* all;
+    };
+    template <int BITS> static WideTable<BITS> wide_table(const float* centroids) {
+        WideTable<BITS> t;
+        t.all = centroids;
+        if constexpr (BITS <= 6)
+            for (int i = 0; i < 1 << (BITS - 4); ++i) t.part[i] = load(centroids + 16 * i);
+        return t;
+    }
+    template <int BITS> static F lookup_bytes(const WideTable<BITS>& t, const uint8_t* level) {
+        const I x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)));
+        if constexpr (BITS > 6) return _mm512_i32gather_ps(x, t.all, 4);
+        const F low = _mm512_permutex2var_ps(t.part[0], x, t.part[1]);
+        if constexpr (BITS == 5) return low;
+        [[maybe_unused]] const __mmask16 upper = _mm512_test_epi32_mask(x, _mm512_set1_epi32(32));
+        if constexpr (BITS == 6) return _mm512_mask_blend_ps(upper, low, _mm512_permutex2var_ps(t.part[2], x, t.part[3]));
+    }
     static void store_words(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
     static I no_words() { return _mm512_setzero_si512(); }
     static I add_reached(I n, F y, F boundary) {

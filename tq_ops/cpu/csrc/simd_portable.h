@@ -78,6 +78,13 @@ struct Portable {
         for (int i = 0; i < 8; ++i) y[i] = t.value[x[i] & 15u];
         return y;
     }
+    // Numbers by levels of BITS bits, a byte each.
+    template <int BITS> static const float* wide_table(const float* centroids) { return centroids; }
+    template <int BITS> static F lookup_bytes(const float* table, const uint8_t* level) {
+        F y;
+        for (int i = 0; i < 8; ++i) y[i] = table[level[i]];
+        return y;
+    }
     static void store_words(int32_t* p, I x) { std::memcpy(p, &x, sizeof x); }
     static I no_words() { return I{}; }
     static I add_reached(I n, F y, F boundary) {

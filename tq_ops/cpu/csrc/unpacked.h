@@ -3,38 +3,67 @@
 
 constexpr int kTileKeys = 16;  // vectors that are numbers at a time
 
-// Places PLANE's bits of n vectors in cells of 4 or 8 bits, `shift` bits up; part p of a plane is p * bytes / parts ahead.
-// Eight bytes at a time: the mask drops what a shift brings over from the byte beside.
-template <bool ADD>
-inline void unpack_plane(const uint8_t* codes, int64_t bytes, int n, int cell, int width, int shift, int levels, uint8_t* out) {
-    const int part = levels * width / 8, parts = cell / width;
-    const uint64_t of_byte = ((1u << width) - 1u) * (cell == kNibble ? 0x11u : 1u), mask = of_byte * 0x0101010101010101u;
-    for (int key = 0; key < n; ++key) {
-        uint8_t* to = out + key * static_cast<int64_t>(levels * cell / 8);
-        for (int p = 0; p < parts; ++p)
-            for (int j = 0; j < part; j += 8, to += 8) {
-                uint64_t word, before = 0;
-                std::memcpy(&word, codes + key * bytes + j, 8);
-                if (ADD) std::memcpy(&before, to, 8);
-                word = before | ((word >> (p * width)) & mask) << shift;
-                std::memcpy(to, &word, 8);
+// Places a plane's bits of n vectors in cells, SHIFT bits up, beside those that are there if SHIFT. A word's bits go to the
+// place of the word in each part; the mask drops what a shift brings over from the byte beside.
+template <class Word, int CELL, int WIDTH, int SHIFT>
+inline void unpack_words(const uint8_t* codes, int64_t bytes, int n, int levels, uint8_t* out) {
+    constexpr int kParts = CELL / WIDTH;
+    constexpr uint64_t kByteMask = ((1u << WIDTH) - 1u) * (CELL == kNibble ? 0x11u : 1u);
+    const int part = levels * WIDTH / 8;
+    Word mask;
+    std::memset(&mask, static_cast<int>(kByteMask), sizeof mask);
+    for (int key = 0; key < n; ++key, codes += bytes, out += levels * CELL / 8)
+        for (int j = 0; j < part; j += static_cast<int>(sizeof(Word))) {
+            Word word, before;
+            std::memcpy(&word, codes + j, sizeof word);
+#pragma GCC unroll 8
+            for (int p = 0; p < kParts; ++p) {
+                Word bits = ((word >> (p * WIDTH)) & mask) << SHIFT;
+                if (SHIFT) std::memcpy(&before, out + p * part + j, sizeof before), bits |= before;
+                std::memcpy(out + p * part + j, &bits, sizeof bits);
             }
-    }
+        }
+}
+
+typedef uint64_t TwoWords __attribute__((vector_size(16)));
+
+template <int CELL, int WIDTH, int SHIFT>
+inline void unpack_plane(const uint8_t* codes, int64_t bytes, int n, int levels, uint8_t* out) {
+    if (levels * WIDTH / 8 % 16 == 0) return unpack_words<TwoWords, CELL, WIDTH, SHIFT>(codes, bytes, n, levels, out);
+    unpack_words<uint64_t, CELL, WIDTH, SHIFT>(codes, bytes, n, levels, out);
 }
 
 // Levels of n vectors in cells of `side.cell` bits: [n, levels * cell / 8].
 inline void unpack(const Side& side, const uint8_t* codes, int n, uint8_t* out) {
-    unpack_plane<false>(codes, side.bytes, n, side.cell, side.planes[0], 0, side.levels, out);
-    if (side.planes[1] == 0) return;
-    const uint8_t* second = codes + side.levels * side.planes[0] / 8;
-    unpack_plane<true>(second, side.bytes, n, side.cell, side.planes[1], side.planes[0], side.levels, out);
+    const int levels = side.levels, first = side.planes[0], second = side.planes[1];
+    const uint8_t* rest = codes + levels * first / 8;
+    if (side.cell == kNibble) {
+        unpack_plane<kNibble, 2, 0>(codes, side.bytes, n, levels, out);
+        if (second == 1) unpack_plane<kNibble, 1, 2>(rest, side.bytes, n, levels, out);
+        return;
+    }
+    unpack_plane<kByte, 4, 0>(codes, side.bytes, n, levels, out);
+    if (first == 4 && second == 1) unpack_plane<kByte, 1, 4>(rest, side.bytes, n, levels, out);
+    if (first == 4 && second == 2) unpack_plane<kByte, 2, 4>(rest, side.bytes, n, levels, out);
 }
 
 inline bool unpacks_nibbles(const Side& side) { return side.cell == kNibble && side.planes[0] != kNibble; }
 
+// Centroids of n vectors' levels, a byte each, by their scales.
+template <class Simd, int BITS>
+inline void scaled(const Side& side, Place at, int key, int n, const uint8_t* level, float* out) {
+    const auto table = Simd::template wide_table<BITS>(side.centroids);
+    const int part = side.levels / side.scales_per_vector;
+    const uint16_t* scales = at.scales + static_cast<int64_t>(key) * side.scales_per_vector;
+    for (int s = 0; s < n * side.scales_per_vector; ++s, level += part, out += part) {
+        const typename Simd::F scale = Simd::set1(half_to_float(scales[s]));
+        for (int j = 0; j < part; j += Simd::width)
+            Simd::store(out + j, Simd::mul(Simd::template lookup_bytes<BITS>(table, level + j), scale));
+    }
+}
+
 // Vectors key ... key + n - 1 of a block as numbers [n, levels], scales included; `bytes` is scratch.
-template <class Simd>
-void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
+template <class Simd> void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
     const uint8_t* codes = at.codes + static_cast<int64_t>(key) * side.bytes;
     const int levels = side.levels;
     if (side.cell == kBf16) {
@@ -44,15 +73,15 @@ void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, floa
     }
     const uint8_t* level = codes;
     if (side.planes[0] != kByte) unpack(side, codes, n, bytes), level = bytes;
-    const int part = levels / side.scales_per_vector;
-    for (int i = 0; i < n; ++i)
-        for (int s = 0; s < side.scales_per_vector; ++s) {
-            const float scale = half_to_float(at.scales[(key + i) * side.scales_per_vector + s]);
-            const int64_t first = static_cast<int64_t>(i) * levels + s * part;
-            for (int j = 0; j < part; ++j) out[first + j] = side.centroids[level[first + j]];
-            for (int j = 0; j < part; j += Simd::width)
-                Simd::store(out + first + j, Simd::mul(Simd::load(out + first + j), Simd::set1(scale)));
-        }
+    const int bits = side.planes[0] + side.planes[1];
+    if (bits == 5) return scaled<Simd, 5>(side, at, key, n, level, out);
+    if (bits == 6) return scaled<Simd, 6>(side, at, key, n, level, out);
+    scaled<Simd, 8>(side, at, key, n, level, out);
+}
+
+// Asks for bytes that are read soon: the hardware foresees nothing beyond a page.
+inline void fetch_bytes(const uint8_t* begin, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += kLine) fetch(begin + byte);
 }
 
 // logits[r * stride + i] = q[r] . x[i] * factor, of KEYS vectors. The sum of a product does not depend on what else is here.
@@ -92,8 +121,7 @@ inline void mix_columns(const float* x, int n, int dim, const float* weights, in
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            acc[c][r] = Simd::mul(Simd::load(sums + r * dim + c * Simd::width), Simd::set1(shrink[r]));
+        for (int r = 0; r < R; ++r) acc[c][r] = Simd::mul(Simd::load(sums + r * dim + c * Simd::width), Simd::set1(shrink[r]));
     for (int key = 0; key < n; ++key) {
         typename Simd::F value[COLUMNS];
 #pragma GCC unroll 8
@@ -131,6 +159,7 @@ void score_unpacked(const Side& side, Place at, int n, const float* const* q, fl
                     float* numbers, float* logits) {
     for (int key = 0; key < n; key += kTileKeys) {
         const int keys = smaller(n - key, kTileKeys);
+        fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
         numbers_of<Simd>(side, at, key, keys, bytes, numbers);
         score_numbers<Simd, R>(numbers, keys, side.levels, q, factor, stride, logits + key);
     }
@@ -144,6 +173,7 @@ void mix_unpacked(const Side& side, Place at, int n, const float* weights, int s
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
     for (int key = 0; key < n; key += kTileKeys) {
         const int keys = smaller(n - key, kTileKeys);
+        fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
         numbers_of<Simd>(side, at, key, keys, bytes, numbers);
         mix_numbers<Simd, R>(numbers, keys, side.levels, weights + key, stride, key ? one : shrink, sums);
     }

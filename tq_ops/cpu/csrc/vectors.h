@@ -108,17 +108,30 @@ inline double normalize(const float* x, int dim, float* unit) {
 }
 
 // level[i] = #{b : y[i] >= b} of n numbers; arrays have room for the next multiple of a register's lanes.
-template <class Simd> void find_levels(const float* y, int n, const float* boundaries, int32_t* level) {
+template <class Simd> void find_levels(const float* y, int n, const float* boundaries, int32_t* level, int count = 15) {
     for (int i = 0; i < n; i += Simd::width) {
         const typename Simd::F value = Simd::load(y + i);
         typename Simd::I reached = Simd::no_words();
-        for (int b = 0; b < 15; ++b) reached = Simd::add_reached(reached, value, Simd::set1(boundaries[b]));
+        for (int b = 0; b < count; ++b) reached = Simd::add_reached(reached, value, Simd::set1(boundaries[b]));
         Simd::store_words(level + i, reached);
     }
 }
 
 inline void put_levels(const int32_t* level, int n, uint8_t* codes) {
     for (int i = 0; i < n / 2; ++i) codes[i] = static_cast<uint8_t>(level[i] | level[i + n / 2] << 4);
+}
+
+// The same of any widths, as `Side` says.
+inline void put_planes(const int32_t* level, int n, const int32_t (&planes)[2], uint8_t* codes) {
+    for (int plane = 0, shift = 0; plane < 2 && planes[plane]; shift += planes[plane++]) {
+        const int width = planes[plane], part = n * width / 8;
+        for (int j = 0; j < part; ++j) {
+            int byte = 0;
+            for (int p = 0; p < 8 / width; ++p) byte |= (level[p * part + j] >> shift & ((1 << width) - 1)) << (p * width);
+            codes[j] = static_cast<uint8_t>(byte);
+        }
+        codes += part;
+    }
 }
 
 inline uint16_t saturated_half(double scale) { return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f); }
@@ -211,14 +224,20 @@ void quantize_rotated(const Quantizer& by, const float* x, int rows, float* scra
     rotate<Simd>(unit, rows, by.matrix, 0, rotated);
     int32_t* level = reinterpret_cast<int32_t*>(unit);
     const typename Simd::Table table = Simd::table(by.centroids);
+    const int bits = by.planes[0] + by.planes[1];
     for (int r = 0; r < rows; ++r) {
-        find_levels<Simd>(rotated + r * dim, dim, by.boundaries, level);
+        find_levels<Simd>(rotated + r * dim, dim, by.boundaries, level, (1 << bits) - 1);
         typename Simd::F sums = Simd::zero();
         for (int i = 0; i < dim; i += Simd::width) {
-            const typename Simd::F centroid = Simd::lookup(table, Simd::load_words(level + i));
+            float wide[Simd::width];
+            for (int j = 0; bits > 4 && j < Simd::width; ++j) wide[j] = by.centroids[level[i + j]];
+            const typename Simd::F centroid = bits > 4 ? Simd::load(wide) : Simd::lookup(table, Simd::load_words(level + i));
             sums = Simd::fma(centroid, centroid, sums);
         }
-        put_levels(level, dim, codes[r]);
+        if (by.planes[0] == 4 && by.planes[1] == 0)
+            put_levels(level, dim, codes[r]);
+        else
+            put_planes(level, dim, by.planes, codes[r]);
         *scales[r] = saturated_half(norms[r] / static_cast<double>(std::sqrt(Simd::reduce_add(sums))));
     }
 }
