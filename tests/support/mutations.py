@@ -99,8 +99,8 @@ TEMPLATES = [
 ]
 """Each would run for ever, take all memory, leave the sandbox or break the parser, if it were let."""
 _PIECES = [
-    "{{", "}}", "{%", "%}", "{#", "#}", "for i in messages", "endfor", "if", "endif", "set x = ", "messages", "[0]", ".content",
-    "|", "'", '"', "(", ")", "~", "*", "10", "raise_exception", "-", "\n", " ", "range(9)", "x", "macro m()", "endmacro", "break",
-    "é", "eos_token", ".",
+    "{{", "}}", "{%", "%}", "{#", "#}", "for i in messages", "endfor", "if", "endif", "set x = ", "messages", "[0]",
+    ".content", "|", "'", '"', "(", ")", "~", "*", "10", "raise_exception", "-", "\n", " ", "range(9)", "x", "macro m()",
+    "endmacro", "break", "é", "eos_token", ".",
 ]  # fmt: skip
 templates = st.lists(st.sampled_from(_PIECES), max_size=25).map("".join)
