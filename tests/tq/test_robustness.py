@@ -212,6 +212,13 @@ def test_a_refusal_takes_less_than_a_gigabyte(whole, tmp_path):
     assert used.ru_maxrss < 2**20
 
 
+@pytest.mark.parametrize("megabytes", [100, 500, 800])
+def test_too_small_a_limit_is_one_line(megabytes):
+    script = f"ulimit -v {megabytes * 1024}; exec {sys.executable} -m tq info tiny"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=False, text=True)
+    assert_refused((done.returncode, done.stdout, done.stderr), "GiB of memory, and needs 1 GiB; raise ulimit -v")
+
+
 # -- Templates ------------------------------------------------------------------------------------------------------------
 
 
