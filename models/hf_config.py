@@ -48,7 +48,8 @@ def read_hf_config(path: Path) -> DecoderConfig:
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise InputError(f"{path} is a {shown(model_type or 'nameless')} model; this project runs model_type {known}")
+        name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
+        raise InputError(f"{path} is a {name} model; this project runs model_type {known}")
     config = family_of(model_type).read_config(file)
     if config.num_heads % config.num_kv_heads:
         raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,14 +17,21 @@ KV_STORAGES = (KV, "bf16")
 """What `--kv` takes; `bf16` leaves the cache to vLLM."""
 
 
-def serve(model: str, kv: str, flags: Sequence[str], *, per_layer: bool = False) -> None:
-    """Serve until stopped; returns when the server was told to end.
+_HERE = "127.0.0.1"
+_LOOPBACK = (_HERE, "localhost", "::1")
+
+
+def serve(
+    model: str, kv: str, flags: Sequence[str], *, per_layer: bool = False, say: Callable[[str], object] = lambda _: None
+) -> None:
+    """Serve until stopped; returns when the server was told to end. It listens on this machine alone unless told otherwise.
 
     Args:
         model: a Hugging Face folder, or the name of a model that vLLM can load.
         kv: of `KV_STORAGES`.
         flags: any of `vllm serve`'s.
         per_layer: whether `/metrics` tells of each layer, too.
+        say: called with a sentence on who can reach the server, before it starts.
     Raises:
         InputError: vLLM is not installed, does not take the flags, or cannot serve this model so; nothing was started.
     """
@@ -44,6 +51,7 @@ def serve(model: str, kv: str, flags: Sequence[str], *, per_layer: bool = False)
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
+    say(_reached_by(parsed))
     cli_env_setup()
     configure_logging_from_args(parsed)
     try:
@@ -64,7 +72,18 @@ def _flags_of(kv: str, flags: Sequence[str], per_layer: bool) -> list[str]:
     ours = ["--attention-backend", "CUSTOM"] if kv == KV else []
     if kv == KV and per_layer:
         ours += ["--additional-config", json.dumps({PER_LAYER: True})]
-    return [*ours, *flags]
+    # vLLM's own default is every network; of two hosts the last one counts.
+    return [*ours, "--host", _HERE, *flags]
+
+
+def _reached_by(parsed: Namespace) -> str:
+    """Who can reach a server of these flags."""
+    if parsed.uds:
+        return f"the server listens at the socket {parsed.uds}"
+    if parsed.host in _LOOPBACK:
+        return f"the server listens on {parsed.host}, this machine alone; --host 0.0.0.0 --api-key KEY opens it to a network"
+    keyless = "" if parsed.api_key else "; whoever reaches it can use it: --api-key KEY asks for a key"
+    return f"the server listens on {parsed.host}{keyless}"
 
 
 def _parsed(args: Sequence[str]) -> Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.autoload import leave_npu_alone
 from tq import __version__
 from tq.failures import InterruptedCommandError, SystemRefusedError, ended
@@ -21,6 +23,9 @@ _COMMANDS = (
     "generate", "validate", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export", "bench", "serve", "formats",
     "info",
 )  # fmt: skip
+
+_LEAST_ADDRESSES = 2**30
+"""Bytes; with half of it, torch is not loaded."""
 
 
 class _Commands(click.Group):
@@ -37,6 +42,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand, and hide from click the errors that it would report in its own way."""
+        _require_address_space()
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -53,6 +59,18 @@ def cli() -> None:
 
     Start with `tq generate --prompt 'def main('`. Every command explains itself with --help.
     """
+
+
+def _require_address_space() -> None:
+    """Refuse a limit under which libraries that torch loads end the process without a word of ours.
+
+    Raises:
+        InputError: `ulimit -v` leaves too little.
+    """
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if resource.RLIM_INFINITY != allowed < _LEAST_ADDRESSES:
+        least = f"{_LEAST_ADDRESSES / 2**30:g} GiB"
+        raise InputError(f"this process may take {allowed / 2**30:.2f} GiB of memory, and needs {least}; raise ulimit -v")
 
 
 def _prepare_streams() -> None:

@@ -1,6 +1,7 @@
 """Hypothesis strategies of malformed input: JSON with wrong entries, damaged bytes, words of a command line, templates."""
 
 import json
+from copy import deepcopy
 
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ SCALARS = [None, True, False, *NUMBERS, *WORDS]
 CONTAINERS = [[], {}, [[]], {"": {}}, ["x"] * 300, [0] * 300, {"a": None}, [[[[[[]]]]]]]
 
 scalars = st.sampled_from(SCALARS) | st.integers() | st.floats() | st.text(max_size=20)
-values = scalars | st.sampled_from(CONTAINERS)
+values = scalars | st.sampled_from(CONTAINERS).map(deepcopy)  # edited where it lies
 
 
 @st.composite
@@ -97,7 +98,9 @@ TEMPLATES = [
     "{{ lipsum(n=10 ** 7) }}",
 ]
 """Each would run for ever, take all memory, leave the sandbox or break the parser, if it were let."""
-_PIECES = ["{{", "}}", "{%", "%}", "{#", "#}", "for i in messages", "endfor", "if", "endif", "set x = ", "messages", "[0]",
-           ".content", "|", "'", '"', "(", ")", "~", "*", "10", "raise_exception", "-", "\n", " ", "range(9)", "x", "macro m()",
-           "endmacro", "break", "é", "eos_token", "."]  # fmt: skip
+_PIECES = [
+    "{{", "}}", "{%", "%}", "{#", "#}", "for i in messages", "endfor", "if", "endif", "set x = ", "messages", "[0]",
+    ".content", "|", "'", '"', "(", ")", "~", "*", "10", "raise_exception", "-", "\n", " ", "range(9)", "x", "macro m()",
+    "endmacro", "break", "é", "eos_token", ".",
+]  # fmt: skip
 templates = st.lists(st.sampled_from(_PIECES), max_size=25).map("".join)

@@ -1,10 +1,14 @@
 """Commands that are killed at any moment: nothing is lost, and the next run removes what is left."""
 
 import os
+import random
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
+from checkpoints import write_checkpoint
 
 from haarkv.tq_ops.errors import InputError
 from tq import files
@@ -169,3 +173,70 @@ def test_what_comes_into_a_folder_meanwhile_is_kept(tmp_path):
         disturbed()
     assert names_in(tmp_path) == ["out"]
     assert texts(target) == {"a": "old", "b": "old", "late": ""}
+
+
+# -- Whole commands -------------------------------------------------------------------------------------------------------
+
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
+SMALL = (
+    "--text",
+    "text.txt",
+    "--verify",
+    "unseen.txt",
+    "--tokens",
+    "60",
+    "--verify-tokens",
+    "60",
+    "--resume",
+    "run",
+    "--force",
+)
+COMMANDS = {
+    "export": (["--out", "out", "--force"], ["out"]),
+    "plan": (["--out", "out", "--budget", "3.5", "--candidates", "tq2,tq4", "--tails", "0", *SMALL], ["out", "run"]),
+    "calibrate": (["--out", "out", *SMALL], ["out", "run"]),
+    "eval": (["--text", "text.txt", "--kv", "tq4,tq2", "--window", "8", "--resume", "run", "--plot", "out"], ["out", "run"]),
+}
+INPUTS = ["checkpoint", "text.txt", "unseen.txt"]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
+    """Thirteen times each, at moments spread over the time that it takes; then it is run to its end."""
+    write_checkpoint(tmp_path / "checkpoint")
+    for name in ("text.txt", "unseen.txt"):
+        (tmp_path / name).write_text(TEXT * 2, encoding="utf-8")
+    options, made = COMMANDS[command]
+    model = "tiny" if command == "export" else "checkpoint"
+    line = [sys.executable, "-m", "tq", command, "--model", model, *options]
+
+    def run(seconds=None):
+        process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            _, err = process.communicate(timeout=seconds)
+            assert process.returncode == 0, err.decode()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+    began = time.monotonic()
+    run()
+    whole = time.monotonic() - began
+    before = content_of(tmp_path / "out")
+    draw = random.Random(command)
+    for moment in range(13):
+        if moment % 2:
+            (tmp_path / "run").unlink(missing_ok=True)
+        run(whole * (moment + draw.random()) / 13)
+        assert sorted(content_of(tmp_path / "out")) == sorted(before)
+        assert [name for name in names_in(tmp_path) if name[0] != "." and name != "run"] == sorted([*INPUTS, "out"])
+    run()
+    assert names_in(tmp_path) == sorted([*INPUTS, *made])
+
+
+def content_of(path):
+    """Names of the files of a folder; of a file, that it is there and not empty."""
+    if path.is_dir():
+        return {file.name: file.stat().st_size for file in path.iterdir()}
+    return {"": path.stat().st_size > 0}

@@ -1,6 +1,10 @@
 """`tq serve` before vLLM is called."""
 
+from argparse import ArgumentParser, Namespace
+
 import pytest
+from places import ROOT
+from sources import sources
 
 from haarkv.serving import serve as serving
 from tq.cli import main
@@ -25,3 +29,36 @@ def test_a_folder_that_no_home_has_is_refused_as_it_was_written(monkeypatch, tmp
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     assert main(["serve", model]) == 2
     assert f"no such model: {model};" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kv", serving.KV_STORAGES)
+def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
+    parser = ArgumentParser()
+    parser.add_argument("--host")
+    for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
+        given, _ = parser.parse_known_args(serving._flags_of(kv, flags, per_layer=True))
+        assert given.host == host
+
+
+@pytest.mark.parametrize(
+    ("parsed", "said"),
+    [
+        ({}, "127.0.0.1, this machine alone; --host 0.0.0.0 --api-key KEY opens it"),
+        ({"host": "0.0.0.0"}, "on 0.0.0.0; whoever reaches it can use it: --api-key KEY"),
+        ({"host": "0.0.0.0", "api_key": ["secret"]}, "on 0.0.0.0"),
+        ({"uds": "/run/it"}, "at the socket /run/it"),
+    ],
+)
+def test_who_can_reach_the_server_is_said_without_the_key(parsed, said):
+    sentence = serving._reached_by(Namespace(**{"host": "127.0.0.1", "uds": None, "api_key": None} | parsed))
+    assert said in sentence
+    assert "secret" not in sentence
+    assert sentence.endswith(said) or "api_key" not in parsed
+
+
+def test_code_that_comes_with_a_model_is_never_run():
+    """No part of the project asks a library to trust it; who passes vLLM's flag does so himself."""
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        assert "trust_remote_code" not in text, path.relative_to(ROOT)
+        assert "trust-remote-code" not in text, path.relative_to(ROOT)

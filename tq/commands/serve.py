@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
@@ -15,7 +17,7 @@ _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: bool) -> None:
     """Serve MODEL with vLLM and a KV cache in tq4. MODEL is tiny or a folder in Hugging Face format.
 
-    All other flags go to vLLM unchanged:
+    The server listens on this machine alone, unless --host says otherwise. All other flags go to vLLM unchanged:
 
     \b
       tq serve tiny --port 8000
@@ -31,4 +33,4 @@ def command(model: str, flags: tuple[str, ...], kv: str, kv_metrics_per_layer: b
     if model == "tiny":
         # Clients call it tiny too. A flag of the user comes later, and the last one counts.
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
-    serve(model, kv, flags, per_layer=kv_metrics_per_layer)
+    serve(model, kv, flags, per_layer=kv_metrics_per_layer, say=lambda sentence: print(f"tq: {sentence}", file=sys.stderr))

@@ -1,0 +1,273 @@
+"""What would make a program crash, hang, or take all memory, is refused in one line; other errors become one line as well."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from checkpoints import write_checkpoint
+from mutations import TEMPLATES
+from refusals import assert_refused
+from safetensors import safe_open
+
+import tq as public
+from haarkv.models.chat_template import render
+from haarkv.tq_ops.errors import InputError
+from tq.cli import main
+from tq.commands import formats as formats_command
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint that no test changes."""
+    return write_checkpoint(tmp_path_factory.mktemp("robust") / "m")
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def command(*args):
+        return main([str(arg) for arg in args]), *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def generate(run):
+    return lambda model, *args: run("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 1, *args)
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A checkpoint to change: its files are links to those of the whole one."""
+
+    def copy(without):
+        folder = tmp_path / "copied"
+        folder.mkdir()
+        for file in whole.iterdir():
+            if file.name != without:
+                (folder / file.name).hardlink_to(file)
+        return folder
+
+    return copy
+
+
+# -- Files that are none --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_in_a_model_is_not_waited_for(generate, copied, name):
+    folder = copied(without=name)
+    os.mkfifo(folder / name)
+    assert_refused(generate(folder), name, "not a regular file")
+
+
+@pytest.mark.parametrize("option", ["--kv-plan", "--calibration"])
+def test_a_pipe_or_a_device_is_no_plan(generate, whole, tmp_path, option):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", "/dev/zero"):
+        assert_refused(generate(whole, option, file), file, "not a regular file")
+
+
+def test_a_text_without_end_is_refused(generate, whole, monkeypatch):
+    monkeypatch.setattr("tq.commands.generate._MOST_TEXT", 1000)
+    assert_refused(generate(whole, "--prompt-file", "/dev/zero"), "/dev/zero has more than 1,000 bytes")
+
+
+@pytest.mark.parametrize("shard", ["../whole/model.safetensors", "/etc/passwd", "..", "", "a/../../b"])
+def test_an_index_leads_nowhere_but_into_its_folder(generate, copied, whole, shard):
+    folder = copied(without="model.safetensors")
+    with safe_open(whole / "model.safetensors", "pt") as file:
+        names = dict.fromkeys(file.keys(), shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert_refused(generate(folder), "index.json", "the model's own folder")
+
+
+def test_a_header_of_gigabytes_is_not_read(generate, copied):
+    folder = copied(without="model.safetensors")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write((2**31).to_bytes(8, "little") + b'{"')
+        file.truncate(3 * 2**30)  # without a block on the disk
+    assert_refused(generate(folder), "its header would have 2,147,483,648 bytes")
+
+
+# -- Numbers --------------------------------------------------------------------------------------------------------------
+
+NUMBERS = {
+    "threads": (["--threads", 99999], "processors; give at most"),
+    "threads_of_30_digits": (["--threads", 10**30], "processors; give at most"),
+    "tail": (["--kv-tail", 10**11], "longer than this model's context of 1,024"),
+    "sink": (["--kv-sink", 10**30], "longer than this model's context of 1,024"),
+    "skipped": (["--kv-skip-layers", "9" * 5000], "is not a list of layers"),
+    "ranks": (["--tensor-parallel", 10**6], "cannot be split evenly over 1000000 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_number_that_cannot_be_is_refused(generate, whole, case):
+    args, words = NUMBERS[case]
+    ran = generate(whole, *args)
+    assert_refused(ran, words)
+    assert len(ran[2]) < 400
+
+
+@pytest.mark.parametrize("word", ["²", "9" * 5000, "1e9", "٣x", ""])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["plan", "--text", "t", "--out", "o", "--budget", 4, "--tails"],
+        ["export", "--out", "o", "--layers"],
+        ["formats", "--head-dim"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_a_word_that_is_no_number_is_refused(run, args, word):
+    assert_refused(run(*args, word))
+
+
+def test_a_cache_that_no_machine_holds_is_refused_before_it_is_allocated(whole, monkeypatch):
+    session = public.load(whole)
+    monkeypatch.setattr("haarkv.tq_ops.memory.memory_limit", lambda: 10**6)
+    with pytest.raises(InputError, match=r"a KV cache for 9 sequences of 1,000 tokens would take .* GiB, and there are 0\.0;"):
+        session.new_cache(9, 1000)
+    session.new_cache(1, 1000)
+    with pytest.raises(InputError, match="its weights would take"):
+        public.load("random:0.6b")
+
+
+# -- What ends a command --------------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(formats_command, "print_table", fail)
+
+
+class PanicError(BaseException):
+    """Stands for what a library of Rust raises, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ZeroDivisionError("division\nby \x1b[31mzero"), ["fault of tq itself: ZeroDivisionError: division by \\x1b[31mzero"]),
+        (PanicError("index out of bounds"), ["fault of tq itself: PanicError: index out of bounds", "tq --debug"]),
+        (RecursionError("deep"), ["fault of tq itself: RecursionError"]),
+        (MemoryError(), ["not enough memory"]),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), ["not enough memory"]),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), ["not enough memory"]),
+        (OSError(28, "No space left on device", "file"), ["file: No space left on device"]),
+        (InputError("a" * 10_000), ["aaa …"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_goes_wrong_is_one_line(run, monkeypatch, error, words):
+    failing(monkeypatch, error)
+    assert_refused(run("formats"), *words)
+
+
+def test_debug_shows_where_it_went_wrong(run, monkeypatch):
+    failing(monkeypatch, ZeroDivisionError("by zero"))
+    code, _, err = run("--debug", "formats")
+    assert code == 2
+    assert err.startswith("Traceback (most recent call last):")
+    assert "in fail" in err
+    assert err.splitlines()[-1].startswith("tq: this is a fault of tq itself: ZeroDivisionError: by zero")
+
+
+def test_a_config_says_nothing_to_the_terminal(run, generate, copied):
+    folder = copied(without="config.json")
+    (folder / "config.json").write_text(json.dumps({"model_type": "\x1b[31mred\x1b]0;title\x07\u202e"}))
+    ran = generate(folder)
+    assert_refused(ran, "\\x1b[31mred")
+    assert ran[2].strip().isprintable()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("formats | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}", 0), ("formats 2>/dev/full >/dev/null", 0),
+     ("bogus 2>/dev/full", 2), ("bogus 2>&-", 2)],
+)  # fmt: skip
+def test_streams_that_fail_change_no_exit_code(script, code):
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m tq {script}"], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_a_refusal_takes_less_than_a_gigabyte(whole, tmp_path):
+    """A config that asks for everything; its limits are what a process of its own is needed for."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((whole / "config.json").read_text()), "num_hidden_layers": 10**8, "head_dim": 2**20})
+    )
+    process = subprocess.Popen([sys.executable, "-m", "tq", "info", tmp_path], stderr=subprocess.PIPE)
+    said = process.stderr.read().decode()
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert "num_hidden_layers is larger" in said or "head_dim is larger" in said
+    assert used.ru_maxrss < 2**20
+
+
+@pytest.mark.parametrize("megabytes", [100, 500, 800])
+def test_too_small_a_limit_is_one_line(megabytes):
+    script = f"ulimit -v {megabytes * 1024}; exec {sys.executable} -m tq info tiny"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=False, text=True)
+    assert_refused((done.returncode, done.stdout, done.stderr), "GiB of memory, and needs 1 GiB; raise ulimit -v")
+
+
+# -- Templates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", TEMPLATES[1:4] + TEMPLATES[7:8], ids=lambda source: source[:20])
+def test_a_template_cannot_take_all_memory_or_break_the_parser(source):
+    with pytest.raises(InputError, match="the chat template cannot be used: "):
+        render(source, [[{"role": "user", "content": "hi"}]], {})
+
+
+def test_a_template_ends_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr("haarkv.models.chat_template._WAIT_S", 1.0)
+    with pytest.raises(InputError, match="it takes more than 10 s or 512 MiB"):
+        render(TEMPLATES[0], [[{"role": "user", "content": "hi"}]], {})
+
+
+# -- Threads and processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["onnx", "cpu"])
+def test_threads_share_a_session(executor):
+    if executor == "onnx":
+        pytest.importorskip("onnxruntime")
+    session = public.load("tiny", executor=executor)
+    prompts = ["def main(", "import os", "class A"]
+    alone, together = [session.generate(prompt, max_new_tokens=4).texts for prompt in prompts], {}
+
+    def work(index):
+        together[index] = session.generate(prompts[index % 3], max_new_tokens=4).texts
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == {index: alone[index % 3] for index in range(6)}
+
+
+def test_a_forked_process_is_told_to_load_its_own(whole):
+    session = public.load(whole)
+    reads, writes = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            session.generate("a", max_new_tokens=1)
+        except InputError as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.close(writes)
+    os.waitpid(process, 0)
+    with os.fdopen(reads) as said:
+        assert "forked after the model was loaded" in said.read()
+    assert session.generate("a", max_new_tokens=1).texts
