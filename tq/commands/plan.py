@@ -51,7 +51,7 @@ _CONTEXT = 4096
 @click.option(
     "--candidates",
     metavar="LIST",
-    help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr16, lr32 …].",
+    help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr32, lr48 …].",
 )
 @click.option(
     "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
