@@ -146,12 +146,13 @@ class PagedKVCache:
                 side.window.write(x, batch)
 
     def require_room(self, batch: Batch) -> None:
-        """Refuse a batch that the tail has no room for; waits for the device.
+        """Refuse a batch that the tail has no room for; waits for the device unless the whole batch fits.
 
         Raises:
             ValueError: more new tokens of a sequence than `most_new_tokens`.
         """
-        if (most := self.most_new_tokens) is not None and int(batch.query_start_loc.diff().max()) > most:
+        most = self.most_new_tokens
+        if most is not None and len(batch.positions) > most and int(batch.query_start_loc.diff().max()) > most:
             raise ValueError(f"a cache with a tail takes at most {most} new tokens of a sequence at a time")
 
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
