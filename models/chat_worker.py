@@ -28,6 +28,8 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MOST_MEMORY + 64 * len(asked))
     try:
         answer: dict[str, object] = {"texts": _texts(MOST_TEXT + len(asked), **json.loads(asked))}
+    except MemoryError:
+        raise SystemExit(1) from None  # what ended it is said by whoever started it
     except Exception as error:  # whatever the expressions in a template can raise
         answer = {"error": str(error)[:500] or type(error).__name__}
     print(json.dumps(answer))

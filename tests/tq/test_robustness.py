@@ -224,7 +224,7 @@ def test_too_small_a_limit_is_one_line(megabytes):
 
 @pytest.mark.parametrize("source", TEMPLATES[1:4] + TEMPLATES[7:8], ids=lambda source: source[:20])
 def test_a_template_cannot_take_all_memory_or_break_the_parser(source):
-    with pytest.raises(InputError, match="the chat template cannot be used: "):
+    with pytest.raises(InputError, match=r"the chat template cannot be used: (it takes more than|maximum recursion|too many)"):
         render(source, [[{"role": "user", "content": "hi"}]], {})
 
 
