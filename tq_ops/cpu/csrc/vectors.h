@@ -143,7 +143,8 @@ struct Restored {
 
 // Levels of y [dim], of the size that they are made for, at `gain` times that size.
 template <class Simd>
-Restored refine(const Quantizer& by, int head, const float* y, int dim, float gain, typename Simd::Table table, int32_t* level) {
+Restored refine(const Quantizer& by, int head, const float* y, int dim, float gain, typename Simd::Table table,
+                int32_t* level) {
     alignas(64) float left[kMaxDim], restored[kMaxDim] = {}, scaled[kMaxDim];
     alignas(64) int32_t found[kMaxDim];
     for (int i = 0; i < dim; ++i) left[i] = gain * y[i];
