@@ -28,8 +28,8 @@ def shared(tmp_path_factory, worker_id, name, make):
 def compile_store(program):
     """The sources of a store program; in a process of its own, so that a fault planted in one is not met in another."""
     names = {
-        "k": torch.zeros(program.rows * program.num_kv_heads, 128),
-        "v": torch.zeros(program.rows * program.num_kv_heads, 128),
+        "k": torch.zeros(program.rows, program.num_kv_heads, 128),
+        "v": torch.zeros(program.rows, program.num_kv_heads, 128),
         "rotation": rotation(1),
         "slot": torch.zeros(program.rows, dtype=torch.int32),
         **empty_cache(1, program.num_kv_heads),
