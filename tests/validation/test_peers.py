@@ -119,6 +119,7 @@ def test_families():
         "q4_0 rotated",
         "manthan3",
     )
+    assert family("lr plan 2.6") == "lr plan"
     assert [family(label) for label in labels] == ["lr", "tq", "", "", "KVarN", "OSCAR", "KIVI", "", ""]
 
 

@@ -19,7 +19,8 @@ _TITLES = {
 }
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
-    "lr": ("#b3261e", "D", "learned nibbles (ours)"),
+    "lr plan": ("#b3261e", "D", "learned nibbles by place (ours)"),
+    "lr": ("#d9827b", "d", "learned nibbles, layers alike (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
     "KVarN": ("#1b7f5c", "s", "KVarN"),
     "OSCAR": ("#8e44ad", "^", "OSCAR"),
@@ -67,7 +68,7 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
         own = sorted((row for row in rows if family(row["kv"]) == prefix), key=lambda row: row["bits_per_value"])
         if not own:
             continue
-        joined = prefix in ("lr", "tq")
+        joined = prefix in ("lr plan", "lr", "tq")
         axes.plot(
             [row["bits_per_value"] for row in own], [row["kl_mean"] for row in own],
             color=color, marker=mark, linestyle="-" if joined else "none", linewidth=1.3, markersize=6, label=name, zorder=3,
@@ -76,6 +77,6 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6, zorder=0)
     axes.margins(0.1)
-    axes.legend(frameon=False, loc="best", fontsize=9)
+    axes.legend(frameon=False, loc="lower left", fontsize=8)
     named = sorted(rows, key=lambda row: row["kl_mean"])
     write_names(axes, [(r["bits_per_value"], r["kl_mean"], r["kv"], _FAMILIES[family(r["kv"])][0]) for r in named], fontsize=8)
