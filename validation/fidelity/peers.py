@@ -305,7 +305,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _line(comparison: Comparison, entry: Entry, row: Mapping[str, Any], tokens: int) -> str:
-    about = {"date": datetime.now(UTC).date().isoformat(), "model": MODEL, "torch": torch.__version__, "tokens": tokens}
+    about = {
+        "benchmark": "fidelity_peers",
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": MODEL,
+        "torch": torch.__version__,
+        "tokens": tokens,
+    }
     return json.dumps(about | {"comparison": comparison.name, "window": comparison.window, "whose": entry.whose} | dict(row))
 
 
