@@ -50,6 +50,7 @@ TAILS = (0, 16, 32, 64, 128)
 """Tails that are tried, in tokens."""
 PLAN = "plan"
 """The plan's own name among the caches of its verification."""
+_LEAST_NIBBLES = 32  # that `cpu` and `cuda` read
 
 Place = tuple[int, Side]
 """K or V of a layer."""
@@ -98,9 +99,6 @@ def places(config: DecoderConfig) -> list[Place]:
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
 
-_LEAST = 32  # learned nibbles that the kernels of all executors read
-
-
 def learned_anchors(head_dim: int) -> tuple[str, ...]:
     """Formats of a calibration that are measured, for the others to be predicted from: about half and one nibble a number."""
     half = max(MULTIPLE, head_dim // 2 // MULTIPLE * MULTIPLE)
@@ -115,13 +113,13 @@ def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float
     Args:
         costs: of formats of `learned`; others are passed on as they are.
     Returns:
-        those, and every multiple of 16 nibbles that kernels read, up to two a coordinate.
+        those, and every multiple of 16 nibbles from 32 on, or half a vector, up to two a coordinate.
     """
     found: dict[Place, dict[str, float]] = {}
     for (layer, side), of_place in costs.items():
         weights = getattr(learned, side)[layer].weights
         dim = weights.shape[1]
-        counts = range(max(MULTIPLE, min(_LEAST, dim // 2)), 2 * dim + 1, MULTIPLE)
+        counts = range(max(MULTIPLE, min(_LEAST_NIBBLES, dim // 2)), 2 * dim + 1, MULTIPLE)
         expected = {n: float(expected_cost(weights, n).mean()) for n in counts}
         measured = {nibbles: kl for name, kl in of_place.items() if (nibbles := nibbles_of(name))}
         row = {name: kl for name, kl in of_place.items() if nibbles_of(name) is None}
