@@ -19,6 +19,7 @@ from haarkv.benchmarks import decode_peers
 from haarkv.benchmarks.attention import MOST_COPIES, Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
+from haarkv.benchmarks.decode_peers import HFCache
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.engine.session import plan_for
 from haarkv.executors import catalog
@@ -45,6 +46,7 @@ class Request:
         model, dtype, layers, device: as in `engine.session.load`.
         executors, kvs: each executor is run with each KV format that it supports.
         peers: SDPA, and transformers' caches where they are installed.
+        hf_caches: other caches for transformers' model, measured beside its own.
         kinds: attention alone, one call of a layer, whole steps, or several of them.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
@@ -59,6 +61,7 @@ class Request:
     layers: int | None = None
     device: str | None = None
     peers: bool = True
+    hf_caches: Callable[[DecoderConfig], Sequence[HFCache]] = lambda _: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
@@ -167,7 +170,7 @@ def _call_rows(
             runs[who] = layer_call(executor, model, cache, paging, case)
         costs[who] = cost
     if request.peers and kind == "step":
-        for peer in decode_peers.transformers_steps(model, case.batch, k, v):
+        for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(config)):
             size = config.num_layers * config.num_kv_heads * config.head_dim * 2 * peer.bits / 8
             costs[peer.name] = step_cost(model, case, size)
             if peer.run is None:

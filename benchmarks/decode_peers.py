@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,37 +117,60 @@ class Peer:
     note: str = ""
 
 
-def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor) -> Iterator[Peer]:
-    """transformers' own Qwen3 with the same weights, its caches filled with the same K and V in every layer."""
-    caches = {
-        "DynamicCache bf16": (16.0, None),
-        "quanto 4-bit": (4.5, "optimum.quanto"),
-        "hqq 4-bit": (4.5, "hqq"),
-    }
+@dataclass(frozen=True)
+class HFCache:
+    """A cache for transformers' model.
+
+    Attributes:
+        make: the model's config -> an empty cache.
+        bits: of a stored value, scales included.
+        package: that it needs.
+        implementation: of attention, by transformers' name.
+    """
+
+    name: str
+    make: Callable[[Any], Any]
+    bits: float
+    package: str | None = None
+    implementation: str = "sdpa"
+
+
+def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, more: Sequence[HFCache] = ()) -> Iterator[Peer]:
+    """transformers' own Qwen3 with the same weights, its caches filled with the same K and V in every layer.
+
+    Args:
+        more: caches beside its own ones.
+    """
+    caches = (
+        HFCache("DynamicCache bf16", partial(_their_cache, package=None), 16.0),
+        HFCache("quanto 4-bit", partial(_their_cache, package="quanto"), 4.5, "optimum.quanto"),
+        HFCache("hqq 4-bit", partial(_their_cache, package="hqq"), 4.5, "hqq"),
+        *more,
+    )
     missing = "" if find_spec("transformers") else "transformers is not installed"
     if model.config.model_type != "qwen3" or model.config.rope_scaling is not None:
         missing = f"the peer is a plain Qwen3, this is a {model.config.model_type}"
     if missing:
-        for name, (bits, _) in caches.items():
-            yield Peer(f"hf {name}", None, bits, missing)
+        for of in caches:
+            yield Peer(f"hf {of.name}", None, of.bits, missing)
         return
-    theirs = _their_model(model)
-    for name, (bits, package) in caches.items():
-        name = f"hf {name}"
+    theirs = {name: _their_model(model, name) for name in {of.implementation for of in caches}}
+    for of in caches:
+        name = f"hf {of.name}"
         try:
-            if package is not None and find_spec(package.split(".")[0]) is None:
-                yield Peer(name, None, bits, f"{package} is not installed")
+            if of.package is not None and find_spec(of.package.split(".")[0]) is None:
+                yield Peer(name, None, of.bits, f"{of.package} is not installed")
                 continue
-            cache = _their_cache(theirs.config, package)
+            cache = of.make(theirs[of.implementation].config)
             for layer in range(model.config.num_layers):
                 cache.update(k[:, :, :-1].to(model.dtype), v[:, :, :-1].to(model.dtype), layer)
-            yield Peer(name, _their_step(theirs, cache, batch), bits)
+            yield Peer(name, _their_step(theirs[of.implementation], cache, batch), of.bits)
         except (ImportError, RuntimeError, OSError, AttributeError, TypeError) as error:
             reason = (str(error).splitlines() or [""])[0][:120]
-            yield Peer(name, None, bits, f"{type(error).__name__}: {reason}")
+            yield Peer(name, None, of.bits, f"{type(error).__name__}: {reason}")
 
 
-def _their_model(model: DecoderModel) -> Any:
+def _their_model(model: DecoderModel, implementation: str) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     c = model.config
@@ -155,7 +179,7 @@ def _their_model(model: DecoderModel) -> Any:
         num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
         head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
         tie_word_embeddings=c.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, attn_implementation=implementation,
     )  # fmt: skip
     device = model.weights.embedding.device
     with torch.device("meta"):
@@ -172,9 +196,8 @@ def _their_cache(config: Any, package: str | None) -> Any:
 
     if package is None:
         return DynamicCache(config=config)
-    backend = "hqq" if package == "hqq" else "quanto"
-    axis = 1 if backend == "hqq" else 0
-    return QuantizedCache(backend, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
+    axis = 1 if package == "hqq" else 0
+    return QuantizedCache(package, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
 
 
 def _their_step(theirs: Any, cache: Any, batch: int) -> Call:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -148,14 +149,16 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
 def test_transformers_steps_continue_the_same_cache():
     """Their logits after the same K and V are ours, so both sides of the comparison do the same work."""
     pytest.importorskip("transformers")
+    import tq
     from haarkv.executors.reference import ReferenceExecutor
 
     model, case = small_model(), Case(2, 20)
     k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
     cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
-    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v)}
-    assert peers["hf DynamicCache bf16"].run() == ours
+    own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
+    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
+    assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours
     for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
         assert peers[name].run is not None or peers[name].note
 

@@ -13,7 +13,7 @@ from haarkv.models import planted
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from tq.hf.store import Packed
+from tq.hf.packed import Packed
 from tq.hf.weights import moments_of
 
 PLANTED = {

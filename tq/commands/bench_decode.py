@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,10 @@ from tq.ranks import tensor_parallel
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
     from haarkv.benchmarks.decode_cost import CostRow
+    from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.ops import OpRow
     from haarkv.benchmarks.timing import Machine
+    from haarkv.models.base import DecoderConfig
     from haarkv.models.parallel import Ranks
 
 _OPTIONS = (
@@ -81,7 +85,10 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
     if together and kind not in (None, "step"):
         raise click.UsageError(f"--only {kind} is measured on one rank; leave out --tensor-parallel")
     kinds = [kind] if kind else ["step"] if together else ["attention", "layer", "step"]
-    request = _request(given, kinds=kinds, peers=peers and not together, isa=given["isa"], ranks=ranks)
+    kvs = _kvs(given)
+    request = _request(
+        given, kinds=kinds, peers=peers and not together, isa=given["isa"], ranks=ranks, hf_caches=partial(_hf_caches, kvs)
+    )
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     if ranks.rank:  # rank 0 says it for all
@@ -128,13 +135,39 @@ def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence
 
 def _request(given: dict[str, Any], **more: Any) -> Request:
     from haarkv.benchmarks.decode import Request
-    from haarkv.validation.fidelity.setup import parse_list
 
     set_threads(given["threads"])
-    kvs = parse_list(given["kvs"]) or ["bf16", "tq4"]
+    kvs = _kvs(given)
     executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats")
     return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+
+
+def _kvs(given: dict[str, Any]) -> list[str]:
+    from haarkv.validation.fidelity.setup import parse_list
+
+    return parse_list(given["kvs"]) or ["bf16", "tq4"]
+
+
+def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
+    """`TQCache` in each format, read packed by transformers' model."""
+    from haarkv.benchmarks.decode import plan_of
+    from haarkv.benchmarks.decode_peers import HFCache
+    from haarkv.tq_ops import formats
+
+    if find_spec("transformers") is None:
+        return []
+    from tq.hf.attention import IMPLEMENTATION
+    from tq.hf.cache import TQCache
+
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token
+    caches = []
+    for kv in kvs:
+        if not formats.needs_calibration(kv):
+            token_bytes = plan_of(kv, config).bytes_per_token(config.num_kv_heads, config.head_dim)
+            make = partial(TQCache, kv=kv)
+            caches.append(HFCache(f"TQCache {kv}", make, 8 * token_bytes / numbers, implementation=IMPLEMENTATION))
+    return caches
 
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
+from tq.hf.attention import IMPLEMENTATION
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.stats import CacheStats, layer_stats
@@ -26,8 +27,9 @@ class TQCache(Cache):  # type: ignore[misc]
 
         model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="tq4"))
 
-    Attention gets what is stored, restored into temporaries; nothing restored outlives the layer that asked for it. Each
-    vector is quantized once, when it leaves the tail; cropping and reordering move what is stored.
+    Attention gets what is stored, restored into temporaries; nothing restored outlives the layer that asked for it. After
+    `model.set_attn_implementation("tq")` decode steps read it as it is packed, where kernels can. Each vector is quantized
+    once, when it leaves the tail; cropping and reordering move what is stored.
 
     Args:
         config: the model's config, `model.config`.
@@ -95,6 +97,7 @@ class TQCache(Cache):  # type: ignore[misc]
                     TQLayer(
                         *kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window,
                         scales=scales.get(layer, (None, None)), watch=watch, require_context=chosen.require_context,
+                        reads_packed=lambda: getattr(decoder, "_attn_implementation", None) == IMPLEMENTATION,
                     )
                 )  # fmt: skip
             else:

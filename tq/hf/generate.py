@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from haarkv.tq_ops.errors import InputError
+from tq.hf.attention import packed_attention
 from tq.hf.cache import TQCache
 
 
@@ -37,6 +38,8 @@ def generate(
     **generate_kwargs: Any,
 ) -> str | list[str]:
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
+
+    Where the model's attention is SDPA, decode steps read the cache as it is packed (`tq.hf.attention`).
 
     Args:
         model: a causal language model of transformers.
@@ -74,12 +77,13 @@ def generate(
         balance=balance,
         allow_collapse=allow_collapse,
     )
-    output = model.generate(
-        input_ids=input_ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        return_dict_in_generate=False,
-        **generate_kwargs,
-    )
+    with packed_attention(model):
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            return_dict_in_generate=False,
+            **generate_kwargs,
+        )
     texts: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts

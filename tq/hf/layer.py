@@ -11,6 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
+from tq.hf.attention import Stored
+from tq.hf.kernels import Reader, readable
 from tq.hf.store import SideStore
 from tq.hf.weights import Scales, Watch
 
@@ -28,6 +30,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         scales: of K's and of V's channels, as `tq.hf.weights` finds them.
         watch: told of the first vectors.
         require_context: refuses numbers of tokens that the formats do not hold for.
+        reads_packed: whether the model's attention takes K and V as they are packed, as `tq.hf.attention` does.
     """
 
     is_compileable = False
@@ -44,12 +47,15 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         scales: Scales = (None, None),
         watch: Watch | None = None,
         require_context: Callable[[int], None] = lambda _: None,
+        reads_packed: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
         self.is_sliding = window is not None
         self._scales, self._watch, self._require_context = scales, watch, require_context
+        self._reads_packed = reads_packed
+        self._reader: Reader | None = None
         # A token that has left the tail never returns to it.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
@@ -77,6 +83,9 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             )
             for name, kv_format, x, tail, scales in described
         )  # fmt: skip
+        k, v = self.sides
+        if self.sliding_window is None and readable(self.sides):
+            self._reader = Reader(self.layer, (k, v))
         self.is_initialized = True
 
     # This memory is written again later, so it must not belong to an inference mode that may have ended.
@@ -85,7 +94,8 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens and return every token that attention may see.
 
-        What is returned is what is stored, for the new tokens as well; it is a temporary of the caller.
+        What is returned is what is stored, for the new tokens as well; it is a temporary of the caller. Attention that reads
+        packed K and V gets them unrestored where it can.
 
         Args:
             key_states, value_states: [B, Hkv, n, D] of a floating dtype; K after RoPE.
@@ -117,10 +127,24 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             side.keep(new)
         visible = self.get_mask_sizes(count)[0]
         self._seen += count
+        if self._reader and count == 1 and self._reads_packed() and all(side.packed.in_place for side in self.sides):
+            return self._unrestored(self._reader, visible, states)
         result = [side.read(visible, x.dtype) for side, x in zip(self.sides, states, strict=True)]
         if not self.record_past:
             self._forget()
         return result
+
+    def _unrestored(self, reader: Reader, tokens: int, states: tuple[Tensor, Tensor]) -> list[Tensor]:
+        seen = self._seen
+        restored: list[Tensor] = [
+            Stored(
+                lambda side=side, x=x: side.read(tokens, x.dtype),  # type: ignore[misc]
+                lambda q, scale: reader.attend(q, seen, scale),
+                x, (*x.shape[:2], tokens, x.shape[3]),
+            )
+            for side, x in zip(self.sides, states, strict=True)
+        ]  # fmt: skip
+        return restored
 
     def _check_shapes(self, states: tuple[Tensor, Tensor]) -> None:
         for side, x in zip(self.sides, states, strict=True):
@@ -151,6 +175,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything, shapes included."""
         self.sides, self._seen, self.is_initialized, self.record_past = (), 0, False, False
+        self._reader = None
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,138 +11,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
 from haarkv.tq_ops.formats.kivi import groups_to_flush
-
-READ_TOKENS = 1024
-"""Tokens restored at a time, so that a read needs little memory besides its result."""
-SPARE_FRACTION, SPARE_TOKENS = 32, 32
-"""Memory is allocated for 1/32 more tokens than there are, and for at least 32 more."""
-
-
-class Packed:
-    """Groups of a format, appended at the end and dropped at either end, in memory allocated ahead.
-
-    Each field is one tensor [B, Hkv, capacity, *field.shape], of which the groups `begin` to `end` are in use. A token is
-    copied about 32 times while a cache grows to any length, and no group is ever quantized again: of one that `drop_newest`
-    cuts through, the fewer tokens that still count are remembered.
-
-    Args:
-        kv_format: how the vectors are stored.
-        layer: chooses the rotation.
-        like: [B, Hkv, 0, D]; gives shapes and device.
-        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
-    Raises:
-        InputError: the format has no layout for D.
-    """
-
-    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, scales: Tensor | None = None) -> None:
-        self.kv_format, self.layer = kv_format, layer
-        self._scales = None if scales is None else scales.to(like.device).unsqueeze(1)
-        batch, heads, _, head_dim = like.shape
-        self.fields = {
-            name: torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=like.device)
-            for name, field in kv_format.fields(head_dim).items()
-        }
-        self.begin = self.end = 0
-        self._short: dict[int, int] = {}
-
-    @property
-    def capacity(self) -> int:
-        """Groups that the allocated memory can hold."""
-        return next(iter(self.fields.values())).shape[2]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a read returns."""
-        group = self.kv_format.group_tokens
-        return (self.end - self.begin) * group - sum(group - count for count in self._short.values())
-
-    def quantize(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Fields of vectors [B, Hkv, n, D], or [B, Hkv, n / G, G, D] of a format that stores G together."""
-        if self._scales is not None:
-            scales = self._scales.unsqueeze(2) if self.kv_format.group_tokens > 1 else self._scales
-            vectors = vectors.float() * scales
-        return self.kv_format.quantize(vectors, self.layer)
-
-    def append(self, new: dict[str, Tensor]) -> None:
-        """Store groups: every field [B, Hkv, groups, *field.shape]."""
-        count = next(iter(new.values())).shape[2]
-        if self.end + count > self.capacity:
-            self._move(count)
-        for name, values in new.items():
-            self.fields[name][:, :, self.end : self.end + count] = values
-        self.end += count
-
-    def pieces(self) -> Iterator[Tensor]:
-        """All tokens in order, restored: [B, Hkv, n, D] fp32 each."""
-        group = self.kv_format.group_tokens
-        step = max(1, READ_TOKENS // group)
-        for first in range(self.begin, self.end, step):
-            last = min(first + step, self.end)
-            fields = {name: tensor[:, :, first:last] for name, tensor in self.fields.items()}
-            vectors = self.kv_format.dequantize(fields, self.layer)
-            if group > 1:
-                vectors = vectors.flatten(2, 3)
-            if self._scales is not None:
-                vectors = vectors / self._scales
-            short = {g - first: n for g, n in self._short.items() if first <= g < last}
-            if short:
-                kept = [g * group + t for g in range(last - first) for t in range(short.get(g, group))]
-                vectors = vectors[:, :, kept]
-            yield vectors
-
-    def drop_newest(self, tokens: int) -> None:
-        """Drop this many tokens at the end; they must exist."""
-        group = self.kv_format.group_tokens
-        while tokens:
-            whole = tokens // group if not self._short else 0
-            if whole:
-                self.end, tokens = self.end - whole, tokens - whole * group
-                continue
-            last = self.end - 1
-            count = self._short.pop(last, group)
-            if count <= tokens:
-                self.end, tokens = last, tokens - count
-            else:
-                self._short[last], tokens = count - tokens, 0
-        self._give_back()
-
-    def drop_oldest(self, tokens: int) -> None:
-        """Drop the groups that lie wholly within the first `tokens` tokens."""
-        group = self.kv_format.group_tokens
-        while self.begin < self.end:
-            whole = min(tokens // group, self.end - self.begin) if not self._short else 0
-            if whole:
-                self.begin, tokens = self.begin + whole, tokens - whole * group
-                continue
-            count = self._short.get(self.begin, group)
-            if count > tokens:
-                break
-            self._short.pop(self.begin, None)
-            self.begin, tokens = self.begin + 1, tokens - count
-        self._give_back()
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every field by `change` of it; `change` works on the first axis."""
-        self.fields = {name: change(tensor) for name, tensor in self.fields.items()}
-
-    def _spare(self, groups: int) -> int:
-        return max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
-
-    def _give_back(self) -> None:
-        groups = self.end - self.begin
-        if self.capacity > 2 * (groups + self._spare(groups)):
-            self._move(0)
-
-    def _move(self, more: int) -> None:
-        """Move to new memory with room for `more` groups and some to spare."""
-        groups = self.end - self.begin
-        room = groups + more + self._spare(groups + more)
-        for name, old in self.fields.items():
-            new = old.new_empty(*old.shape[:2], room, *old.shape[3:])
-            new[:, :, :groups] = old[:, :, self.begin : self.end]
-            self.fields[name] = new
-        self._short = {g - self.begin: n for g, n in self._short.items()}
-        self.begin, self.end = 0, groups
+from tq.hf.packed import Packed
 
 
 @dataclass(frozen=True)
@@ -176,7 +45,8 @@ class SideStore:
         self.name, self.layer = name, layer
         self.max_sink, self.max_tail = sink, tail
         self.sink, self.tail = like.clone(), like.clone()
-        self.packed = Packed(kv_format, layer, like, scales)
+        # Of formats that pack each token alone, token j lies at j: kernels find it there.
+        self.packed = Packed(kv_format, layer, like, scales, front=sink if kv_format.group_tokens == 1 else 0)
 
     @property
     def tokens(self) -> int:
@@ -261,9 +131,7 @@ class SideStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the groups and tokens that are in use."""
-        groups = self.packed.end - self.packed.begin
-        packed = sum(tensor[:, :, :1].nbytes for tensor in self.packed.fields.values()) * groups if groups else 0
-        return self.sink.nbytes + self.tail.nbytes + packed
+        return self.sink.nbytes + self.tail.nbytes + self.packed.used_bytes
 
     @property
     def allocated_bytes(self) -> int:

@@ -74,6 +74,31 @@ class PagedKVCache:
         has_ring = any(side.window and side.window.ring for side in (*self._k.values(), *self._v.values()))
         self.most_new_tokens = chunk if has_ring else None
 
+    @classmethod
+    def over(
+        cls,
+        formats: tuple[KVFormat, KVFormat],
+        layer: int,
+        fields: tuple[dict[str, Tensor], dict[str, Tensor]],
+        windows: tuple[Window | None, Window | None],
+        head_dim: int,
+    ) -> PagedKVCache:
+        """A cache of one layer over memory of another owner, for attention to read: nothing is allocated.
+
+        Args:
+            formats: K's and V's; of formats that store a token alone.
+            layer: the only one that it holds; chooses the rotation.
+            fields: K's and V's, each [num_blocks, Hkv, block_size, *field.shape].
+            windows: the tokens of K and V in BF16, where some are.
+        """
+        num_blocks, num_kv_heads, block_size = next(iter(fields[0].values())).shape[:3]
+        cache = cls(
+            KVPlan((formats,) * (layer + 1)), num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
+            block_size=block_size, device=next(iter(fields[0].values())).device, pages={},
+        )  # fmt: skip
+        cache._k[layer], cache._v[layer] = map(_SideStorage, formats, fields, windows)
+        return cache
+
     def _allocate(self, kv_format: KVFormat) -> dict[str, Tensor]:
         groups = self.block_size // kv_format.group_tokens
         return {

@@ -1,0 +1,217 @@
+"""transformers' attention implementation `tq`: decode steps over a packed `TQCache`, beside SDPA over the restored one."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+
+import tq
+from haarkv.tq_ops.cpu import library
+from tq.hf import kernels
+from tq.hf.attention import IMPLEMENTATION, Stored
+
+pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
+
+VOCAB, PROMPT, NEW = 61, 150, 12
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config}
+PROMPTS = torch.randint(2, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+def build(kind=Qwen3Config, dtype=torch.float32, **special):
+    """A model whose text depends on its attention."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**{**COMMON, **special})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, 0.7 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5)
+    return model.to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The layers whose attention went through kernels, in order."""
+    made = []
+    attend = kernels.Reader.attend
+
+    def counted(self, q, seen, softmax_scale):
+        made.append((self._layer, seen))
+        return attend(self, q, seen, softmax_scale)
+
+    monkeypatch.setattr(kernels.Reader, "attend", counted)
+    return made
+
+
+def text(model, implementation, rows=PROMPTS, mask=None, cache=None, **kwargs):
+    model.set_attn_implementation(implementation)
+    cache = cache or tq.TQCache(model.config, **{"kv": "tq4", **kwargs.pop("options", {})})
+    out = model.generate(
+        rows, attention_mask=torch.ones_like(rows) if mask is None else mask, past_key_values=cache, max_new_tokens=NEW,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True, **{"do_sample": False, **kwargs},
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+def same(model, bound=2e-4, **kwargs):
+    """Tokens are equal and logits as near as another order of FP32 sums leaves them."""
+    (expected, theirs), (tokens, logits) = (text(model, name, **kwargs) for name in ("sdpa", IMPLEMENTATION))
+    assert torch.equal(tokens, expected)
+    assert (logits - theirs).abs().max() <= bound * theirs.std()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode_steps_read_packed_codes(name, calls):
+    same(build(FAMILIES[name]))
+    assert calls == [(layer, PROMPT + step) for step in range(1, NEW) for layer in range(2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv": "k=tq4,v=tq2"},
+        {"kv": "k=bf16,v=tq4"},
+        {"kv": "tq8"},
+        {"plan": {1: "tq3"}, "skip_layers": [0]},
+    ],
+)
+def test_any_format_that_the_kernels_read(options, calls):
+    same(build(), options=options)
+    assert len(calls) == 2 * (NEW - 1)
+
+
+def test_a_format_of_wider_heads(calls):
+    same(build(head_dim=128), options={"kv": "tbq4_0"})
+    assert calls
+
+
+@pytest.mark.parametrize(("tail", "sink"), [(7, 0), (128, 3), (1, 1), (200, 2), (0, 5)])
+def test_tail_and_sinks(tail, sink, calls):
+    """The tail is read where it lies in a ring; of 200 tokens, it is not full at first."""
+    model = build(dtype=torch.bfloat16)
+    (_, theirs), (_, logits) = (text(model, name, options={"tail": tail, "sink": sink}) for name in ("sdpa", IMPLEMENTATION))
+    # Texts may part at a near tie; the first two steps have seen the same tokens.
+    assert (logits[:2].float() - theirs[:2].float()).abs().max() <= 0.06 * theirs.float().std()
+    assert len(calls) == 2 * (NEW - 1)
+
+
+def test_a_wrong_place_in_the_ring_would_show(monkeypatch):
+    """The bound above is far below what K's ring out of step with V's changes."""
+    model, options = build(dtype=torch.bfloat16), {"tail": 128, "sink": 3}
+    _, theirs = text(model, "sdpa", options=options)
+    fill = kernels._fill
+    monkeypatch.setattr(kernels, "_fill", lambda window, side, seen: fill(window, side, seen + (side.name == "K")))
+    _, logits = text(model, IMPLEMENTATION, options=options)
+    assert (logits[1].float() - theirs[1].float()).abs().max() > 0.2 * theirs.float().std()
+
+
+def test_fp32_tails_stay_fp32(calls):
+    """The kernels keep BF16 beside what is packed, so a tail of an FP32 model is restored."""
+    same(build(), options={"tail": 8}, bound=0)
+    assert not calls
+
+
+def test_other_layers_are_restored(calls):
+    model = build(MistralConfig, sliding_window=40)
+    same(model, bound=0)
+    assert not calls
+    same(build(head_dim=32, hidden_size=128), bound=0)
+    assert not calls
+    same(build(), options={"kv": "kivi2"}, bound=0)
+    assert not calls
+
+
+def test_padding_is_masked(calls):
+    mask = torch.ones_like(PROMPTS)
+    mask[0, :9] = 0
+    same(build(), mask=mask, bound=0)
+    assert not calls
+
+
+def test_beams_and_sampling(calls):
+    model = build()
+    torch.manual_seed(0)
+    expected, _ = text(model, "sdpa", num_beams=3)
+    tokens, _ = text(model, IMPLEMENTATION, num_beams=3)
+    assert torch.equal(tokens, expected)
+    assert calls
+
+
+def test_balanced_channels(calls):
+    """What is stored is scaled by channel; queries and outputs undo it."""
+    model = build()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_norm.weight[[3, 40]] *= 32
+            layer.self_attn.q_norm.weight[[3, 40]] /= 32
+    caches = [tq.TQCache(model.config, "tq4", model=model) for _ in range(2)]
+    assert caches[0].uneven
+    (expected, theirs), (tokens, logits) = (
+        text(model, name, cache=cache) for name, cache in zip(("sdpa", IMPLEMENTATION), caches, strict=True)
+    )
+    assert torch.equal(tokens, expected)
+    assert (logits - theirs).abs().max() <= 2e-4 * theirs.std()
+    assert calls
+
+
+def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
+    model = build()
+    model.set_attn_implementation(IMPLEMENTATION)
+    prefix = tq.TQCache(model.config, "tq4")
+    with torch.no_grad():
+        model(PROMPTS, past_key_values=prefix, use_cache=True)
+        token = PROMPTS[:, :1]
+        expected = model(token, past_key_values=prefix, use_cache=True).logits
+        other = copy.deepcopy(prefix)
+        for _ in range(5):
+            model(token + 1, past_key_values=prefix, use_cache=True)
+        prefix.crop(-6)
+        other.crop(-1)
+        for cache in (prefix, other):
+            assert torch.equal(model(token, past_key_values=cache, use_cache=True).logits, expected)
+    assert len(calls) == 2 * 8
+
+
+def test_other_attention_gets_numbers():
+    """Whoever computes with what `update` returns sees the restored tensor."""
+    model = build()
+    model.set_attn_implementation(IMPLEMENTATION)
+    cache, plain = tq.TQCache(model.config, "tq4"), tq.TQCache(build().config, "tq4")
+    x = torch.randn(1, 2, 30, 64)
+    for part in (x[:, :, :29], x[:, :, 29:]):
+        keys, _ = cache.update(part, part, 0)
+        expected, _ = plain.update(part, part, 0)
+    assert isinstance(keys, Stored)
+    assert (keys.shape, keys.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(torch.repeat_interleave(keys, 2, 1), torch.repeat_interleave(expected, 2, 1))
+    assert torch.equal(keys @ x.mT, expected @ x.mT)
+    assert type(keys + 0) is torch.Tensor
+
+
+def test_generate_switches_for_its_own_call(calls):
+    model = build()
+
+    class Words:
+        pad_token_id = 0
+
+        def __call__(self, line):
+            return type("Encoding", (), {"input_ids": [2 + ord(c) % 50 for c in line]})
+
+        def batch_decode(self, rows, **_):
+            return [" ".join(map(str, row.tolist())) for row in rows]
+
+    model.set_attn_implementation("sdpa")
+    tq.generate(model, Words(), "some words", max_new_tokens=3, do_sample=False)
+    assert calls
+    assert model.config._attn_implementation == "sdpa"
+    calls.clear()
+    model.set_attn_implementation("eager")
+    tq.generate(model, Words(), "some words", max_new_tokens=3, do_sample=False)
+    assert not calls

@@ -1,0 +1,117 @@
+"""The attention implementation `tq` of transformers: decode steps read a `TQCache` as it is packed.
+
+    model.set_attn_implementation("tq")
+
+Importing this module registers it by transformers' own interface. A step of one token a row, with no padding, goes through the
+attention kernels for the device; everything else goes to transformers' SDPA with K and V restored, as it does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+IMPLEMENTATION = "tq"
+"""Its name."""
+
+Attend = Callable[[Tensor, float], Tensor]
+
+
+class Stored(Tensor):
+    """K or V of a layer that is still packed: any op of torch restores it first, except attention that reads it packed.
+
+    Args:
+        restore: makes the tensor [B, Hkv, n, D].
+        attend: (q [B, Hq, 1, D], softmax_scale) -> [B, 1, Hq, D], attention over this layer's K and V.
+        like: gives dtype and device.
+        shape: of the tensor.
+    """
+
+    @staticmethod
+    def __new__(cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> Stored:
+        found: Stored = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        return found
+
+    def __init__(self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> None:
+        self.attend, self._restore = attend, restore
+        self._restored: Tensor | None = None
+
+    def restored(self) -> Tensor:
+        """[B, Hkv, n, D], made once."""
+        if self._restored is None:
+            self._restored = self._restore()
+        return self._restored
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Stored, Stored.restored, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Stored({list(self.shape)}, {self.dtype})"
+
+
+_NOT_COVERED = ("softcap", "position_bias", "s_aux", "cache", "sliding_window")
+"""Arguments of models whose attention is more than a softmax over all tokens."""
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers asks for it.
+
+    Args:
+        module: the model's attention module.
+        query: [B, Hq, n, D]; key, value: [B, Hkv, S, D].
+        attention_mask: None where every query sees all tokens up to its own.
+    Returns:
+        [B, n, Hq, D], and no weights.
+    """
+    scaling = kwargs.get("scaling")
+    if (
+        isinstance(key, Stored)
+        and attention_mask is None
+        and query.shape[2] == 1
+        and query.dtype == key.dtype
+        and scaling is not None
+        and not kwargs.get("dropout")
+        and all(kwargs.get(name) is None for name in _NOT_COVERED)
+    ):
+        return key.attend(query, scaling), None
+    found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+        module, query, dense(key), dense(value), attention_mask, **kwargs
+    )
+    return found
+
+
+def dense(x: Tensor) -> Tensor:
+    """K or V with numbers, whether it is packed or not."""
+    return x.restored() if isinstance(x, Stored) else x
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that uses SDPA read packed K and V meanwhile; any other implementation is the caller's wish, and stays."""
+    before = model.config._attn_implementation
+    switched = before == "sdpa" and model._can_set_attn_implementation()
+    if switched:
+        model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        if switched:
+            model.set_attn_implementation(before)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
