@@ -218,3 +218,19 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
             if source is not click.core.ParameterSource.DEFAULT:
                 raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option.opts[0]}")
     return load(file)
+
+
+def check_outputs(out_file: Path, resume_file: Path | None) -> None:
+    """Refuse, before any work, to write a result and its resume file where that cannot be.
+
+    Raises:
+        click.UsageError: both are one file.
+        InputError: as `check_writable`.
+    """
+    from haarkv.tq_ops.output_files import check_writable
+
+    if resume_file is not None and resume_file.resolve() == out_file.resolve():
+        raise click.UsageError("--out and --resume name the same file")
+    for file in (out_file, resume_file):
+        if file is not None:
+            check_writable(file)

@@ -10,9 +10,9 @@ import time
 import pytest
 from checkpoints import write_checkpoint
 
+from haarkv.tq_ops import output_files as files
 from haarkv.tq_ops.errors import InputError
-from tq import files
-from tq.files import check_folder, check_writable, whole_folder, write_whole
+from haarkv.tq_ops.output_files import check_folder, check_writable, whole_folder, write_whole
 
 # Everything that Python announces before it changes a folder; the exchange of two names goes through ctypes.
 MOMENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlsym"}

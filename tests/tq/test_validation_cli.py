@@ -15,14 +15,14 @@ from machines import has_only
 from refusals import assert_refused
 
 import tq
-import tq.files
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops import output_files
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.layers.faults import planted
 from haarkv.validation.layers.report import ASCEND_COLUMNS
 from tq.cli import main
-from tq.files import check_writable, write_whole
 
 
 @pytest.fixture(scope="session")
@@ -235,7 +235,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_whole(file, "new")
     assert file.read_text(encoding="utf-8") == "old"
     monkeypatch.undo()
-    monkeypatch.setattr(tq.files, "_beside", lambda target: target.with_name("absent") / "x")
+    monkeypatch.setattr(output_files, "_beside", lambda target: target.with_name("absent") / "x")
     with pytest.raises(InputError, match="cannot be written"):
         check_writable(file)
     monkeypatch.undo()

@@ -7,10 +7,10 @@ import sys
 import pytest
 from places import ROOT
 
+from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.bringup.climb import Rung, climb, one_line
 from haarkv.validation.bringup.report import page, public_text, verdict
 from haarkv.validation.bringup.result import Drift, Folder, Found, Result, Table, from_json
-from tq.files import write_whole
 
 
 def climbed(tmp_path, *rungs):

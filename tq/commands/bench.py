@@ -47,7 +47,7 @@ def npu(
     The cycles are simulated. Use them to compare designs, not as latencies. A point takes seconds to minutes.
     """
     from haarkv.benchmarks import npu_attention, npu_plot
-    from tq.files import check_writable, write_whole
+    from haarkv.tq_ops.output_files import check_writable, write_whole
 
     unknown = set(variants) - set(npu_attention.VARIANTS)
     if unknown:

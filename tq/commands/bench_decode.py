@@ -76,7 +76,7 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
     from haarkv.benchmarks.report import emit
-    from tq.files import check_writable, write_whole
+    from haarkv.tq_ops.output_files import check_writable, write_whole
 
     if plot_file is not None:
         decode_plot.require_matplotlib()

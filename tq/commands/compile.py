@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.files import check_folder, whole_folder
+from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq.options import json_option, kv_options, kv_spec, model_option
 from tq.output import err, print_table
 

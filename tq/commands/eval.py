@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq.commands.generate import read_prompt
-from tq.files import check_writable, write_whole
 from tq.options import (
     balance_option,
     calibration_option,

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq import __version__
-from tq.files import check_folder, whole_folder
 from tq.options import json_option, model_option
 from tq.output import loading, print_table
 

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.output_files import write_whole
 from tq.commands.eval import open_partial
 from tq.commands.generate import read_prompt
-from tq.files import check_outputs, write_whole
-from tq.options import Numbers, executor_option, json_option, model_option, resume_option, run_options, set_threads
+from tq.options import (
+    Numbers,
+    check_outputs,
+    executor_option,
+    json_option,
+    model_option,
+    resume_option,
+    run_options,
+    set_threads,
+)
 from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq.commands.generate import read_prompts
-from tq.files import check_writable, write_whole
 from tq.options import (
     executor_option,
     json_option,

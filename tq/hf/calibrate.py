@@ -15,9 +15,9 @@ from transformers.masking_utils import sdpa_mask
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
+from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.planning.calibrate import bases_of, fit_of
 from haarkv.validation.planning.moments import Sums, metric_of_values
-from tq.files import check_writable, write_whole
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.rope import rope_of
 

@@ -24,7 +24,7 @@ from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-from tq.files import write_whole
+from haarkv.tq_ops.output_files import write_whole
 from tq.hf.cache import TQCache
 from tq.hf.calibrate import calibrate
 

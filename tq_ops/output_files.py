@@ -16,27 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 
-import click
-
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 
 _SHOWN_NAME = 100
 """Characters of a name that are in those of its half-written files, which may not be too long either."""
-
-
-def check_outputs(out_file: Path, resume_file: Path | None) -> None:
-    """Refuse, before any work, to write a result and its resume file where that cannot be.
-
-    Raises:
-        click.UsageError: both are one file.
-        InputError: as `check_writable`.
-    """
-    if resume_file is not None and resume_file.resolve() == out_file.resolve():
-        raise click.UsageError("--out and --resume name the same file")
-    for file in (out_file, resume_file):
-        if file is not None:
-            check_writable(file)
 
 
 def check_writable(path: Path) -> None:
@@ -59,8 +43,9 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one step, text as UTF-8: a reader finds the old file or the new one, never a part.
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Write a file in one step: what is written to the path that this yields appears at `path` at the end, or nothing does.
 
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
@@ -68,10 +53,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
     target = path.resolve()
     try:
         with _begun(target, folder=False) as half:
-            half.write_bytes(content.encode() if isinstance(content, str) else content)
+            yield half
             half.replace(target)
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, text as UTF-8: a reader finds the old file or the new one, never a part.
+
+    Raises:
+        InputError: the system refuses; the old file, if any, is as it was.
+    """
+    with whole_file(path) as half:
+        half.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
