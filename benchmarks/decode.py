@@ -21,7 +21,7 @@ from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
 from haarkv.benchmarks.decode_peers import HFCache
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
-from haarkv.engine.session import plan_for
+from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor

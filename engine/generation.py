@@ -15,6 +15,7 @@ from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]
@@ -28,6 +29,7 @@ class Completion:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
+        reused_tokens: of them, those that were stored already and not computed again.
         token_ids: new tokens, without the end-of-text token.
         finish: "eos", "stop" (a stop text came), "length" (max_new_tokens) or "context" (the cache holds no more).
     """
@@ -35,6 +37,7 @@ class Completion:
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    reused_tokens: int = 0
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Timing:
         prefill_s: all prompts, up to and with the first sampled tokens.
         decode_s: all decode steps.
         decode_steps: forwards of one token a sequence.
-        prefill_tokens: tokens of all prompts.
+        prefill_tokens: tokens of all prompts that were computed.
         decode_tokens: tokens that the decode steps gave, of all sequences.
     """
 
@@ -116,6 +119,8 @@ def generate(
     on_prefill: OnPrefill | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
     prefiller: Executor | None = None,
+    stored: Sequence[StoredSequence | None] = (),
+    on_end: Callable[[int, StoredSequence], object] | None = None,
 ) -> tuple[list[Completion], Timing]:
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
@@ -125,17 +130,24 @@ def generate(
         max_context: at most so many tokens of prompt and text together.
         on_token: called with (index of the prompt, token) as tokens come; not for the end of text. True ends the sequence.
         prefiller: the same executor, looking on; it runs the prefill.
+        stored: for each prompt, a sequence that may begin like it: what they share is copied, and not computed.
+        on_end: called with (index of the prompt, the sequence as it is stored in the end), for each.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
     _check_prompts(prompts, max_context, max_new_tokens)
-    timing, began = Timing(prefill_tokens=sum(map(len, prompts))), time.perf_counter()
-    completions = [Completion(len(prompt)) for prompt in prompts]
-    sampler = BatchSampler(sampling or Sampling(), prompts)
-    sequences = [paging.add() for _ in prompts]
-    running = list(range(len(prompts)))
+    began, sequences = time.perf_counter(), []
     try:
-        logits = prefill_in_chunks(prefiller or executor, prompts, sequences, paging, cache, chunk, on_prefill)
+        reused = []
+        for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
+            reused.append(reusable(known, prompt, cache.plan) if known else 0)
+            sequences.append(put(known, cache, paging, reused[-1]) if known and reused[-1] else paging.add())
+        completions = [Completion(len(prompt), reused_tokens=count) for prompt, count in zip(prompts, reused, strict=True)]
+        sampler = BatchSampler(sampling or Sampling(), prompts)
+        running = list(range(len(prompts)))
+        rest = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
+        timing = Timing(prefill_tokens=sum(map(len, rest)))
+        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
         while True:
             drawn, before = sampler.next(logits, running), running
             # Here the host waits for the device, for one id a sequence.
@@ -159,6 +171,9 @@ def generate(
                 timing.decode_tokens += len(running)
             running = [index for index in running if completions[index].finish is None]
             if not running:
+                for index, done in enumerate(completions if on_end else ()):
+                    whole = [*prompts[index], *done.token_ids]
+                    on_end(index, take(cache, paging, sequences[index], whole))  # type: ignore[misc]
                 return completions, timing
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import warnings
@@ -12,13 +13,14 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
+from haarkv.engine.plans import balanced_for, plan_for, shape_of
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models import balance as balancing
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
@@ -26,9 +28,11 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec
+from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
 
 
@@ -57,6 +61,7 @@ class Result:
     Attributes:
         sampling: as it was done.
         ranks: what each rank holds, on rank 0; elsewhere nothing.
+        stored: the sequences as they are stored, prompt and text, if they were to be kept.
     """
 
     texts: list[str]
@@ -65,6 +70,7 @@ class Result:
     kv: KVUsage
     sampling: Sampling
     ranks: tuple[RankMemory, ...] = ()
+    stored: tuple[StoredSequence, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Session:
         weight_bytes: of the weights that are here.
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
+        weights: fingerprint of the weights as they are here; stored sequences belong to them.
     """
 
     name: str
@@ -96,6 +103,7 @@ class Session:
     weight_bytes: int = 0
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
+    weights: str = ""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
     _process: int = field(default_factory=os.getpid, repr=False, compare=False)
 
@@ -151,6 +159,8 @@ class Session:
         self,
         prompts: str | Sequence[str],
         *,
+        stored: StoredSequence | None = None,
+        keep: bool = False,
         max_new_tokens: int = 64,
         max_context: int | None = None,
         sampling: Sampling | None = None,
@@ -165,6 +175,9 @@ class Session:
         """Continue one prompt, or several in one ragged batch.
 
         Args:
+            stored: of an earlier `generate` with `keep`, or from `load_cache`. Where a prompt begins like it, what they
+                share is copied and not computed again. Without a prompt, the stored sequence itself goes on.
+            keep: give back the sequences as they are stored.
             max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
                 up to the model's own limit.
             sampling: as the model's `generation_config.json` says unless given; greedy if it says nothing.
@@ -183,7 +196,12 @@ class Session:
         """
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        ids = self.encode([prompts] if isinstance(prompts, str) else prompts, chat=chat, system=system)
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if keep or stored is not None:
+            origin = self._origin()
+            if stored is not None:
+                origin.require_fits(stored, self.plan, "the stored sequence")
+        ids = self.encode(given, chat=chat, system=system) if given or stored is None else [list(stored.token_ids)]
         context = self._context(ids, max_new_tokens, max_context)
         longest = max(map(len, ids), default=0)
         # The last token is predicted and never stored.
@@ -212,11 +230,13 @@ class Session:
             if on_prefill:
                 on_prefill(done, total)
 
+        kept: list[StoredSequence] = []
         with self._lock:
             completions, timing = generate(
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched,
+                sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
+                on_end=(lambda _, of: kept.append(of)) if keep else None,
             )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):
@@ -224,7 +244,33 @@ class Session:
             if on_text and (rest := growing[index].rest(text)):
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
-        return Result(texts, completions, timing, self._usage(cache), sampling, tuple(self.ranks.collect(held)))
+        ranks = tuple(self.ranks.collect(held))
+        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept))
+
+    def save_cache(self, path: str | Path, stored: StoredSequence) -> None:
+        """Write a stored sequence to a file: the whole file, or nothing.
+
+        Raises:
+            InputError: it is not of this model and cache, or the file cannot be written.
+        """
+        origin = self._origin()
+        origin.require_fits(stored, self.plan, "the stored sequence")
+        cache_file.save(Path(path), stored, origin)
+
+    def load_cache(self, path: str | Path) -> StoredSequence:
+        """Read a stored sequence that this model made with this cache.
+
+        Raises:
+            InputError: the file cannot be read or is damaged, or it was made with another model, cache, rotation or version.
+        """
+        stored = cache_file.load_for(Path(path), self._origin(), self.plan)
+        self.plan.require_context(len(stored.token_ids))
+        return stored
+
+    def _origin(self) -> cache_file.Origin:
+        if self.ranks.size > 1:
+            raise InputError("stored sequences are of one process; leave out --tensor-parallel")
+        return cache_file.origin_of(self.plan, shape_of(self.config), self.weights, self.executor.name)
 
     def _context(self, ids: Sequence[Sequence[int]], max_new_tokens: int, wanted: int | None) -> int:
         """Tokens that the cache must hold for each prompt."""
@@ -273,29 +319,6 @@ def _cut_short(prompt: int, wanted: int, context: int, limit: int) -> str:
 def _warn(message: str) -> None:
     """A Python warning, in the name of whoever called this module's caller."""
     warnings.warn(message, stacklevel=4)
-
-
-def shape_of(config: DecoderConfig) -> ModelShape:
-    """The shapes that a plan file names its model by."""
-    return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
-
-
-def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) -> KVPlan:
-    """The KV plan that a spec means for a model.
-
-    Args:
-        split: of the plan for a rank's KV heads.
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if (kept := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
-        raise InputError(
-            f"a tail or sink of {kept:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
-            "take a shorter one"
-        )
-    plan = spec.plan(config.num_layers, shape_of(config))
-    plan.require_layout(config.head_dim, num_kv_heads=config.num_kv_heads)
-    return spec.heads(split.kv_heads).plan(config.num_layers) if split and spec.calibration else plan
 
 
 def load(
@@ -347,9 +370,11 @@ def load(
     generation = generation_settings(name)
     _check_generation(generation, name)
     loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress, ranks)
-    if spec.weights and ranks.size == 1:  # a rank holds a part of every tensor
-        spec.require_weights(fingerprint(loaded.weights.named()))
+    weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
+    spec.require_weights(weights or spec.weights)
     made = balanced_for(loaded, plan, spec, balance)
+    if made.uneven:  # K and V are those of other channels then
+        weights += "-" + hashlib.sha256(repr(made.uneven).encode()).hexdigest()[:8]
     loaded, on_warning = made.model, on_warning or _warn
     if made.uneven and ranks.rank == 0:
         on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
@@ -369,18 +394,8 @@ def load(
         weight_bytes=loaded.weights.nbytes,
         uneven=made.uneven,
         guard=guard,
+        weights=weights,
     )
-
-
-def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.Balanced:
-    """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates.
-
-    Args:
-        spec: that the plan was made of.
-        balance: False balances nothing.
-    """
-    may = balance and spec.calibration is None
-    return balancing.balance(model, lambda layer, side: may and plan.layers[layer][side == "V"].lossy)
 
 
 def _check_generation(generation: Mapping[str, Any], model: str) -> None:

@@ -220,6 +220,14 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     return load(file)
 
 
+def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--chat` and `--system`."""
+    function = click.option("--system", metavar="TEXT", help="The chat template's system message.")(function)
+    return click.option(
+        "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
+    )(function)
+
+
 def check_outputs(out_file: Path, resume_file: Path | None) -> None:
     """Refuse, before any work, to write a result and its resume file where that cannot be.
 

@@ -47,14 +47,16 @@ def check_writable(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """Write a file in one step: what is written to the path that this yields appears at `path` at the end, or nothing does.
 
+    It lies in a folder of its own meanwhile, where a library may have temporary files beside it.
+
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
     """
     target = path.resolve()
     try:
-        with _begun(target, folder=False) as half:
-            yield half
-            half.replace(target)
+        with _begun(target, folder=True) as half:
+            yield half / "content"
+            (half / "content").replace(target)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
 
@@ -65,8 +67,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
     """
-    with whole_file(path) as half:
-        half.write_bytes(content.encode() if isinstance(content, str) else content)
+    target = path.resolve()
+    try:
+        with _begun(target, folder=False) as half:
+            half.write_bytes(content.encode() if isinstance(content, str) else content)
+            half.replace(target)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @contextmanager

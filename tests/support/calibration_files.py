@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from npu_learned import made_up
 
-from haarkv.engine.session import shape_of
+from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.kv import plan_file

@@ -134,7 +134,9 @@ def test_device_has_one_alias_everywhere():
 def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
-    assert defaults.keys() == {"generate", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"}
+    assert defaults.keys() == {
+        "generate", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"
+    }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
 

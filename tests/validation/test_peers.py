@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from haarkv.engine.session import plan_for
+from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError

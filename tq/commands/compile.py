@@ -42,7 +42,7 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     buffers that leave a core's memory or are not aligned, and a stack that is too small. If they find anything, the exit code
     is 1.
     """
-    from haarkv.engine.session import plan_for
+    from haarkv.engine.plans import plan_for
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted
 

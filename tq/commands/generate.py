@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.output_files import check_writable
 from tq.options import (
     balance_option,
+    chat_options,
     collapse_option,
     executor_option,
     json_option,
@@ -55,10 +57,16 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 @click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest.")
 @click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
+@chat_options
 @click.option(
-    "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
+    "--load-cache",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Copy what a prompt shares with this stored sequence.",
 )
-@click.option("--system", metavar="TEXT", help="The chat template's system message.")
+@click.option(
+    "--save-cache", type=click.Path(path_type=Path), metavar="FILE", help="Store prompt and text, to go on with them later."
+)
 @json_option
 @tensor_parallel
 def command(
@@ -78,6 +86,8 @@ def command(
     system: str | None,
     balance: str,
     allow_collapse: bool,
+    load_cache: Path | None,
+    save_cache: Path | None,
     as_json: bool,
     ranks: Ranks,
     **others: Any,
@@ -87,10 +97,17 @@ def command(
     The text goes to stdout, its cost to stderr. --json describes the first prompt at its top level, and every prompt in
     `completions`.
 
+    --save-cache stores the tokens, and their K and V as they are. --load-cache computes only what follows the tokens that a
+    prompt shares with them; without a prompt, the stored sequence itself goes on.
+
     Sampling options default to what the model's generation_config.json says. If it says nothing, each next token is the most
     likely one.
     """
-    texts = read_prompts(prompts, files, ranks)
+    texts = [] if load_cache and not (prompts or files) else read_prompts(prompts, files, ranks)
+    if save_cache is not None:
+        if len(texts) > 1:
+            raise click.UsageError("--save-cache stores one sequence; give one prompt")
+        check_writable(save_cache)
     given = {name: others[name] for name in _SAMPLING}
     # The bar is there before torch is, whose import takes a second.
     with loading(model) as progress:
@@ -106,13 +123,16 @@ def command(
             model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
             on_program=compiling, ranks=ranks, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
         )  # fmt: skip
-    writer = None if as_json else _Writer(len(texts))
+        stored = session.load_cache(load_cache) if load_cache else None
+    writer = None if as_json else _Writer(max(len(texts), 1))
     with prefilling() as on_prefill:
         result = session.generate(
             texts, max_new_tokens=max_new_tokens, max_context=max_context, sampling=session.sampling_with(seed=seed, **given),
             stop=stop, chat=chat, system=system, on_prefill=on_prefill, on_token=writer.count if writer else None,
-            on_text=writer.write if writer else None, on_warning=warn,
+            on_text=writer.write if writer else None, on_warning=warn, stored=stored, keep=save_cache is not None,
         )  # fmt: skip
+    if save_cache is not None:
+        session.save_cache(save_cache, result.stored[0])
     if ranks.rank:  # rank 0 says it for all
         return
     if writer is None:
@@ -189,6 +209,7 @@ def _describe(completion: Completion, text: str) -> dict[str, Any]:
         "text": text,
         "token_ids": completion.token_ids,
         "prompt_tokens": completion.prompt_tokens,
+        "reused_tokens": completion.reused_tokens,
         "new_tokens": len(completion.token_ids),
         "finish": completion.finish,
     }
@@ -213,11 +234,13 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
 
 def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
+    reused = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
     name = session.executor.name
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
-        ("prompt", f"{timing.prefill_tokens:,} tokens in {1e3 * timing.prefill_s:.1f} ms{_rate(timing.prefill_tokens_per_s)}"),
+        ("prompt", f"{timing.prefill_tokens:,} tokens in {1e3 * timing.prefill_s:.1f} ms{_rate(timing.prefill_tokens_per_s)}"
+                   + (f"; {reused:,} more were stored already" if reused else "")),
         ("new", f"{sum(len(c.token_ids) for c in done):,} tokens, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
         ("sampling", _sampling(session, result, given)),

@@ -85,7 +85,7 @@ def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
 
 def _kv_rows(config: DecoderConfig, free: int) -> list[dict[str, Any]]:
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
-    from haarkv.engine.session import plan_for
+    from haarkv.engine.plans import plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec

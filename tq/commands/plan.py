@@ -146,7 +146,7 @@ def _executor(
     given: Mapping[str, Any], config: DecoderConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int]
 ) -> str:
     """The executor that must run every candidate beside every tail."""
-    from haarkv.engine.session import plan_for
+    from haarkv.engine.plans import plan_for
     from haarkv.executors.catalog import select
 
     specs = [*(replace(spec, kv=name) for name in names), replace(spec, kv="tq4", tail=max(tails))]
@@ -185,7 +185,7 @@ class _Request:
 
     def file_of(self, plan: KVPlan, measured: Mapping[str, Any]) -> str | bytes:
         """What is written: the plan, in its calibration's file if it has one."""
-        from haarkv.engine.session import shape_of
+        from haarkv.engine.plans import shape_of
         from haarkv.tq_ops.kv import calibration_file
         from haarkv.tq_ops.kv.plan_file import dumps
 

@@ -107,7 +107,8 @@ def _validate(
     Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
     """
     with loading(model) as progress:
-        from haarkv.engine.session import Session, plan_for
+        from haarkv.engine.plans import plan_for
+        from haarkv.engine.session import Session
         from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split

@@ -79,11 +79,13 @@ class PagedSequences:
         self._rows: dict[int, int] = {}
         self._next_id = 0
 
-    def add(self) -> int:
-        """Begin an empty sequence and return its id.
+    def add(self, tokens: int = 0) -> int:
+        """Begin a sequence and return its id.
 
+        Args:
+            tokens: that it has already; the caller stores them at its `places`.
         Raises:
-            CacheFullError: there are as many sequences as the cache has rows for.
+            CacheFullError: there are as many sequences as the cache has rows for, or too few free blocks; nothing was begun.
         """
         if not self._free_rows:
             raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
@@ -91,7 +93,17 @@ class PagedSequences:
         self._rows[sequence] = self._free_rows.pop()
         self._next_id += 1
         self._blocks[sequence], self._lengths[sequence] = [], 0
+        try:
+            self._reserve([sequence], [tokens])
+        except CacheFullError:
+            self.free(sequence)
+            raise
+        self._lengths[sequence] = tokens
         return sequence
+
+    def places(self, sequence: int) -> tuple[tuple[int, ...], int]:
+        """The blocks of a sequence in order, and its row."""
+        return tuple(self._blocks[sequence]), self._rows[sequence]
 
     def length(self, sequence: int) -> int:
         """Tokens stored so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -189,6 +189,12 @@ class PagedKVCache:
             K and V as they are packed, each [B, Hkv, n * block_size, D] fp32.
         """
         return self._k[layer].unpack(layer, block_table), self._v[layer].unpack(layer, block_table)
+
+    def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], Window | None]]:
+        """Every side that is stored here: its name, such as `layers.0.k`, its format, fields and tokens in BF16."""
+        for layer in self.held:
+            for name, side in (("k", self._k[layer]), ("v", self._v[layer])):
+                yield f"layers.{layer}.{name}", side.kv_format, side.fields, side.window
 
     @property
     def num_slots(self) -> int:

@@ -72,6 +72,15 @@ class Window:
         vectors = torch.where(inside[..., None, None], x.to(torch.bfloat16)[token.clamp(min=0)], older)
         return Groups(vectors.transpose(1, 2), last)
 
+    def held(self, length: int) -> Tensor:
+        """[sink + ring] bool: the places that hold a token of a sequence of so many."""
+        newest = torch.arange(max(length - self.ring, 0), length)
+        held = torch.zeros(self.sink + self.ring, dtype=torch.bool)
+        held[: min(self.sink, length)] = True
+        if self.ring:
+            held[self._places(newest)] = True
+        return held
+
     def read(self, batch: Batch, tokens: int) -> Tensor:
         """What is held of each sequence's first so many tokens, 0 for all others: [B, Hkv, tokens, D] fp32."""
         stored = torch.arange(tokens, device=self.vectors.device)

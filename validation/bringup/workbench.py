@@ -9,7 +9,8 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import haarkv
-from haarkv.engine.session import Session, plan_for
+from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor

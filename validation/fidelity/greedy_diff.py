@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import Completion
+from haarkv.engine.plans import plan_for
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.session import Session, plan_for
+from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from haarkv.engine.session import Session, plan_for
+from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.models import planted
 from haarkv.models.balance import balance

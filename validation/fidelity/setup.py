@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from haarkv.engine.session import Session, plan_for
+from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing

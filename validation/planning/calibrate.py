@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
-from haarkv.engine.session import Session, plan_for, shape_of
+from haarkv.engine.plans import plan_for, shape_of
+from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config

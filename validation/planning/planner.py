@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import expected_cost
-from haarkv.engine.session import Session, plan_for
+from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError

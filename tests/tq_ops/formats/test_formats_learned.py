@@ -11,7 +11,7 @@ from small_models import SMALL
 
 from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.learned import Basis, errors, stages
-from haarkv.engine.session import plan_for
+from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError

@@ -1,0 +1,360 @@
+"""Stored sequences: they go on as if they had never stopped, are read where they belong, and damaged files are refused."""
+
+import json
+import multiprocessing
+import random
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from bases import calibration
+from checkpoints import poison, write_checkpoint
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+import tq
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import cache_file
+from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
+
+SPECS = {
+    "tq4": KVSpec("tq4"),
+    "mixed": KVSpec("k=tq5,v=tq3", skip_layers=(0,)),
+    "kivi2": KVSpec("kivi2"),
+    "tail and sinks": KVSpec("tq4", tail=40, sink=4),
+    "groups and a tail": KVSpec("k=kivi2,v=tq4", tail=50, sink=2),
+}
+PROMPT = "import os\nimport sys\n\n" * 20
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def session(request):
+    return tq.load("tiny", kv=SPECS[request.param], executor="reference", allow_collapse=True, on_warning=lambda _: None)
+
+
+def same(one, other):
+    return one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
+    )
+
+
+def test_a_saved_sequence_goes_on_byte_for_byte(session, tmp_path):
+    """The file is written in the middle of a text; what follows, and every byte of K and V, is that of one run."""
+    whole = session.generate(PROMPT, max_new_tokens=6, keep=True)
+    part = session.generate(PROMPT, max_new_tokens=4, keep=True)
+    session.save_cache(tmp_path / "c", part.stored[0])
+    rest = session.generate([], stored=session.load_cache(tmp_path / "c"), max_new_tokens=2, keep=True)
+    assert part.texts[0] + rest.texts[0] == whole.texts[0]
+    assert part.completions[0].token_ids + rest.completions[0].token_ids == whole.completions[0].token_ids
+    assert same(whole.stored[0], rest.stored[0])
+    assert rest.completions[0].reused_tokens == part.stored[0].length == rest.completions[0].prompt_tokens - 1
+    assert rest.timing.prefill_tokens == 1
+
+
+def test_a_shared_prefix_is_not_computed_again(session):
+    stored = session.generate(PROMPT, max_new_tokens=1, keep=True).stored[0]
+    for text in (PROMPT + "class Knight:", PROMPT[:-60] + "def eggs(spam):\n    return", "spam"):
+        ids = session.encode([text])[0]
+        alone, shared = (session.generate(text, max_new_tokens=3, stored=of) for of in (None, stored))
+        assert shared.texts == alone.texts
+        reused = shared.completions[0].reused_tokens
+        assert reused == reusable(stored, ids, session.plan)
+        assert ids[:reused] == list(stored.token_ids[:reused])
+        assert shared.timing.prefill_tokens == len(ids) - reused
+        assert reused or session.plan.windowed or text == "spam"
+
+
+# -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
+
+
+def stored_of(plan, tokens=300):
+    generator = torch.Generator().manual_seed(1)
+    cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=4, num_rows=2)
+    paging = PagedSequences(4, 128, order=[2, 0, 3, 1], num_rows=2)
+    paging.add()
+    sequence = paging.add()
+    x = torch.randn(tokens, 1, 64, generator=generator)
+    for begin in range(0, tokens, 50):
+        batch = paging.batch([sequence], [min(50, tokens - begin)])
+        cache.write(0, x[batch.positions], -x[batch.positions], batch)
+    return x, take(cache, paging, sequence, range(tokens))
+
+
+@pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=30, sink=3), KVSpec("kivi2"), KVSpec("kivi2", tail=70)])
+def test_a_prefix_stores_what_the_whole_did(spec):
+    """A sequence put back up to any length that `reusable` allows, and continued, holds the bytes of one never cut."""
+    plan = spec.plan(1)
+    x, stored = stored_of(plan)
+    allowed = []
+    for length in (1, 100, 200, 236, 250, 268, 299):
+        other = [*range(length), *([-1] * (300 - length))]
+        common = reusable(stored, other, plan)
+        assert common in (0, length)
+        allowed += [length] * bool(common)
+        cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=4, num_rows=1)
+        paging = PagedSequences(4, 128, num_rows=1)
+        sequence = put(stored, cache, paging, common)
+        for begin in range(common, 300, 50):
+            batch = paging.batch([sequence], [min(50, 300 - begin)])
+            cache.write(0, x[batch.positions], -x[batch.positions], batch)
+        assert same(take(cache, paging, sequence, range(300)), stored)
+    # The ring has 64 tokens beside the tail, and the group that the next token is in must be whole.
+    least = 300 - 64 + plan.k(0).group_tokens if plan.windowed else 0
+    assert allowed == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
+
+
+def test_only_the_last_token_is_left_of_a_prompt_that_is_stored():
+    plan = KVSpec("tq4").plan(1)
+    _, stored = stored_of(plan)
+    assert reusable(stored, range(300), plan) == 299
+    assert reusable(stored, range(40), plan) == 39
+    assert reusable(stored, [7, *range(1, 300)], plan) == 0
+
+
+def test_what_others_left_in_a_block_is_not_taken():
+    plan = KVSpec("tq4", tail=4, sink=2).plan(1)
+    cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=1, num_rows=1)
+    paging = PagedSequences(1, 128, num_rows=1)
+    taken = []
+    for tokens in (60, 9):
+        sequence = paging.add()
+        batch = paging.batch([sequence], [tokens])
+        x = torch.randn(tokens, 1, 64, generator=torch.Generator().manual_seed(tokens))
+        cache.write(0, x, x, batch)
+        taken.append(take(cache, paging, sequence, range(tokens)))
+        paging.free(sequence)
+    assert not any(tensor[:, :, 9:].any() for name, tensor in taken[1].tensors.items() if not name.endswith("window"))
+    assert (taken[1].tensors["layers.0.k.window"] != 0).any(-1).sum() == 9 + 2  # the ring holds all; sinks lie there twice
+    assert taken[0].nbytes == taken[1].nbytes
+
+
+def test_a_sequence_that_does_not_fit_begins_nothing():
+    plan = KVSpec("tq4").plan(1)
+    _, stored = stored_of(plan)
+    cache, paging = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=2), PagedSequences(2, 128)
+    with pytest.raises(CacheFullError):
+        put(stored, cache, paging)
+    assert put(stored, cache, paging, 256) is not None
+
+
+# -- Another format --------------------------------------------------------------------------------------------------------
+
+
+def test_requantizing_keeps_what_is_known_best():
+    """From `tq8` the error is that of `tq4`; tokens that the window still holds go over in BF16 without loss."""
+    before, after = KVSpec("tq8", tail=40, sink=2).plan(1), KVSpec("tq4", tail=40, sink=2).plan(1)
+    x, stored = stored_of(before)
+    changed = requantized(stored, before, after, 1, 64)
+    assert torch.equal(changed.tensors["layers.0.k.window"], stored.tensors["layers.0.k.window"])
+    _, direct = stored_of(after)
+    of = after.k(0)
+    fields = [{n: s.tensors[f"layers.0.k.{n}"] for n in ("codes", "scale")} for s in (changed, direct)]
+    errors = [(of.dequantize(f, 0).transpose(1, 2).reshape(-1, 64)[:300] - x[:, 0]).norm() for f in fields]
+    assert errors[0] < 1.02 * errors[1]
+    assert changed.nbytes < stored.nbytes
+    assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
+
+
+# -- The file --------------------------------------------------------------------------------------------------------------
+
+SHAPE = ModelShape(1, 1, 64, 32, 400)
+
+
+@pytest.fixture
+def file(tmp_path):
+    plan = KVSpec("tq4", tail=4).plan(1)
+    _, stored = stored_of(plan)
+    origin = cache_file.origin_of(plan, SHAPE, "weights")
+    cache_file.save(tmp_path / "c", stored, origin)
+    return tmp_path / "c", plan, stored, origin
+
+
+def test_a_file_holds_what_was_stored(file):
+    path, plan, stored, origin = file
+    found = cache_file.load_for(path, origin, plan)
+    assert same(found, stored)
+    assert (found.token_ids, found.length) == (stored.token_ids, 300)
+    assert cache_file.read_origin(path) == (300, origin)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"shape": replace(SHAPE, hidden_size=64)}, "made with a model of"),
+        ({"weights": "others"}, "other weights"),
+        ({"layers": ("tq3",)}, "stores layer 0 in tq4, and this run in tq3"),
+        ({"tail": 8}, "keeps tail 4"),
+        ({"sink": 1}, "sink 0"),
+        ({"tables": "0" * 16}, "other rotations or learned coordinates"),
+    ],
+)
+def test_another_place_is_refused_by_name(file, other, words):
+    path, plan, _, origin = file
+    with pytest.raises(InputError, match=words):
+        cache_file.load_for(path, replace(origin, **other), plan)
+
+
+def test_tables_tell_rotations_and_coordinates_apart():
+    shape = replace(SHAPE, num_layers=2)
+    specs = [KVSpec("lr64", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
+    plans = [KVSpec("tq4").plan(2), KVSpec("tq3").plan(2)]
+    plans += [spec.plan(2) for spec in specs]
+    tables = [cache_file.origin_of(plan, shape, "w").tables for plan in plans]
+    assert len(set(tables)) == len(tables)
+
+
+def test_every_damaged_file_is_refused_in_one_line(file):
+    """500 of them: bits flipped, ends cut off, pieces exchanged."""
+    path, plan, stored, origin = file
+    content, draw, taken = path.read_bytes(), random.Random(1), 0
+    for number in range(500):
+        data = bytearray(content)
+        if number % 5 == 0:
+            data = data[: draw.randrange(len(data))]
+        elif number % 5 == 1:
+            a, b = (draw.randrange(len(data) - 64) for _ in range(2))
+            data[a : a + 64], data[b : b + 64] = data[b : b + 64], data[a : a + 64]
+        else:
+            data[draw.randrange(len(data) if number % 2 else 900)] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        if data == content:
+            continue
+        with suppress(InputError):  # a space of the header may be another one
+            found = cache_file.load_for(path, origin, plan)
+            assert same(found, stored)
+            assert (found.token_ids, found.length) == (stored.token_ids, stored.length)
+            taken += 1
+    assert taken < 25
+
+
+def test_content_that_does_not_fit_its_header_is_refused(file):
+    """With digests taken anew, as a file would be that another program wrote."""
+    path, plan, stored, origin = file
+    more = {**stored.tensors, "layers.1.k.codes": torch.zeros(3, 1, 128, 32)}
+    for wrong in (
+        StoredSequence(stored.token_ids, 300, more),
+        StoredSequence(stored.token_ids, 2, stored.tensors),
+        StoredSequence(stored.token_ids, 300, {name: tensor.float() for name, tensor in stored.tensors.items()}),
+        StoredSequence((999,) * 300, 300, stored.tensors),
+    ):
+        cache_file.save(path, wrong, origin)
+        with pytest.raises(InputError, match=r"does not fit|does not know|not of as many blocks"):
+            cache_file.load_for(path, origin, plan)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"haarkv_cache": "2"}, {"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"sha256": ""}],
+)
+def test_metadata_of_another_kind_is_refused(file, changed):
+    path, plan, _, origin = file
+    content = path.read_bytes()
+    path.write_bytes(save_tensors(load_tensors(content), metadata_of(content) | changed))
+    with pytest.raises(InputError, match="is no stored cache"):
+        cache_file.load_for(path, origin, plan)
+
+
+def _save(path, stored, origin, ready):
+    ready.set()
+    cache_file.save(path, stored, origin)
+
+
+def test_a_save_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path):
+    """Fifty times, at moments spread over the time that it takes."""
+    plan = KVSpec("bf16").plan(1)
+    origin = cache_file.origin_of(plan, SHAPE, "weights")
+    sequences = []
+    for token in (1, 2):
+        blocks = {f"layers.0.{side}.data": torch.full((200, 1, 128, 64), token, dtype=torch.bfloat16) for side in "kv"}
+        sequences.append(StoredSequence((token,) * 25600, 25600, blocks))
+    path = tmp_path / "c"
+    began = time.monotonic()
+    cache_file.save(path, sequences[0], origin)
+    whole, context, seen = time.monotonic() - began, multiprocessing.get_context("fork"), set()
+    for moment in range(50):
+        ready = context.Event()
+        process = context.Process(target=_save, args=(path, sequences[moment % 2], origin, ready))
+        process.start()
+        ready.wait()
+        if moment < 48:
+            time.sleep(whole * 2 * moment / 48)
+            process.kill()
+        process.join()
+        found = cache_file.load_for(path, origin, plan)
+        assert any(same(found, sequence) and found.token_ids == sequence.token_ids for sequence in sequences)
+        seen.add(found.token_ids[0])
+    assert len(seen) == 2
+    cache_file.save(path, sequences[0], origin)
+    assert [name.name for name in tmp_path.iterdir()] == ["c"]
+
+
+# -- The command -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    write_checkpoint(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, model="m"):
+        code = tq.cli.main(["cache" if args[0] in ("save", "info", "convert") else "generate", *args]
+                           + (["--model", model, "--no-chat"] if args[0] not in ("info", "convert") else []))  # fmt: skip
+        return code, *capsys.readouterr()
+
+    import tq.cli
+
+    return run
+
+
+def test_cache_commands(run):
+    assert run("save", "--prompt", "spam and eggs " * 12, "--out", "c")[0] == 0
+    code, out, _ = run("info", "c", "--json")
+    found = json.loads(out)
+    assert (code, found["tokens"], found["stored"], found["formats"]) == (0, found["stored"], found["tokens"], ["tq4"] * 2)
+    whole = run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--json")
+    code, out, _ = run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--load-cache", "c", "--json")
+    assert code == 0
+    assert json.loads(out)["text"] == json.loads(whole[1])["text"]
+    assert json.loads(out)["reused_tokens"] == found["stored"]
+    code, _, err = run("--max-new-tokens", "2", "--load-cache", "c", "--save-cache", "d", "--seed", "1")
+    assert code == 0
+    assert "were stored already" in err
+    assert run("convert", "d", "--kv", "tq3", "--out", "d")[0] == 0
+    assert json.loads(run("info", "d", "--json")[1])["formats"] == ["tq3"] * 2
+    code, _, err = run("--load-cache", "d", "--max-new-tokens", "1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "in tq3, and this run in tq4" in err
+    assert run("--load-cache", "d", "--kv", "tq3", "--max-new-tokens", "1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--prompt", "a", "--prompt", "b", "--save-cache", "x"), "stores one sequence"),
+        (("--load-cache", "absent"), "cannot be read"),
+        (("--load-cache", "m/config.json"), "is no stored cache"),
+        (("--prompt", "a", "--save-cache", "absent/x"), "does not exist"),
+        (("info", "m/config.json"), "is no stored cache"),
+        (("convert", "absent", "--out", "x"), "cannot be read"),
+        (("save", "--prompt", "a", "--prompt", "b", "--out", "x"), "stores one sequence"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(run, args, words, tmp_path):
+    code, out, err = run(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_another_model_is_refused(run, tmp_path):
+    write_checkpoint(tmp_path / "n", mutate=poison("model.norm.weight", value=0.5))
+    assert run("save", "--prompt", "spam", "--out", "c")[0] == 0
+    code, _, err = run("--load-cache", "c", model="n")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "other weights" in err

@@ -1,0 +1,155 @@
+"""`tq cache`: sequences as a KV cache stores them, in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tq.commands.generate import read_prompts
+from tq.options import (
+    chat_options,
+    executor_option,
+    json_option,
+    kv_options,
+    kv_spec,
+    model_option,
+    prompt_options,
+    run_options,
+    set_threads,
+)
+from tq.output import compiling, err, loading, prefilling, print_table, warn
+
+if TYPE_CHECKING:
+    from haarkv.tq_ops.kv.cache_file import Origin
+
+_FILE = click.Path(path_type=Path)
+_OUT = click.option("--out", required=True, metavar="FILE", type=_FILE, help="The file to write.")
+
+
+@click.group("cache")
+def command() -> None:
+    """Store what a prompt leaves in the KV cache, look at it, and store it smaller.
+
+    `tq generate --load-cache FILE` goes on with such a file, and --save-cache writes one.
+    """
+
+
+@command.command("save")
+@model_option()
+@prompt_options
+@kv_options()
+@executor_option()
+@run_options()
+@chat_options
+@_OUT
+def save(
+    model: str,
+    prompts: tuple[str, ...],
+    files: tuple[str, ...],
+    executor: str,
+    device: str | None,
+    dtype: str | None,
+    layers: int | None,
+    threads: int | None,
+    chat: bool | None,
+    system: str | None,
+    out: Path,
+    **others: Any,
+) -> None:
+    """Run a prompt through the model, and store its tokens with their K and V."""
+    from haarkv.models.parallel import ALONE
+    from haarkv.tq_ops.output_files import check_writable
+
+    texts = read_prompts(prompts, files, ALONE)
+    if len(texts) > 1:
+        raise click.UsageError("a file stores one sequence; give one prompt")
+    check_writable(out)
+    with loading(model) as progress:
+        from haarkv.engine.session import load
+        from haarkv.tq_ops.kv.stored import StoredSequence
+
+        set_threads(threads)
+        session = load(
+            model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
+            on_program=compiling, on_warning=warn,
+        )  # fmt: skip
+    with prefilling() as on_prefill:
+        result = session.generate(
+            texts, max_new_tokens=1, chat=chat, system=system, on_prefill=on_prefill, on_warning=warn, keep=True
+        )
+    found = result.stored[0]
+    stored = StoredSequence(found.token_ids[: found.length], found.length, found.tensors)
+    session.save_cache(out, stored)
+    print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
+
+
+@command.command("info")
+@click.argument("file", type=_FILE)
+@json_option
+def info(file: Path, as_json: bool) -> None:
+    """Check a file against its digests, and say what it holds."""
+    from haarkv.tq_ops.kv.cache_file import load
+
+    stored, origin = load(file)
+    found = {
+        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": stored.blocks, "bytes": file.stat().st_size,
+        "kv_bytes": stored.nbytes, "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
+        "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps({"file": str(file), **found, "model": vars(origin.shape)}))
+        return
+    rows = [
+        ("tokens", f"{found['tokens']:,}, of them {stored.length:,} stored"),
+        ("bytes", f"{found['bytes']:,}, K and V {stored.nbytes:,} in {stored.blocks:,} blocks a layer"),
+        ("cache", _formats(origin)),
+        ("model", f"{origin.shape}; weights {origin.weights}"),
+        ("made by", origin.made_by),
+        ("check", "every block is as its digest says"),
+    ]
+    print_table(str(file), [], rows)
+
+
+@command.command("convert")
+@click.argument("file", type=_FILE)
+@kv_options()
+@_OUT
+def convert(file: Path, out: Path, **others: Any) -> None:
+    """Store a sequence in another format, from what the file holds: the model is not needed.
+
+    What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
+    --calibration or --kv-plan.
+    """
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv import cache_file
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.tq_ops.kv.stored import requantized
+    from haarkv.tq_ops.output_files import check_writable
+
+    check_writable(out)
+    spec = kv_spec(others)
+    stored, origin = cache_file.load(file)
+    shape, layers = origin.shape, dict(enumerate(origin.layers))
+    # Learned formats of the file, if it has any, are of the calibration that is given.
+    before = KVSpec(tail=origin.tail, sink=origin.sink, layers=layers, calibration=spec.calibration).plan(shape.num_layers)
+    own = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
+    origin.require_same(own, str(file))
+    origin.require_fits(stored, before, str(file))
+    if spec.weights and spec.weights != origin.weights:
+        raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
+    after = spec.plan(shape.num_layers, shape)
+    after.require_layout(shape.head_dim, num_kv_heads=shape.num_kv_heads)
+    after.require_context(len(stored.token_ids))
+    changed = requantized(stored, before, after, shape.num_kv_heads, shape.head_dim)
+    cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by))
+    print(f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}", file=err().file)
+
+
+def _formats(origin: Origin) -> str:
+    different = list(dict.fromkeys(origin.layers))
+    words = [different[0] if len(different) == 1 else f"{len(different)} formats by layer, {', '.join(different)}"]
+    words += [f"tail {origin.tail}"] * (origin.tail is not None) + [f"sink {origin.sink}"] * bool(origin.sink)
+    return "; ".join(words)

@@ -1,0 +1,275 @@
+"""A stored sequence as a file: safetensors, what it may be loaded into, and a SHA-256 of each of its blocks.
+
+    tensors   those of `StoredSequence.tensors`; `token_ids` [n] I64; `sha256` [blocks, 32] U8, of each block of all layers
+    metadata  haarkv_cache: "1"; length; origin: what made it, as JSON; sha256: of the metadata, the tokens, the windows and
+              the blocks' digests
+
+`origin` names the model by shape and fingerprint, the plan by its text, and rotations, tables and learned coordinates by their
+digest. A sequence continues only where all of that is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.input_files import parse_json, size_of
+from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, ModelShape
+from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
+from haarkv.tq_ops.kv.stored import StoredSequence
+from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.memory import require_memory
+from haarkv.tq_ops.output_files import whole_file
+
+VERSION = "1"
+_KEYS = {"haarkv_cache", "length", "origin", "sha256"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a stored sequence belongs to.
+
+    Attributes:
+        shape: of the model.
+        weights: fingerprint of its weights, balanced as they are.
+        layers: formats of each layer's K and V.
+        tail: tokens in BF16 that the plan asks for; None for the fewest that its formats need.
+        sink: first tokens in BF16.
+        tables: digest of rotations, centroids and learned coordinates.
+        made_by: the executor and dtype; for people.
+    """
+
+    shape: ModelShape
+    weights: str
+    layers: tuple[str, ...]
+    tail: int | None
+    sink: int
+    tables: str
+    made_by: str = ""
+
+    def require_same(self, here: Origin, name: str) -> None:
+        """Refuse to go on with a sequence elsewhere than where it came from.
+
+        Args:
+            here: where it would go on.
+            name: of the file, for messages.
+        Raises:
+            InputError: naming what differs.
+        """
+        if self.shape != here.shape:
+            raise InputError(f"{name} was made with a model of {self.shape}; this one has {here.shape}")
+        if self.weights != here.weights:
+            raise InputError(
+                f"{name} was made with other weights (fingerprint {self.weights}; this model's is {here.weights}); "
+                "prefill again"
+            )
+        differing = [layer for layer, pair in enumerate(self.layers) if pair != here.layers[layer]]
+        if differing:
+            layer = differing[0]
+            raise InputError(
+                f"{name} stores layer {layer} in {self.layers[layer]}, and this run in {here.layers[layer]}; name the cache "
+                "that it was made with, or convert it with `tq cache convert`"
+            )
+        if (self.tail, self.sink) != (here.tail, here.sink):
+            raise InputError(
+                f"{name} keeps tail {self.tail or 0} and sink {self.sink} in BF16, and this run tail {here.tail or 0} and "
+                f"sink {here.sink}; give it --kv-tail and --kv-sink of the file"
+            )
+        if self.tables != here.tables:
+            raise InputError(f"{name} was made with other rotations or learned coordinates of the same name; prefill again")
+
+    def require_fits(self, stored: StoredSequence, plan: KVPlan, name: str) -> None:
+        """Refuse a sequence whose tensors are not those of a plan, whatever was said of where it came from.
+
+        Raises:
+            InputError: naming the tensor.
+        """
+        expected = _expected(plan, self.shape, stored.length)
+        if names := sorted(expected.keys() ^ stored.tensors.keys()):
+            raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
+        for key, wanted in expected.items():
+            tensor = stored.tensors[key]
+            if (found := (tuple(tensor.shape), tensor.dtype)) != wanted:
+                raise InputError(f"{name} does not fit this cache: {key} is {found}, not {wanted}")
+        if not all(0 <= token < self.shape.vocab_size for token in stored.token_ids):
+            raise InputError(f"{name} has tokens that this model does not know")
+
+
+def origin_of(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") -> Origin:
+    """What sequences belong to that a model stores by a plan."""
+    layers = tuple(formats.describe(*pair) for pair in plan.layers)
+    return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.head_dim), made_by)
+
+
+def save(path: Path, stored: StoredSequence, origin: Origin) -> None:
+    """Write a stored sequence: the whole file, or nothing.
+
+    Raises:
+        InputError: the file cannot be written; an old one is as it was.
+    """
+    metadata = {
+        "haarkv_cache": VERSION, "length": str(stored.length), "origin": json.dumps(asdict(origin), sort_keys=True)
+    }  # fmt: skip
+    outside = _outside(stored)
+    outside["sha256"] = _block_digests(stored)
+    digest = digest_of(outside, metadata)
+    tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
+    with whole_file(path) as half:
+        save_file(tensors | outside, half, metadata | {"sha256": digest})
+
+
+def load(path: Path) -> tuple[StoredSequence, Origin]:
+    """Read a stored sequence; every byte is checked against the digests.
+
+    Raises:
+        InputError: it cannot be read, is no such file, or is damaged.
+    """
+    try:
+        metadata = _metadata(path)
+        require_memory(2 * size_of(path, "the cache "), f"the cache {path}", "name another file")
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        stated = metadata.pop("sha256")
+        token_ids, digests = tensors.pop("token_ids", None), tensors.pop("sha256", None)
+        if token_ids is None or digests is None or token_ids.dtype != torch.int64 or token_ids.ndim != 1:
+            raise ValueError("it lacks its tokens or digests")
+        length = metadata["length"]
+        if not (length.isascii() and length.isdigit() and len(length) < 12 and int(length) <= len(token_ids)):
+            raise ValueError("its length is not a number of its tokens")
+        stored = StoredSequence(tuple(token_ids.tolist()), int(length), tensors)
+        if digest_of(_outside(stored) | {"sha256": digests}, metadata) != stated:
+            raise ValueError("its content is not what its SHA-256 was taken of")
+        _check_blocks(stored, digests)
+        return stored, _origin(metadata["origin"])
+    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no stored cache: {error}; `tq cache save` writes one") from None
+
+
+def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
+    """Read a stored sequence that goes on here.
+
+    Args:
+        origin: of what is stored here.
+        plan: of the cache that it goes into.
+    Raises:
+        InputError: as `load`; or it belongs elsewhere, which is found before its tensors are read.
+    """
+    read_origin(path)[1].require_same(origin, str(path))
+    stored, _ = load(path)
+    origin.require_fits(stored, plan, str(path))
+    return stored
+
+
+def read_origin(path: Path) -> tuple[int, Origin]:
+    """Tokens that a file stores, and where it came from; of its header alone, nothing is checked against a digest.
+
+    Raises:
+        InputError: as `load`.
+    """
+    try:
+        metadata = _metadata(path)
+        return int(metadata["length"]), _origin(metadata["origin"])
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no stored cache: {error}; `tq cache save` writes one") from None
+
+
+def _expected(plan: KVPlan, shape: ModelShape, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    heads, dim, blocks = shape.num_kv_heads, shape.head_dim, blocks_for(length)
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for layer, pair in enumerate(plan.layers):
+        for side, kv_format in zip("kv", pair, strict=True):
+            for name, field in kv_format.fields(dim).items():
+                size = (blocks, heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
+                expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
+            if plan.has_window(kv_format):
+                size = (heads, plan.sink + plan.ring_tokens(kv_format), dim)
+                expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
+    return expected
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    metadata = metadata_of(start_of(path, "the cache "))
+    if not metadata.keys() >= _KEYS:
+        raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(metadata))))
+    if metadata["haarkv_cache"] != VERSION:
+        raise ValueError(f"its version is {metadata['haarkv_cache']}, not {VERSION}")
+    return metadata
+
+
+def _origin(text: str) -> Origin:
+    raw: Any = parse_json(text)
+    if not isinstance(raw, dict) or raw.keys() != {"shape", "weights", "layers", "tail", "sink", "tables", "made_by"}:
+        raise ValueError("its origin is not described")
+    shape = ModelShape.read(raw["shape"])
+    layers, tail, sink = raw["layers"], raw["tail"], raw["sink"]
+    if not isinstance(layers, list) or len(layers) != shape.num_layers or not all(isinstance(word, str) for word in layers):
+        raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
+    if type(sink) is not int or not (tail is None or type(tail) is int):
+        raise ValueError("tail and sink are not numbers of tokens")
+    return Origin(shape, str(raw["weights"]), tuple(layers), tail, sink, str(raw["tables"]), str(raw["made_by"]))
+
+
+def _outside(stored: StoredSequence) -> dict[str, Tensor]:
+    """What no block holds: the tokens and the windows."""
+    windows = {name: tensor.contiguous() for name, tensor in stored.tensors.items() if name.endswith(".window")}
+    return windows | {"token_ids": torch.tensor(stored.token_ids, dtype=torch.int64)}
+
+
+def _block_digests(stored: StoredSequence) -> Tensor:
+    """[blocks, 32] uint8: SHA-256 of each block's fields, in the order of their names."""
+    fields = [tensor.contiguous() for name, tensor in sorted(stored.tensors.items()) if not name.endswith(".window")]
+    digests = []
+    for block in range(stored.blocks):
+        digest = hashlib.sha256()
+        for tensor in fields:
+            digest.update(tensor[block].reshape(-1).view(torch.uint8).numpy().data)
+        digests.append(list(digest.digest()))
+    return torch.tensor(digests, dtype=torch.uint8).view(-1, 32)
+
+
+def _check_blocks(stored: StoredSequence, digests: Tensor) -> None:
+    fields = {name: tensor for name, tensor in stored.tensors.items() if not name.endswith(".window")}
+    if any(tensor.ndim < 3 or len(tensor) != len(digests) for tensor in fields.values()):
+        raise ValueError("its tensors are not of as many blocks as it has digests")
+    wrong = (_block_digests(stored) != digests).any(1).nonzero().flatten().tolist() if len(digests) else []
+    if wrong:
+        raise ValueError(f"block {wrong[0]} of {len(digests)} is damaged")
+
+
+def _tables(plan: KVPlan, head_dim: int) -> str:
+    digest = hashlib.sha256()
+    for layer, pair in enumerate(plan.layers):
+        for kv_format in pair:
+            digest.update(_tables_of(kv_format, layer, head_dim))
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _tables_of(kv_format: KVFormat, layer: int, head_dim: int) -> bytes:
+    """Digest of what the levels of a format stand for in a layer. A format without rotated levels is known by its name."""
+    found = kv_format.description(head_dim)
+    digest = hashlib.sha256(kv_format.name.encode())
+    if found is not None:
+        numbers = [torch.tensor(found.centroids), found.transform.matrix(layer, head_dim)]
+        if (learned := found.transform.coordinates) is not None:
+            numbers += [learned(layer).rows, learned(layer).mean]
+        for tensor in numbers:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
