@@ -38,7 +38,7 @@ test: lint
 		else echo "vLLM cannot be installed here: its tests are skipped" >&2; fi
 
 fuzz: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) tests/tq
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) tests/tq tests/engine
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs

@@ -125,8 +125,10 @@ class Session:
         )
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
-    def encode(self, prompts: Sequence[str], *, chat: bool | None = None, system: str | None = None) -> list[list[int]]:
-        """Token ids of prompts.
+    def encode(
+        self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts; one that is token ids already stays as it is.
 
         Args:
             chat: wrap each in the chat template; None does so if the tokenizer has one.
@@ -134,16 +136,21 @@ class Session:
         Raises:
             InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
         """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for number, prompt in enumerate(prompts, 1):
             if not prompt:
                 raise InputError(f"prompt {number} is empty; give at least one character")
-            _require_unicode(prompt, f"prompt {number}")
+            if isinstance(prompt, str):
+                _require_unicode(prompt, f"prompt {number}")
+            elif not all(0 <= token < self.config.vocab_size for token in prompt):
+                raise InputError(f"prompt {number} has a token that is none of this model's {self.config.vocab_size:,}")
         wrap = self.tokenizer.has_chat_template if chat is None else chat
         if system is not None and not wrap:
             why = "--no-chat leaves it out" if self.tokenizer.has_chat_template else "this model has none"
             raise InputError(f"a system message needs a chat template, and {why}; drop --system")
         _require_unicode(system or "", "the system message")
-        return self.tokenizer.encode_chat(prompts, system) if wrap else [self.tokenizer.encode(p) for p in prompts]
+        encoded = iter(self.tokenizer.encode_chat(texts, system) if wrap and texts else map(self.tokenizer.encode, texts))
+        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
@@ -157,7 +164,7 @@ class Session:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str | Sequence[int]],
         *,
         stored: StoredSequence | None = None,
         keep: bool = False,
@@ -175,6 +182,7 @@ class Session:
         """Continue one prompt, or several in one ragged batch.
 
         Args:
+            prompts: a text, or several; one of several may be given as its token ids.
             stored: of an earlier `generate` with `keep`, or from `load_cache`. Where a prompt begins like it, what they
                 share is copied and not computed again. Without a prompt, the stored sequence itself goes on.
             keep: give back the sequences as they are stored.
@@ -247,15 +255,17 @@ class Session:
         ranks = tuple(self.ranks.collect(held))
         return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept))
 
-    def save_cache(self, path: str | Path, stored: StoredSequence) -> None:
+    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "") -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
 
+        Args:
+            note: a text that the file carries along; `cache_file.read_note` gives it back.
         Raises:
             InputError: it is not of this model and cache, or the file cannot be written.
         """
         origin = self._origin()
         origin.require_fits(stored, self.plan, "the stored sequence")
-        cache_file.save(Path(path), stored, origin)
+        cache_file.save(Path(path), stored, origin, note)
 
     def load_cache(self, path: str | Path) -> StoredSequence:
         """Read a stored sequence that this model made with this cache.

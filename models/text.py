@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Protocol
@@ -50,6 +50,13 @@ class Tokenizer(Protocol):
             InputError: there is no chat template, or it cannot be used on one of them.
         """
 
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of one conversation of any messages, each a `role` and a `content`, up to where the answer begins.
+
+        Raises:
+            InputError: as `encode_chat`.
+        """
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
 
@@ -89,13 +96,22 @@ class HFTokenizer:
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
-        if self._template is None:
-            raise InputError("this model has no chat template; drop --chat")
         first = [] if system is None else [{"role": "system", "content": system}]
-        rendered = render(self._template, [[*first, {"role": "user", "content": text}] for text in texts], self._special)
+        rendered = self._render([[*first, {"role": "user", "content": text}] for text in texts])
         if system is not None and not all(system.strip() in text for text in rendered):
             raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
-        return [list(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in rendered]
+        return [self._encode_rendered(text) for text in rendered]
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self._encode_rendered(self._render([messages])[0])
+
+    def _render(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+        if self._template is None:
+            raise InputError("this model has no chat template; drop --chat")
+        return render(self._template, conversations, self._special)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
@@ -122,6 +138,9 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
+        raise InputError("a random model has no chat template; drop --chat")
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise InputError("a random model has no chat template; drop --chat")
 
     def decode(self, ids: Sequence[int]) -> str:

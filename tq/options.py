@@ -220,6 +220,25 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     return load(file)
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Options of `sampling_options` that the model's generation_config.json may set as well."""
+_SAMPLING_OPTIONS = (
+    click.option("--temperature", type=float, help="0 takes the most likely token."),
+    click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability."),
+    click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
+    click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used."),
+    click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True),
+)
+
+
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of sampling."""
+    for option in reversed(_SAMPLING_OPTIONS):
+        function = option(function)
+    return function
+
+
 def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command `--chat` and `--system`."""
     function = click.option("--system", metavar="TEXT", help="The chat template's system message.")(function)

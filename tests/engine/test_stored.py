@@ -1,11 +1,13 @@
 """Stored sequences: they go on as if they had never stopped, are read where they belong, and damaged files are refused."""
 
+import io
 import json
 import multiprocessing
 import random
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 import tq
+from haarkv.engine.session import Session
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
@@ -22,6 +25,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
+from tq.cli import main
 
 SPECS = {
     "tq4": KVSpec("tq4"),
@@ -303,11 +307,9 @@ def run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*args, model="m"):
-        code = tq.cli.main(["cache" if args[0] in ("save", "info", "convert") else "generate", *args]
+        code = main(["cache" if args[0] in ("save", "info", "convert") else "generate", *args]
                            + (["--model", model, "--no-chat"] if args[0] not in ("info", "convert") else []))  # fmt: skip
         return code, *capsys.readouterr()
-
-    import tq.cli
 
     return run
 
@@ -358,3 +360,68 @@ def test_another_model_is_refused(run, tmp_path):
     code, _, err = run("--load-cache", "c", model="n")
     assert (code, err.count("\n")) == (2, 1)
     assert "other weights" in err
+
+
+# -- Conversations line by line --------------------------------------------------------------------------------------------
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture
+def chat(tmp_path, capsys, monkeypatch):
+    write_checkpoint(tmp_path / "m", tokenizer_config={"chat_template": TEMPLATE})
+    write_checkpoint(tmp_path / "plain")
+    monkeypatch.chdir(tmp_path)
+
+    def chat(lines, *args, model="m"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        code = main(["chat", "--model", model, "--max-new-tokens", "4", *args])
+        return code, *capsys.readouterr()
+
+    return chat
+
+
+@pytest.mark.parametrize("model", ["m", "plain"])
+def test_a_conversation_goes_on_after_a_restart(chat, model):
+    """Three lines at once, and the third in another process: the same answers, and only what is new is computed."""
+    code, whole, _ = chat("spam\n\neggs and ham\nbacon\n", model=model)
+    assert code == 0
+    code, first, _ = chat("spam\neggs and ham\n", "--session", "s", model=model)
+    code, rest, err = chat("bacon\n", "--session", "s", model=model)
+    assert code == 0
+    assert first + rest == whole
+    assert err == "s: 2 earlier messages\n"
+    assert [m["role"] for m in json.loads(cache_file.read_note(Path("s")))] == ["user", "assistant"] * 3
+
+
+def test_what_was_said_is_not_computed_again(chat, monkeypatch):
+    turns = []
+    generate = Session.generate
+
+    def counted(self, *args, **kwargs):
+        result = generate(self, *args, **kwargs)
+        turns.append(result.completions[0])
+        return result
+
+    monkeypatch.setattr(Session, "generate", counted)
+    assert chat("spam " * 40 + "\neggs\n", "--system", "You are a knight.")[0] == 0
+    assert turns[0].reused_tokens == 0
+    assert turns[1].reused_tokens >= turns[0].prompt_tokens
+    assert turns[1].prompt_tokens - turns[1].reused_tokens < 60
+
+
+def test_chats_that_cannot_go_on_are_refused(chat):
+    assert chat("spam\n", "--session", "s", "--system", "You are a knight.")[0] == 0
+    for args, words in (
+        (("--session", "s", "--system", "You are a king."), "another system message"),
+        (("--session", "s", "--kv", "tq3"), "in tq4, and this run in tq3"),
+        (("--session", "m"), "not a regular file"),
+        (("--session", "m/config.json"), "is no stored cache"),
+    ):
+        code, out, err = chat("eggs\n", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+    code, _, err = chat("eggs\n", "--system", "You are a knight.", model="plain")
+    assert (code, err.count("\n")) == (2, 1)
+    assert main(["cache", "save", "--model", "m", "--prompt", "spam", "--out", "c"]) == 0
+    assert "without a conversation" in chat("eggs\n", "--session", "c")[2]

@@ -135,7 +135,7 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
-        "generate", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"
+        "generate", "chat", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 

@@ -14,6 +14,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable
 from tq.options import (
+    SAMPLING,
     balance_option,
     chat_options,
     collapse_option,
@@ -24,6 +25,7 @@ from tq.options import (
     model_option,
     prompt_options,
     run_options,
+    sampling_options,
     set_threads,
 )
 from tq.output import compiling, err, loading, prefilling, print_table, warn
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 
 _MOST_TEXT = 2**28
 """Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @click.command("generate")
@@ -51,12 +52,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
-@click.option("--temperature", type=float, help="0 takes the most likely token.")
-@click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
-@click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest.")
-@click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used.")
-@click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
+@sampling_options
 @chat_options
 @click.option(
     "--load-cache",
@@ -108,7 +104,7 @@ def command(
         if len(texts) > 1:
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
-    given = {name: others[name] for name in _SAMPLING}
+    given = {name: others[name] for name in SAMPLING}
     # The bar is there before torch is, whose import takes a second.
     with loading(model) as progress:
         from haarkv.engine.sampling import Sampling
@@ -264,7 +260,7 @@ def _rate(tokens_per_s: float | None) -> str:
 def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
     """The settings that count, and which of them the model's generation_config.json set."""
     used, neutral = result.sampling, type(result.sampling)()
-    names = [name for name in _SAMPLING if getattr(used, name) != getattr(neutral, name)]
+    names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
         names = [name for name in names if name == "repetition_penalty"]
     parts = ["greedy"] if not used.temperature else []

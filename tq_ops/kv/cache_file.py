@@ -1,8 +1,8 @@
 """A stored sequence as a file: safetensors, what it may be loaded into, and a SHA-256 of each of its blocks.
 
     tensors   those of `StoredSequence.tensors`; `token_ids` [n] I64; `sha256` [blocks, 32] U8, of each block of all layers
-    metadata  haarkv_cache: "1"; length; origin: what made it, as JSON; sha256: of the metadata, the tokens, the windows and
-              the blocks' digests
+    metadata  haarkv_cache: "1"; length; origin: what made it, as JSON; note: any text; sha256: of the metadata, the tokens,
+              the windows and the blocks' digests
 
 `origin` names the model by shape and fingerprint, the plan by its text, and rotations, tables and learned coordinates by their
 digest. A sequence continues only where all of that is the same.
@@ -35,7 +35,7 @@ from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.output_files import whole_file
 
 VERSION = "1"
-_KEYS = {"haarkv_cache", "length", "origin", "sha256"}
+_KEYS = {"haarkv_cache", "length", "origin", "note", "sha256"}
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,17 @@ def origin_of(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") 
     return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.head_dim), made_by)
 
 
-def save(path: Path, stored: StoredSequence, origin: Origin) -> None:
+def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "") -> None:
     """Write a stored sequence: the whole file, or nothing.
 
+    Args:
+        note: a text that the file carries along.
     Raises:
         InputError: the file cannot be written; an old one is as it was.
     """
     metadata = {
-        "haarkv_cache": VERSION, "length": str(stored.length), "origin": json.dumps(asdict(origin), sort_keys=True)
+        "haarkv_cache": VERSION, "length": str(stored.length), "origin": json.dumps(asdict(origin), sort_keys=True),
+        "note": note,
     }  # fmt: skip
     outside = _outside(stored)
     outside["sha256"] = _block_digests(stored)
@@ -188,6 +191,16 @@ def read_origin(path: Path) -> tuple[int, Origin]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is no stored cache: {error}; `tq cache save` writes one") from None
+
+
+def read_note(path: Path) -> str:
+    """The text that a file carries along; of its header alone, as `read_origin`.
+
+    Raises:
+        InputError: as `load`.
+    """
+    read_origin(path)
+    return _metadata(path)["note"]
 
 
 def _expected(plan: KVPlan, shape: ModelShape, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,0 +1,151 @@
+"""More conversations than memory holds: those used last stay there, the others go to disk until they are addressed again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haarkv.engine.session import Result, Session
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.stored import StoredSequence
+
+
+@dataclass
+class Counters:
+    """What happened, since the start.
+
+    Attributes:
+        evicted: sequences that left memory.
+        restored: sequences read from disk.
+        damaged: files that could not be read, or belong to another model or cache; they are computed again.
+        reused_tokens, computed_tokens: of prompts.
+        peak_bytes: of K and V at a time, of what is held and of the sequence at work.
+    """
+
+    evicted: int = 0
+    restored: int = 0
+    damaged: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    peak_bytes: int = 0
+
+
+class Conversations:
+    """Sequences by name, each of which goes on where it ended.
+
+    The whole text of a conversation comes with every call, so a sequence that is lost costs time and never changes a result:
+    only tokens that are equal are taken from what is stored. Files are written whole, and every byte of one is checked when it
+    is read. A process that is killed leaves the file of an earlier turn, which is a beginning of the later one.
+
+    Args:
+        session: the model and its cache.
+        budget: bytes of K and V that may be in memory.
+        folder: where sequences go that have no room, and where those of an earlier process are found; None drops them.
+    Attributes:
+        counters: what happened.
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+
+    def __init__(self, session: Session, budget: int, folder: str | Path | None = None) -> None:
+        self.session, self.budget = session, budget
+        self.folder = None if folder is None else Path(folder)
+        self.counters = Counters()
+        self._held: OrderedDict[str, StoredSequence] = OrderedDict()  # the one used last at the end
+        self._unsaved: set[str] = set()
+        self._lock = threading.RLock()
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise InputError(f"{folder} cannot hold conversations: {error.strerror}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V that are held in memory."""
+        return sum(stored.nbytes for stored in self._held.values())
+
+    def generate(self, name: str, prompt: Any, *, max_new_tokens: int = 64, **settings: Any) -> Result:
+        """Continue a conversation; all that was said before is part of the prompt, as `Session.generate` takes it.
+
+        Args:
+            name: of the conversation, any text.
+            settings: of `Session.generate`.
+        Raises:
+            InputError: as `Session.generate`, or this sequence alone is larger than the budget.
+        """
+        with self._lock:
+            (ids,) = self.session.encode([prompt], chat=settings.pop("chat", None), system=settings.pop("system", None))
+            at_work = self._bytes_of(min(len(ids) + max_new_tokens, self.session.config.max_position_embeddings))
+            if at_work > self.budget:
+                raise InputError(
+                    f"{len(ids) + max_new_tokens:,} tokens take {at_work:,} bytes of K and V, more than the budget of "
+                    f"{self.budget:,}; raise it, or take a smaller format"
+                )
+            stored = self._held.pop(name, None) or self._read(name)
+            self._make_room(at_work + (stored.nbytes if stored else 0))
+            result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
+            held, of = at_work + self.nbytes, result.completions[0]
+            self.counters.peak_bytes = max(self.counters.peak_bytes, held)
+            self.counters.reused_tokens += of.reused_tokens
+            self.counters.computed_tokens += of.prompt_tokens - of.reused_tokens
+            self._held[name] = result.stored[0]
+            self._unsaved.add(name)
+            self._make_room(0)
+            return result
+
+    def save(self) -> None:
+        """Write every conversation to the folder; they stay in memory."""
+        with self._lock:
+            for name in list(self._held):
+                self._write(name)
+
+    def forget(self, name: str) -> None:
+        """Drop a conversation, and its file."""
+        with self._lock:
+            self._held.pop(name, None)
+            self._unsaved.discard(name)
+            if (file := self._file(name)) is not None:
+                file.unlink(missing_ok=True)
+
+    def _make_room(self, bytes_: int) -> None:
+        """Evict those used longest ago until so many bytes fit beside the others."""
+        while self._held and self.nbytes + bytes_ > self.budget:
+            name = next(iter(self._held))
+            self._write(name)
+            del self._held[name]
+            self.counters.evicted += 1
+
+    def _write(self, name: str) -> None:
+        file = self._file(name)
+        if file is not None and name in self._unsaved:
+            self.session.save_cache(file, self._held[name])
+        self._unsaved.discard(name)
+
+    def _read(self, name: str) -> StoredSequence | None:
+        file = self._file(name)
+        if file is None or not file.exists():
+            return None
+        try:
+            stored = self.session.load_cache(file)
+        except InputError as error:
+            self.counters.damaged += 1
+            warnings.warn(f"{error}; the conversation is computed again", stacklevel=4)
+            return None
+        self.counters.restored += 1
+        return stored
+
+    def _file(self, name: str) -> Path | None:
+        return self.folder and self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
+
+    def _bytes_of(self, tokens: int) -> int:
+        shape = (self.session.config.num_kv_heads, self.session.config.head_dim)
+        slots = blocks_for(tokens) * BLOCK_SIZE
+        return int(slots * self.session.plan.bytes_per_token(*shape) + self.session.plan.window_bytes(*shape))

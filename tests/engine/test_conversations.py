@@ -1,0 +1,104 @@
+"""More conversations than fit: each is answered as if it were alone, memory stays within its budget, files may be lost."""
+
+import random
+
+import pytest
+from checkpoints import write_checkpoint
+
+import tq
+from haarkv.engine.conversations import Conversations
+from haarkv.tq_ops.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("m"))
+    return tq.load(folder, kv=tq.KVSpec("tq4", tail=8, sink=2), executor="reference", balance=False)
+
+
+def talk(session, conversations, names, turns, seed=0, alone=True):
+    """Random turns of a few tokens; every answer must be that of the same conversation alone."""
+    draw, said = random.Random(seed), {name: [] for name in names}
+    for _ in range(turns):
+        name = draw.choice(names)
+        if len(said[name]) > 90:
+            said[name].clear()  # begun anew, with nothing in common
+        said[name] += [draw.randrange(1, 255) for _ in range(draw.randint(1, 6))]
+        answer = conversations.generate(name, said[name], max_new_tokens=3)
+        if alone:
+            expected = session.generate([said[name]], max_new_tokens=3)
+            assert answer.completions[0].token_ids == expected.completions[0].token_ids
+        said[name] += answer.completions[0].token_ids
+    return said
+
+
+def test_every_answer_is_that_of_the_conversation_alone(session, tmp_path):
+    block = 2 * 128 * session.plan.bytes_per_token(session.config.num_kv_heads, session.config.head_dim)
+    one = Conversations(session, 10**9)._bytes_of(128)
+    budget = 4 * one
+    conversations = Conversations(session, budget, tmp_path / "c")
+    talk(session, conversations, [f"user {i}" for i in range(9)], 40)
+    counted = conversations.counters
+    assert conversations.nbytes <= budget
+    assert counted.peak_bytes <= budget + block
+    assert min(counted.evicted, counted.restored, counted.reused_tokens) > 3
+    assert counted.computed_tokens < counted.reused_tokens
+    assert not counted.damaged
+
+
+@pytest.mark.fuzz
+def test_64_conversations_in_memory_for_8(session, tmp_path):
+    one = Conversations(session, 10**9)._bytes_of(128)
+    conversations = Conversations(session, 8 * one, tmp_path / "c")
+    talk(session, conversations, [str(i) for i in range(64)], 2000)
+    assert conversations.counters.peak_bytes <= 8 * one + one
+    assert conversations.counters.evicted > 500
+
+
+def test_a_new_process_finds_them(session, tmp_path):
+    first = Conversations(session, 10**9, tmp_path / "c")
+    said = talk(session, first, ["a", "b"], 6, alone=False)
+    first.save()
+    first.save()  # nothing is left to write
+    second = Conversations(session, 10**9, tmp_path / "c")
+    for name, tokens in said.items():
+        answer = second.generate(name, [*tokens, 7], max_new_tokens=2)
+        assert answer.completions[0].reused_tokens >= len(tokens) - 1
+        assert answer.completions[0].token_ids == session.generate([[*tokens, 7]], max_new_tokens=2).completions[0].token_ids
+    assert second.counters.restored == 2
+
+
+def test_a_file_that_is_lost_or_damaged_costs_time_alone(session, tmp_path):
+    first = Conversations(session, 10**9, tmp_path / "c")
+    said = talk(session, first, ["a", "b"], 6, alone=False)
+    first.save()
+    damaged, lost = sorted((tmp_path / "c").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    lost.unlink()
+    second = Conversations(session, 10**9, tmp_path / "c")
+    with pytest.warns(UserWarning, match=r"is no stored cache.*computed again"):
+        answers = [second.generate(name, tokens, max_new_tokens=2).completions[0] for name, tokens in said.items()]
+    for answer, tokens in zip(answers, said.values(), strict=True):
+        assert answer.token_ids == session.generate([tokens], max_new_tokens=2).completions[0].token_ids
+        assert not answer.reused_tokens
+    assert (second.counters.damaged, second.counters.restored) == (1, 0)
+    second.forget("a")
+    second.forget("nobody")
+
+
+def test_without_a_folder_they_are_computed_again(session):
+    one = Conversations(session, 10**9)._bytes_of(128)
+    conversations = Conversations(session, 2 * one)
+    talk(session, conversations, ["a", "b", "c"], 12)
+    assert conversations.counters.evicted
+    assert not conversations.counters.restored
+
+
+def test_what_can_never_fit_is_refused(session, tmp_path):
+    with pytest.raises(InputError, match="more than the budget of 1,000"):
+        Conversations(session, 1000).generate("a", [1, 2, 3])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot hold conversations"):
+        Conversations(session, 1000, tmp_path / "file")
+    with pytest.raises(InputError, match=r"has a token that is none of this model's"):
+        session.generate([[10**6]])
