@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 Mode = Literal["teacher-forced", "free-running"]
-Reason = Literal["tie", "rounding", "fault"]
+Reason = Literal["tie", "rounding", "fault", "unstable"]
+FAILS = frozenset({"fault", "unstable"})
+"""Reasons that fail a run."""
 
 ASCEND_COLUMNS = (
     "CosineSimilarity", "MaxAbsoluteError", "AccumulatedRelativeError", "RelativeEuclideanDistance",
@@ -77,8 +79,12 @@ class Finding:
     Attributes:
         layer: None for the head and the whole forward.
         stage: the op; for a fused layer, the output that can be seen.
-        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them.
+        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them;
+            "unstable": the executor differs from itself on the same inputs.
         detail: in words, with figures.
+        head: the one KV head that is wrong, if it is one.
+        stages: the ops that may be wrong where a layer is one program; empty where `stage` is the op.
+        causes: what gives the executor's output when it is put into the reference, in words; the best first.
     """
 
     phase: str
@@ -87,6 +93,34 @@ class Finding:
     stage: str
     reason: Reason
     detail: str
+    head: int | None = None
+    stages: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure of the teacher-forced run, summed over all forwards.
+
+    Attributes:
+        drive: "ops" or "layers": of ops one by one, or of whole layers.
+        layer: None for all layers together.
+        head: KV head; None for all.
+        name: "ties": vectors stored with other levels; "length": mean relative error of stored lengths; "farther": distance
+            from what is not rounded, of the candidate as a multiple of the reference's; else what is too large on average.
+        value: the figure.
+        bound: what rounding explains; of "ties" the number that it is expected to make.
+        share: of the bound that is used up, 1 being a fault; None where it is not judged by itself.
+    """
+
+    drive: str
+    layer: int | None
+    stage: str
+    head: int | None
+    name: str
+    value: float
+    bound: float
+    share: float | None
 
 
 @dataclass(frozen=True)
@@ -114,6 +148,7 @@ class Report:
         passed: everything was compared and lies within `validation.bounds`.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
+        tests: sums over the run: ties by rate, bias, distance from what is not rounded.
     """
 
     reference: str
@@ -127,6 +162,7 @@ class Report:
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
     stages: tuple[StageSummary, ...]
+    tests: tuple[Measured, ...] = ()
 
     def worst(self, mode: Mode) -> dict[int, LayerRow]:
         """The row with the lowest cosine of each layer."""
