@@ -16,6 +16,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import (
     StoredComparison,
@@ -76,6 +77,7 @@ class _Validation:
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes = frozenset(modes)
+        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps), model
         self.limits = bounds_of(model.dtype)
@@ -103,6 +105,7 @@ class _Validation:
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
         expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
         order = {stage: place for place, stage in enumerate(STAGES)}
@@ -115,6 +118,8 @@ class _Validation:
             rows=tuple(self.rows),
             logits=tuple(self.logits),
             stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
+            exercised=exercised.done,
+            not_exercised=exercised.missing,
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -124,6 +129,7 @@ class _Validation:
         free, drift = hidden, torch.zeros(len(hidden))
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
+            self.exercise.saw(index, made.k, made.v)
             bad = poison(self.reference.cache, index, made.k, made.v)
             if "teacher-forced" in self.modes:
                 self._teacher_forced(index, made, bad, forward)
