@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompts
-from tq.commands.validate_report import about, as_csv, print_rows, print_verdict
+from tq.commands.validate_replay import write_replay
+from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
 from tq.files import check_writable, write_whole
 from tq.options import (
     executor_option,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.base import DecoderModel
     from haarkv.models.parallel import Ranks
+    from haarkv.validation.layers.failure import OneRun
+    from haarkv.validation.layers.replay import Make
     from haarkv.validation.layers.report import LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
 
@@ -50,6 +53,13 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
     "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
 )
 @click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
+@click.option(
+    "--replay",
+    "replay_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="On failure, write the failing layer, shrunk, for `tq replay`.",
+)
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
 @json_option
@@ -69,9 +79,12 @@ def command(context: click.Context, /, **given: Any) -> int:
         set_threads(given["threads"])
         if given["self_test"]:
             return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
-        files = [file for file in (given["csv_file"], given["html_file"]) if file is not None]
+        named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
+        files = list(named.values())
         if len({file.resolve() for file in files}) < len(files):
-            raise click.UsageError("--csv and --html name the same file")
+            raise click.UsageError(f"{' and '.join(f'--{name}' for name in named)} name the same file")
+        if given["replay_file"] and given["ranks"].size > 1:
+            raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         for file in files:
             check_writable(file)
         own = bool(given["prompts"] or given["files"])
@@ -81,7 +94,9 @@ def command(context: click.Context, /, **given: Any) -> int:
         ran = _validate(texts, **given)
         if ran is None:  # rank 0 has the report
             return 0
-        report = ran.report
+        report, replay_note = ran.report, ""
+        if given["replay_file"] and not report.passed:
+            replay_note = write_replay(given["replay_file"], ran.runs)
         if given["csv_file"]:
             write_whole(given["csv_file"], as_csv(report))
         if given["html_file"]:
@@ -91,20 +106,25 @@ def command(context: click.Context, /, **given: Any) -> int:
         if given["as_json"]:
             from haarkv.validation.layers.report import as_json
 
-            print(json.dumps({"model": given["model"], **as_json(report)}))
+            extra = {"replay": replay_note} if replay_note else {}
+            print(json.dumps({"model": given["model"], **extra, **as_json(report)}))
         else:
-            print_verdict(report, ran.note, chosen=not own)
+            more = [unexercised(report, chosen=not own)]
+            more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
+            more += [("replay", replay_note)] if replay_note else []
+            print_verdict(report, more)
             print_rows(report, given["verbose"])
         return 0 if report.passed else 1
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """A report, the prompts in words, and why `auto` passed over a faster executor."""
+    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
 
     report: Report
     texts: Sequence[str]
     note: str
+    runs: Sequence[OneRun]
 
 
 def _validate(
@@ -125,6 +145,7 @@ def _validate(
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
         from haarkv.validation.layers.exercise import chosen_prompts
+        from haarkv.validation.layers.failure import OneRun
         from haarkv.validation.layers.ranks import follow, gathered
         from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
@@ -158,13 +179,23 @@ def _validate(
     scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
     total += count_rows(scaled, 1, loaded.config.num_layers) if scaled else 0
+
+    def makers() -> tuple[Make, Make]:
+        return (
+            lambda model, plan: create(reference, model, plan, on_program=compiling),
+            lambda model, plan: create(selected.name, model, plan, device, compiling),
+        )
+
     with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
         report = validate(trusted, candidate, loaded, ids, steps, plan, on_row)
+        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, makers())]
         if scaled:
             other = with_extreme_scales(loaded, plan, scaled[0])
             pair = create(reference, other, plan), create(selected.name, other, own, device, compiling)
-            report = joined(report, validate(*pair, other, scaled, 1, plan, on_row), "scaled")
-    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over)
+            of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
+            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, makers()))
+            report = joined(report, of_scaled, "scaled")
+    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
 
 
 _SCALED_TOKENS = 24

@@ -20,23 +20,30 @@ if TYPE_CHECKING:
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
     """What the page says of how it was made."""
-    from haarkv.benchmarks.report import machine
     from haarkv.validation.layers.page import About
-    from tq import __version__
 
     argv = context.find_root().obj.argv
-    found = {name: str(value) for name, value in machine().items()}
-    versions = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
-    if commit := found.pop("commit", None):
-        versions["commit"] = commit
+    software, found = versions()
     return About(
         model=model,
         command=shlex.join(["tq", *argv]),
         prompts=prompts,
-        versions=versions,
+        versions=software,
         machine=found,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def versions() -> tuple[dict[str, str], dict[str, str]]:
+    """Of the software that runs, and what is known of the machine, by name."""
+    from haarkv.benchmarks.report import machine
+    from tq import __version__
+
+    found = {name: str(value) for name, value in machine().items()}
+    software = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
+    if commit := found.pop("commit", None):
+        software["commit"] = commit
+    return software, found
 
 
 def describe(finding: Finding) -> str:
@@ -46,12 +53,11 @@ def describe(finding: Finding) -> str:
     return f"{finding.phase} {finding.step}, {place}{finding.stage}: {reason} ({finding.detail})"
 
 
-def print_verdict(report: Report, note: str = "", chosen: bool = True) -> None:
+def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     """The verdict, and what it rests on.
 
     Args:
-        note: why `auto` passed over a faster executor; "" if it did not.
-        chosen: the prompts were not the user's own, so that no others would exercise more.
+        more: rows that stand after it.
     """
     same = sum(row.same_token == row.sequences for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
@@ -64,11 +70,18 @@ def print_verdict(report: Report, note: str = "", chosen: bool = True) -> None:
     ]
     if report.logits:
         rows.append(("next tokens", f"the same in {same} of {len(report.logits)} forwards"))
-    hint = " (leave out --prompt to exercise more)" if report.not_exercised and not chosen else ""
-    rows.append(("not exercised", f"{'; '.join(report.not_exercised) or 'nothing'}{hint}"))
-    if note:
-        rows.append(("executor", f"{report.candidate} ({note})"))
+    rows += more
     print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
+
+
+def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
+    """What the prompts did not reach, as a row.
+
+    Args:
+        chosen: the prompts were not the user's own, so that no others would exercise more.
+    """
+    hint = " (leave out --prompt to exercise more)" if report.not_exercised and not chosen else ""
+    return "not exercised", f"{'; '.join(report.not_exercised) or 'nothing'}{hint}"
 
 
 _COLUMNS = (

@@ -32,7 +32,7 @@ from haarkv.validation.layers.judge import (
 )  # fmt: skip
 from haarkv.validation.layers.record import STAGES, Call, replay
 from haarkv.validation.layers.report import Finding, LayerRow, LogitRow, Mode, Report, StageSummary
-from haarkv.validation.layers.trial import Stored, Trial, poison, sides, take
+from haarkv.validation.layers.trial import Stored, Trial, load, poison, sides, take
 
 OnRow = Callable[[LayerRow], None]
 
@@ -63,6 +63,25 @@ def validate(
             values are zero or not finite.
     """
     return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes).run()
+
+
+@torch.inference_mode()
+def validate_layer(
+    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Stored,
+    forward: Forward,
+) -> Report:  # fmt: skip
+    """Compare two executors on one layer of one forward, fed the same hidden state and cache.
+
+    Args:
+        hidden: [T, hidden] that enters the layer.
+        before: the layer's cache, with the blocks of the forward's sequences and one more.
+        forward: places of the T tokens; its token ids are not looked at.
+    Raises:
+        InputError: as `validate`.
+    """
+    prompts = [[0] * int(length) for length in forward.batch.seq_lens]
+    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",))
+    return run.layer(index, hidden, before, forward)
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, modes: int = 2) -> int:
@@ -104,7 +123,19 @@ class _Validation:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
-        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        return self._report(
+            count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        )
+
+    def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
+        """One layer, teacher-forced, and nothing else."""
+        load(self.reference.cache, index, before)
+        made = self.reference.layer(index, hidden, forward)
+        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v), forward)
+        return self._report(1)
+
+    def _report(self, expected: int) -> Report:
+        """What was found, of so many rows."""
         exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
