@@ -167,9 +167,23 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_pa
     assert names_in(tmp_path) == []
 
 
-def test_no_prompt_and_no_model_are_refused(run, checkpoint):
-    assert_refused(run("--model", checkpoint), "no prompt")
+def test_no_model_and_no_prompt_to_cut_are_refused(run):
     assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
+    assert_refused(run("--prompt-tokens", 3), "--prompt-tokens", "--prompt")
+
+
+def test_without_a_prompt_everything_is_exercised(run):
+    """On the model that ships: blocks, sequences, chunks, and scales of a second run."""
+    code, out, _ = run("--steps", 1, "--json")
+    report = json.loads(out)
+    assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])
+    assert {row["phase"] for row in report["rows"]} == {"prefill", "decode", "scaled prefill", "scaled decode"}
+
+
+def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(run, checkpoint):
+    _, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam")
+    assert re.search(r"not exercised +a second sequence; ", out)
+    assert "leave out --prompt" in " ".join(out.split())
 
 
 def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):

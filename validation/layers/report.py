@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Mode = Literal["teacher-forced", "free-running"]
@@ -149,6 +149,7 @@ class Report:
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
         tests: sums over the run: ties by rate, bias, distance from what is not rounded.
+        exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
     """
 
     reference: str
@@ -163,6 +164,8 @@ class Report:
     logits: tuple[LogitRow, ...]
     stages: tuple[StageSummary, ...]
     tests: tuple[Measured, ...] = ()
+    exercised: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
 
     def worst(self, mode: Mode) -> dict[int, LayerRow]:
         """The row with the lowest cosine of each layer."""
@@ -171,6 +174,35 @@ class Report:
             if row.mode == mode and (row.layer not in worst or not row.hidden_cos >= worst[row.layer].hidden_cos):
                 worst[row.layer] = row
         return worst
+
+
+def joined(report: Report, other: Report, prefix: str) -> Report:
+    """Two runs of one executor as one report: the first's, with all that the other found.
+
+    Args:
+        prefix: stands before the other's phases, to tell them apart.
+    """
+
+    def renamed(of: Any) -> Any:
+        return replace(of, phase=f"{prefix} {of.phase}")
+
+    theirs = renamed(other.first_divergence) if other.first_divergence else None
+    found = [finding for finding in (report.first_divergence, theirs) if finding]
+    stages = {stage.stage: stage for stage in report.stages}
+    for stage in map(renamed, other.stages):
+        if stage.stage not in stages or stage.share > stages[stage.stage].share:
+            stages[stage.stage] = stage
+    return replace(
+        report,
+        prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
+        passed=report.passed and other.passed,
+        first_divergence=next((finding for finding in found if finding.reason == "fault"), next(iter(found), None)),
+        rows=(*report.rows, *map(renamed, other.rows)),
+        logits=(*report.logits, *map(renamed, other.logits)),
+        stages=tuple(stages.values()),
+        exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
+        not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
+    )
 
 
 def as_json(report: Report) -> dict[str, Any]:

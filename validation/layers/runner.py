@@ -16,6 +16,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import (
@@ -31,7 +32,7 @@ from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.record import STAGES, replay
 from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer, run_layer
 from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report, StageSummary
-from haarkv.validation.layers.trial import Outcome, Stored, Trial, poison, take
+from haarkv.validation.layers.trial import Outcome, Stored, Trial, load, poison, take
 
 OnRow = Callable[[LayerRow], None]
 
@@ -67,6 +68,25 @@ def validate(
     return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats).run()
 
 
+@torch.inference_mode()
+def validate_layer(
+    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Stored,
+    forward: Forward,
+) -> Report:  # fmt: skip
+    """Compare two executors on one layer of one forward, fed the same hidden state and cache.
+
+    Args:
+        hidden: [T, hidden] that enters the layer.
+        before: the layer's cache, with the blocks of the forward's sequences and one more.
+        forward: places of the T tokens; its token ids are not looked at.
+    Raises:
+        InputError: as `validate`.
+    """
+    prompts = [[0] * int(length) for length in forward.batch.seq_lens]
+    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0)
+    return run.layer(index, hidden, before, forward)
+
+
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, modes: int = 2) -> int:
     """Rows that `validate` gives: each forward, layer and mode."""
     return modes * num_layers * len(Schedule(prompts, steps))
@@ -79,6 +99,7 @@ class _Validation:
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes = frozenset(modes)
+        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps), model
         self.limits = bounds_of(model.dtype)
@@ -108,10 +129,23 @@ class _Validation:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
+        return self._report(
+            count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        )
+
+    def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
+        """One layer, teacher-forced, and nothing else."""
+        load(self.reference.cache, index, before)
+        made = self.reference.layer(index, hidden, forward)
+        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v), forward)
+        return self._report(1)
+
+    def _report(self, expected: int) -> Report:
+        """What was found, of so many rows."""
         if self.rows:
             last = self.rows[-1]
             self.found += [finding(verdict, last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
-        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
         order = {stage: place for place, stage in enumerate(STAGES)}
@@ -125,6 +159,8 @@ class _Validation:
             logits=tuple(self.logits),
             stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
             tests=self.ledger.measured(),
+            exercised=exercised.done,
+            not_exercised=exercised.missing,
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -135,17 +171,21 @@ class _Validation:
         self.free_runs = []
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
+            self.exercise.saw(index, made.k, made.v)
             bad = poison(self.reference.cache, index, made.k, made.v)
             if "teacher-forced" in self.modes:
-                judged = self.forced.layer(index, made, bad, forward)
-                passed = self._settle(judged.verdicts, index, forward)
-                hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
-                self._row(forward, index, "teacher-forced", judged.compared, expected, result, hidden_in, passed)
+                self._teacher_forced(index, made, bad, forward)
             if "free-running" in self.modes:
                 free, drift = self._free_running(index, made, bad, free, drift, forward)
                 self.whole.put(index, forward.batch.slot_mapping, bad)
             hidden = made.hidden_out
         return self._logits(forward, hidden, free)
+
+    def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
+        judged = self.forced.layer(index, made, bad, forward)
+        passed = self._settle(judged.verdicts, index, forward)
+        hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
+        self._row(forward, index, "teacher-forced", judged.compared, expected, result, hidden_in, passed)
 
     # -- Free-running --------------------------------------------------------------------------------------------------
     def _free_running(
