@@ -112,6 +112,40 @@ def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path)
     assert "OUTSIDE" in out
 
 
+def test_a_failing_layer_is_written_and_runs_again_on_any_executor(run, checkpoint, faulty, tmp_path, capsys):
+    common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam and eggs", "--steps", 0)
+    code, out, err = run(*common, "--replay", "layer.replay", "--json")
+    assert (code, err) == (1, "")
+    assert "1 token of 1 sequence" in json.loads(out)["replay"]
+    assert "tq replay layer.replay --executor faulty" in json.loads(out)["replay"]
+
+    def replay(*args):
+        return main(["replay", "layer.replay", *args]), *capsys.readouterr()
+
+    code, out, err = replay("--executor", "faulty", "--json")
+    again = json.loads(out)
+    assert (code, err, again["same_failure"], again["passed"]) == (1, "", True, False)
+    assert again["first_divergence"]["stage"] == again["file"]["finding"]["stage"] == "paged_attention"
+    code, out, _ = replay("--executor", "faulty")
+    assert code == 1
+    assert re.search("now +the same failure", out)
+    code, out, _ = replay("--executor", "reference")
+    assert code == 0
+    assert re.search("now +passes", out)
+    assert "not exercised" not in out
+    assert_refused(replay("--executor", "cpu"), "cpu cannot run this")
+    assert_refused(replay(), "auto is reference here", "--executor")
+    damaged = bytearray((tmp_path / "layer.replay").read_bytes())
+    damaged[-3] ^= 1
+    (tmp_path / "layer.replay").write_bytes(damaged)
+    assert_refused(replay("--executor", "faulty"), "layer.replay is no replay file", "SHA-256")
+    (tmp_path / "layer.replay").unlink()
+    assert_refused(replay("--executor", "faulty"), "cannot be read")
+    code, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
+    assert code == 0
+    assert names_in(tmp_path) == []
+
+
 def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
     code, _, _ = run("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1
@@ -154,6 +188,8 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
         (["--html", "."], ["not a regular file"]),
         (["--csv", "/dev/null"], ["not a regular file"]),
         (["--csv", "same", "--html", "./same"], ["same file"]),
+        (["--csv", "same", "--replay", "./same"], ["same file"]),
+        (["--replay", "absent/layer"], ["absent", "does not exist"]),
         (["--steps", "2000"], ["context"]),
         (["--prompt-tokens", "1", "--steps", "0"], ["one token"]),
         (["--self-test"], ["--self-test", "leave out"]),

@@ -150,12 +150,16 @@ class Reference:
         """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
         self._require_something("embedding", hidden, forward)
 
-    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> Tensor:
-        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to."""
+    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch, *, exact: bool = False) -> Tensor:
+        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to.
+
+        Args:
+            exact: in FP32, of a model in BF16 without its rounding points.
+        """
         load(self._scratch, index, made.before)
         put(self._scratch, index, batch.slot_mapping, stored)
-        ops = with_ops(self.ops, {"store_kv": _keep})
-        return self.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, ops)
+        ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
+        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
 
 
 def _keep(*_: object) -> None:

@@ -14,7 +14,7 @@ from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.report import Reason
+from haarkv.validation.layers.report import FAILS, Reason
 from haarkv.validation.layers.trial import Stored
 
 
@@ -25,6 +25,7 @@ class Verdict:
     Attributes:
         reason: None if there is not a bit of difference.
         error, bound: the figure that comes nearest to its bound, and that bound.
+        head, stages, causes: as in `Finding`.
     """
 
     stage: str
@@ -32,6 +33,14 @@ class Verdict:
     error: float
     bound: float
     detail: str
+    head: int | None = None
+    stages: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        """Whether it fails a run."""
+        return self.reason in FAILS
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def bounds_of(dtype: torch.dtype) -> LayerBounds:
 def first(verdicts: Sequence[Verdict]) -> Verdict | None:
     """The first fault; without one, the first difference; None if there is none."""
     different = [v for v in verdicts if v.reason]
-    return next((v for v in different if v.reason == "fault"), different[0] if different else None)
+    return next((v for v in different if v.fails), different[0] if different else None)
 
 
 def together(verdict: Verdict) -> Verdict:

@@ -17,6 +17,7 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.exercise import Exercise
+from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import (
     StoredComparison,
@@ -24,15 +25,14 @@ from haarkv.validation.layers.judge import (
     bounds_of,
     compare_both,
     first,
-    judge_hidden,
     judge_logits,
     judge_op,
-    judge_stored,
-    together,
 )  # fmt: skip
-from haarkv.validation.layers.record import STAGES, Call, replay
-from haarkv.validation.layers.report import Finding, LayerRow, LogitRow, Mode, Report, StageSummary
-from haarkv.validation.layers.trial import Stored, Trial, load, poison, sides, take
+from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.record import replay
+from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
+from haarkv.validation.layers.summary import Summaries
+from haarkv.validation.layers.trial import Stored, Trial, load, poison, take
 
 OnRow = Callable[[LayerRow], None]
 
@@ -47,6 +47,7 @@ def validate(
     plan: KVPlan,
     on_row: OnRow | None = None,
     modes: Sequence[Mode] = ("teacher-forced", "free-running"),
+    repeats: int = 0,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -58,11 +59,13 @@ def validate(
         steps: decode steps, 0 or more.
         on_row: called with each row as it comes.
         modes: one of them, or both. The head and the whole forward belong to free-running.
+        repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
+            What is found to be wrong is run again in any case.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats).run()
 
 
 @torch.inference_mode()
@@ -80,7 +83,7 @@ def validate_layer(
         InputError: as `validate`.
     """
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
-    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",))
+    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0)
     return run.layer(index, hidden, before, forward)
 
 
@@ -92,7 +95,7 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, mo
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode],
+        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode], repeats: int,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes = frozenset(modes)
@@ -103,12 +106,14 @@ class _Validation:
         cache = self.schedule.new_cache(plan, model)
         self.reference = Reference(reference, model, cache)
         self.ops = candidate.ops if self.reference.records else None
-        self.forced, self.free, self.whole = (Trial(candidate, cache) for _ in range(3))
+        self.free, self.whole = (Trial(candidate, cache) for _ in range(2))
+        self.ledger = Ledger(cache)
+        self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []
         self.late: list[Finding] = []
-        self.stages: dict[str, StageSummary] = {}
+        self.summaries = Summaries()
 
     def run(self) -> Report:
         """Every forward, in order."""
@@ -136,11 +141,12 @@ class _Validation:
 
     def _report(self, expected: int) -> Report:
         """What was found, of so many rows."""
+        if self.rows:
+            last = self.rows[-1]
+            self.found += [finding(verdict, last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
         exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
-        faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
-        order = {stage: place for place, stage in enumerate(STAGES)}
-        mlp = order["silu_mul"]  # where a stage belongs that only some families have, such as a router
+        faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
@@ -148,7 +154,9 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows),
             logits=tuple(self.logits),
-            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
+            stages=self.summaries.stages(),
+            tensors=self.summaries.tensors(),
+            tests=self.ledger.measured(),
             exercised=exercised.done,
             not_exercised=exercised.missing,
         )  # fmt: skip
@@ -170,48 +178,12 @@ class _Validation:
             hidden = made.hidden_out
         return self._logits(forward, hidden, free)
 
-    # -- Teacher-forced ------------------------------------------------------------------------------------------------
     def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
-        verdicts = [verdict for call in made.calls for verdict in self._replayed(call, index, made, bad, forward)]
-        slots = forward.batch.slot_mapping
-        self.forced.load(index, made.before)
-        self.forced.put(index, slots, bad)
-        outcome = self.forced.layer(made.hidden_in, index, forward.batch)
-        strays = self.forced.strays(range(index, index + 1), slots)
-        stored = take(self.forced.cache, index, slots)
-        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, self.limits.kv_noise)
-        of_layer = judge_stored(compared, strays, index, self.limits)
-        expected = made.hidden_out
-        if self.reference.records and any(v.reason for v in of_layer) and all(v.reason != "fault" for v in of_layer):
-            # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
-            expected = self.reference.given(made, index, stored, forward.batch)
-        if outcome.problem:
-            of_layer.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
-        of_layer.append(judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits))
-        if self.ops is not None and all(verdict.reason != "fault" for verdict in verdicts):
-            of_layer = [together(verdict) for verdict in of_layer]
-        passed = self._settle([*verdicts, *of_layer], index, forward)
-        self._row(forward, index, "teacher-forced", compared, expected, outcome.result, made.hidden_in, passed)
-
-    def _replayed(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
-        """One recorded op, run by the candidate's table on the reference's own inputs."""
-        if self.ops is None:
-            return []
-        trial, slots = self.forced, forward.batch.slot_mapping
-        if call.op == "store_kv":
-            trial.load(index, made.before)
-            trial.put(index, slots, bad)
-        elif call.op == "paged_attention":
-            trial.load(index, sides(self.reference.cache, index))
-        result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
-        if call.op != "store_kv":
-            touched = call.op == "paged_attention" and trial.strays(range(0), slots)
-            return [judge_op(call, result, intact and not touched, self.limits)]
-        strays, stored = trial.strays(range(index, index + 1), slots), take(trial.cache, index, slots)
-        noise = self.limits.same_kv_noise
-        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
-        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
-        return [*refused, *judge_stored(compared, strays, index, self.limits)]
+        """One layer fed the reference's input and cache."""
+        judged = self.forced.layer(index, made, bad, forward)
+        passed = self._settle(judged.verdicts, index, forward)
+        hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
+        self._row(forward, index, "teacher-forced", judged.compared, expected, result, hidden_in, passed)
 
     # -- Free-running --------------------------------------------------------------------------------------------------
     def _free_running(
@@ -280,14 +252,11 @@ class _Validation:
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
         for verdict in verdicts:
-            summary = StageSummary(verdict.stage, verdict.error, verdict.bound, forward.phase, forward.step, index)
-            kept = self.stages.setdefault(verdict.stage, summary)
-            if summary.share > kept.share:
-                self.stages[verdict.stage] = summary
+            self.summaries.add(verdict, forward, index)
         found = first(verdicts)
         if found and found.reason:
-            self.found.append(Finding(forward.phase, forward.step, index, found.stage, found.reason, found.detail))
-        return found is None or found.reason != "fault"
+            self.found.append(finding(found, forward.phase, forward.step, index))
+        return found is None or not found.fails
 
     def _row(
         self, forward: Forward, index: int, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor,
@@ -302,6 +271,14 @@ class _Validation:
         )  # fmt: skip
         self.rows.append(row)
         self.on_row(row)
+
+
+def finding(verdict: Verdict, phase: str, step: int, layer: int | None) -> Finding:
+    """A verdict with its place."""
+    assert verdict.reason is not None, "what is equal is no finding"
+    return Finding(
+        phase, step, layer, verdict.stage, verdict.reason, verdict.detail, verdict.head, verdict.stages, verdict.causes
+    )  # fmt: skip
 
 
 def _check(
