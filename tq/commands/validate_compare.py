@@ -20,9 +20,8 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
 
     found = compare_files(before, after)
     if as_json:
-        changes = [
-            {**asdict(change), **{name: _finite(getattr(change, name)) for name in _SHARES}} for change in found.changes
-        ]
+        shares = [{"before": _finite(change.before), "after": _finite(change.after)} for change in found.changes]
+        changes = [asdict(change) | of for change, of in zip(found.changes, shares, strict=True)]
         print(json.dumps({"worse": found.worse, **asdict(found), "changes": changes}))
         return int(found.worse)
     words = ["passed" if passed else "failed" for passed in found.verdicts]
