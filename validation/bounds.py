@@ -198,12 +198,11 @@ SAME_KV = 0.1
 # A figure is a fault where rounding would exceed it in one of so many comparisons. A run makes thousands of them, a thousand
 # runs millions: one false alarm in a million such.
 CHANCE = 1e-12
-# Noise of FP32 sums is made larger by this much, for two runs, and what it does is divided by it again. It stays far below a
-# BF16 step: 64 * 2e-6 against 2e-3.
-AMPLIFIED = 64.0
-NOISY_RUNS = 2
+# Noise of FP32 sums is made larger by this much, run by run, and what it does is divided by it again. 16 * 2e-6 stays far
+# below a BF16 step of 2e-3; 512 times shows of every token what a rounding point that falls to the other side does to it.
+AMPLIFIED = (16.0, 16.0, 512.0)
 # Ties may be so many times as frequent as noise makes them: how a device orders its sums is not known.
-TIE_MARGIN = 4.0
+TIE_MARGIN = 2.0
 # Lengths of stored vectors may be off by this much on the average, whatever the chance: FP32 sums of 5,120 products are off by
 # 1.7e-6 each, and one device's approximate reciprocal root by 2e-7 always.
 LENGTH_BIAS = 2e-6
@@ -223,3 +222,5 @@ FARTHER = 1.5
 # findings. A fault in one of 50 calls of an op is missed by all of eight runs of a layer of 13 ops with a chance of 12 %.
 CONFIRMING_RUNS = 8
 MOST_CONFIRMED = 4
+# A forward that does not follow from its own layers runs again so often.
+WHOLE_AGAIN = 3

@@ -1,11 +1,11 @@
 """How often rounding makes two honest executors differ: the chance of each tie, and of so many together.
 
 Two executors that round at the same points differ where their FP32 sums, taken in another order, lead a number to the other
-side of a rounding point or of a boundary between two levels. How often that happens follows from the FP32 noise alone. A layer
-is run again by the reference with such noise, larger by `bounds.AMPLIFIED`, up to the K and V that it stores. What the noise
-moves a coordinate by, divided by the distance between two boundaries, is the chance of a tie; the chance grows with the noise,
-so it is divided by the amplification again. That needs no formula for what lies between, and a rare tie that moves much (an
-input of the projections that falls to the other BF16 neighbour) is seen as well as many that move little.
+side of a rounding point or of a boundary between two levels. How often that happens follows from the FP32 noise alone. The
+reference runs a layer again with such noise, up to the K and V that it stores; the noise is larger by the factors of
+`bounds.AMPLIFIED`. What it moves a coordinate by, divided by the distance between two boundaries, is the chance of a tie; the
+chance grows with the noise, so it is divided by the factor again. That needs no formula for what lies between, and a rare tie
+that moves much (an input of the projections that falls to the other BF16 neighbour) is seen as well as many that move little.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def chances_of_layer(
     """
     generator = torch.Generator().manual_seed(index)
     moved = []
-    for _ in range(bounds.NOISY_RUNS):
+    for noise in bounds.AMPLIFIED:
         try:
-            model.layers(hidden, range(index, index + 1), batch, cache, noisy(ops, bounds.AMPLIFIED, generator))
+            model.layers(hidden, range(index, index + 1), batch, cache, noisy(ops, noise, generator))
         except _StoredError as stored:
             moved.append(stored.pair)
     return _chances(cache, index, pair, moved, generator)
@@ -112,7 +112,7 @@ def chances_of_layer(
 
 def chances_of_store(cache: PagedKVCache, index: int, pair: Pair) -> Chances:
     """The chances where K and V [T, Hkv, D] fp32 were given, and only quantizing them is off."""
-    return _chances(cache, index, pair, [pair] * bounds.NOISY_RUNS, torch.Generator().manual_seed(index))
+    return _chances(cache, index, pair, [pair] * len(bounds.AMPLIFIED), torch.Generator().manual_seed(index))
 
 
 def _chances(
@@ -121,17 +121,19 @@ def _chances(
 ) -> Chances:  # fmt: skip
     formats = (cache.k_format(index), cache.v_format(index))
     found = [
-        [_of_side(kv_format, index, x, y, generator) for kv_format, x, y in zip(formats, pair, run, strict=True)]
-        for run in moved
+        [_of_side(of, index, x, y, noise, generator) for of, x, y in zip(formats, pair, run, strict=True)]
+        for run, noise in zip(moved, bounds.AMPLIFIED, strict=True)
     ]
     levels, lengths = (torch.stack([torch.stack([side[i] for side in run], 1) for run in found]) for i in (0, 1))
     return Chances(levels, lengths)
 
 
-def _of_side(kv_format: KVFormat, layer: int, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _of_side(
+    kv_format: KVFormat, layer: int, x: Tensor, y: Tensor, noise: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Chances [T, H] that levels and lengths of x [T, H, D] differ, of which noise made y."""
     # Quantizing takes sums, too: of D squares, and of D products with a column of the rotation.
-    own = bounds.AMPLIFIED * _ULP * math.sqrt(x.shape[-1] / 6)
+    own = noise * _ULP * math.sqrt(x.shape[-1] / 6)
     y = y * (1 + own * torch.randn(y.shape, generator=generator))
     x, y = x.transpose(0, 1).contiguous(), y.transpose(0, 1).contiguous()
     fields = kv_format.quantize(x, layer)
@@ -166,10 +168,10 @@ def _chance(width: Tensor, differs: Tensor) -> Tensor:
 def log10_of_so_many(count: int, chances: Tensor) -> float:
     """log10 of a bound on the chance that rounding alone makes `count` vectors differ (Chernoff).
 
-        P <= min over t of exp(margin * sum over tokens of mean over runs (exp(m * (e**t - 1)) - 1) / amplified - t * count)
+        P <= min over t of exp(margin * sum over tokens of mean over runs (exp(m * (e**t - 1)) - 1) / noise - t * count)
 
-    where m is the expected number in one token's vectors of a noisy run. Vectors of one token go together: one input that
-    falls to the other neighbour moves all of them.
+    where m is the expected number in one token's vectors of a noisy run. A token is as in a noisy run with a chance of
+    1 / noise, else as in the reference. Its vectors go together: one input that falls to the other neighbour moves them all.
 
     Args:
         chances: [runs, T, n] fp64, of each token's vectors, amplified.
@@ -177,14 +179,18 @@ def log10_of_so_many(count: int, chances: Tensor) -> float:
     if count == 0:
         return 0.0
     each = chances.sum(-1)
-    grown = torch.expm1(each.unsqueeze(-1) * torch.expm1(_THETA)).mean(0).sum(0)
-    exponent = bounds.TIE_MARGIN * grown / bounds.AMPLIFIED - _THETA * count
+    grown = (torch.expm1(each.unsqueeze(-1) * torch.expm1(_THETA)).sum(1) / _noise().unsqueeze(-1)).mean(0)
+    exponent = bounds.TIE_MARGIN * grown - _THETA * count
     return min(0.0, float(exponent.nan_to_num(nan=torch.inf).min()) / math.log(10))
 
 
 def expected(chances: Tensor) -> float:
     """The number of vectors that rounding is expected to make differ: [runs, T, n], amplified."""
-    return float(chances.mean(0).sum()) / bounds.AMPLIFIED
+    return float((chances.sum((1, 2)) / _noise()).mean())
+
+
+def _noise() -> Tensor:
+    return torch.tensor(bounds.AMPLIFIED, dtype=torch.float64)
 
 
 def student_limit(samples: int) -> float:

@@ -25,9 +25,9 @@ from haarkv.validation.layers.judge import (
 )
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.repeat import Repeats
+from haarkv.validation.layers.repeat import Repeats, Run, run_layer
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op
-from haarkv.validation.layers.trial import Outcome, Stored, Trial, sides, take
+from haarkv.validation.layers.trial import Stored, Trial, sides, take
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,6 @@ class Judged:
     compared: StoredComparison
     expected: Tensor
     result: Tensor
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run of a layer left behind."""
-
-    outcome: Outcome
-    strays: dict[int, list[int]]
-    stored: Stored
 
 
 class Forced:
@@ -93,12 +84,8 @@ class Forced:
 
     def run(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Run:
         """One run of a layer, from the reference's input and cache."""
-        slots = forward.batch.slot_mapping
         self.trial.load(index, made.before)
-        self.trial.put(index, slots, bad)
-        outcome = self.trial.layer(made.hidden_in, index, forward.batch)
-        strays = self.trial.strays(range(index, index + 1), slots)
-        return Run(outcome, strays, take(self.trial.cache, index, slots))
+        return run_layer(self.trial, made.hidden_in, index, bad, forward)
 
     def judge(self, index: int, made: MadeLayer, run: Run, forward: Forward) -> Judged:
         """What a run of a layer got right."""

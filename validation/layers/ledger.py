@@ -104,7 +104,7 @@ class Ledger:
     # -- Numbers -------------------------------------------------------------------------------------------------------
     def numbers(self, drive: str, layer: int, stage: str, errors: Mapping[str, Sequence[Errors]]) -> Verdict | None:
         """Add the errors of a stage, by what they were projected on and by KV head; what is no rounding, if anything."""
-        worst: tuple[float, Verdict] | None = None
+        worst: tuple[float, Verdict, str] | None = None
         shares: dict[str, list[float]] = {}
         for name, parts in errors.items():
             for head, part in enumerate(parts):
@@ -115,12 +115,12 @@ class Ledger:
                 share, verdict = _judge_errors(stage, name, total)
                 shares.setdefault(name, []).append(share)
                 if share > 1 and (worst is None or share > worst[0]):
-                    worst = share, verdict
+                    worst = share, verdict, name
         if worst is None:
             return None
-        by_head = max((of for of in shares.values() if len(of) > 1), key=max, default=[])
+        by_head = shares[worst[2]]
         guilty = [head for head, share in enumerate(by_head) if share > 1]
-        return replace(worst[1], head=guilty[0] if len(guilty) == 1 else None)
+        return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
 
     # -- The whole run -------------------------------------------------------------------------------------------------
     def totals(self) -> list[tuple[int | None, Verdict]]:

@@ -30,9 +30,10 @@ from haarkv.validation.layers.judge import (
 )  # fmt: skip
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.record import replay
+from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer, run_layer
 from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
 from haarkv.validation.layers.summary import Summaries
-from haarkv.validation.layers.trial import Stored, Trial, load, poison, take
+from haarkv.validation.layers.trial import Outcome, Stored, Trial, load, poison, take
 
 OnRow = Callable[[LayerRow], None]
 
@@ -114,6 +115,7 @@ class _Validation:
         self.found: list[Finding] = []
         self.late: list[Finding] = []
         self.summaries = Summaries()
+        self.free_runs: list[FreeRun] = []
 
     def run(self) -> Report:
         """Every forward, in order."""
@@ -166,6 +168,7 @@ class _Validation:
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         free, drift = hidden, torch.zeros(len(hidden))
+        self.free_runs = []
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
             self.exercise.saw(index, made.k, made.v)
@@ -190,11 +193,9 @@ class _Validation:
         self, index: int, made: MadeLayer, bad: Stored, hidden: Tensor, drift: Tensor, forward: Forward
     ) -> tuple[Tensor, Tensor]:
         """One layer fed what the candidate made of the last; its hidden states, and how far each token is off by now."""
-        slots = forward.batch.slot_mapping
-        self.free.put(index, slots, bad)
-        outcome = self.free.layer(hidden, index, forward.batch)
-        self.free.strays(range(index, index + 1), slots)
-        stored = take(self.free.cache, index, slots)
+        run = run_layer(self.free, hidden, index, bad, forward)
+        self.free_runs.append(FreeRun(hidden, bad, run))
+        outcome, stored = run.outcome, run.stored
         noise = self.limits.kv_noise + drift[:, None, None]
         compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
         passed = compare_vectors(made.hidden_out, outcome.result).rel_l2 <= self.limits.free_rel_l2
@@ -223,13 +224,24 @@ class _Validation:
         verdicts += self._whole_stored(stage, slots)
         expected = self.model.head(free[last], self.reference.ops)
         verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
-        self._settle(verdicts, None, forward)
+        index = None
+        if any(verdict.fails for verdict in verdicts):
+            index, verdicts = self._unstable(outcome, forward) or (None, verdicts)
+        self._settle(verdicts, index, forward)
         compared = compare_vectors(ours, outcome.result)
         same = int((ours.argmax(-1) == outcome.result.argmax(-1)).sum())
         self.logits.append(
             LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(ours))
         )
         return ours
+
+    def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, list[Verdict]] | None:
+        """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
+        vocabulary = self.model.config.vocab_size
+        found = differing_layer(self.free, self.free_runs, forward) or differing_forward(
+            self.whole, outcome, self.free_runs, forward, vocabulary
+        )
+        return (found[0], [found[1]]) if found else None
 
     def _whole_stored(self, stage: str, slots: Tensor) -> list[Verdict]:
         """What a whole forward stored, against what the same executor's layers stored one by one."""
