@@ -25,7 +25,7 @@ from haarkv.validation.layers.report import joined
 from haarkv.validation.layers.scales import with_extreme_scales
 
 CONFIG = replace(
-    SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48,
+    SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=32, intermediate_size=48,
     max_position_embeddings=1024,
 )  # fmt: skip
 MODEL = small_model(CONFIG)

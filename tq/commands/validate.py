@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompts
+from tq.commands.validate_compare import compare
 from tq.commands.validate_replay import write_replay
 from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
 from tq.files import check_writable, write_whole
@@ -61,6 +62,13 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
     help="On failure, write the failing layer, shrunk, for `tq replay`.",
 )
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="A.json B.json",
+    help="Run nothing: what got better or worse from one --json report to another?",
+)
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
 @json_option
 @click.pass_context
@@ -77,6 +85,10 @@ def command(context: click.Context, /, **given: Any) -> int:
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
         set_threads(given["threads"])
+        if given["compare"]:
+            _alone(context, {"compare", "as_json", "threads"}, "--compare runs nothing")
+            before, after = given["compare"]
+            return compare(before, after, given["as_json"])
         if given["self_test"]:
             return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
         named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
@@ -225,15 +237,20 @@ def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
 
 
 # -- The self-test -------------------------------------------------------------------------------------------------------
+def _alone(context: click.Context, own: set[str], why: str) -> None:
+    """Refuse options beside those that a way of running this command has a use for."""
+    source = click.core.ParameterSource.DEFAULT
+    for option in context.command.params:
+        if option.name and option.name not in own and context.get_parameter_source(option.name) is not source:
+            raise click.UsageError(f"{why}; leave out {option.opts[0]}")
+
+
 _OWN = {"self_test", "dtype", "as_json", "threads"}
 
 
 def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    source = click.core.ParameterSource.DEFAULT
-    for option in context.command.params:
-        if option.name and option.name not in _OWN and context.get_parameter_source(option.name) is not source:
-            raise click.UsageError(f"--self-test uses its own model, prompts and executor; leave out {option.opts[0]}")
+    _alone(context, _OWN, "--self-test uses its own model, prompts and executor")
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.validation.layers.self_test import self_test

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from haarkv.validation.layers.report import FAILS
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
 def describe(finding: Finding) -> str:
     """Where and why, in one line."""
     place = f"layer {finding.layer}, " if finding.layer is not None else ""
-    reason = finding.reason if finding.reason == "fault" else f"{finding.reason}, no fault"
+    reason = finding.reason if finding.reason in FAILS else f"{finding.reason}, no fault"
     return f"{finding.phase} {finding.step}, {place}{finding.stage}: {reason} ({finding.detail})"
 
 
@@ -62,7 +63,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     same = sum(row.same_token == row.sequences for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
-    what = "first fault" if first and first.reason == "fault" else "first difference"
+    what = "first fault" if first and first.reason in FAILS else "first difference"
     rows = [
         ("verdict", "passed: no fault" if report.passed else "FAILED"),
         (what, describe(first) if first else "none: equal to the last bit"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -125,7 +125,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """The largest error of a stage over all layers and forwards, and its bound."""
+    """The largest error of a stage, in one layer or in all, over all forwards.
+
+    Attributes:
+        error, bound: the figure that comes nearest to its bound, and that bound.
+        phase, step, layer: where it was.
+        reason: the worst that was found; None if every bit is equal.
+    """
 
     stage: str
     error: float
@@ -133,11 +139,24 @@ class StageSummary:
     phase: str
     step: int
     layer: int | None
+    reason: Reason | None = None
 
     @property
     def share(self) -> float:
         """The error divided by its bound; infinite if it is NaN."""
+        if self.reason is None and not self.error:
+            return 0.0
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
+
+
+_SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
+
+
+def worst_of(one: StageSummary, other: StageSummary) -> StageSummary:
+    """Of two, the one that is nearer to its bound, with the worse reason of both."""
+    worse = max((one.reason, other.reason), key=lambda reason: _SEVERITY[reason])
+    failing = [of for of in (one, other) if of.reason in FAILS]
+    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda of: of.share), reason=worse)
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,7 @@ class Report:
         passed: everything was compared and lies within `validation.bounds`.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
+        tensors: the same, each layer's by itself.
         tests: sums over the run: ties by rate, bias, distance from what is not rounded.
         exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
     """
@@ -163,6 +183,7 @@ class Report:
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
     stages: tuple[StageSummary, ...]
+    tensors: tuple[StageSummary, ...] = ()
     tests: tuple[Measured, ...] = ()
     exercised: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
@@ -188,21 +209,26 @@ def joined(report: Report, other: Report, prefix: str) -> Report:
 
     theirs = renamed(other.first_divergence) if other.first_divergence else None
     found = [finding for finding in (report.first_divergence, theirs) if finding]
-    stages = {stage.stage: stage for stage in report.stages}
-    for stage in map(renamed, other.stages):
-        if stage.stage not in stages or stage.share > stages[stage.stage].share:
-            stages[stage.stage] = stage
     return replace(
         report,
         prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
         passed=report.passed and other.passed,
-        first_divergence=next((finding for finding in found if finding.reason == "fault"), next(iter(found), None)),
+        first_divergence=next((finding for finding in found if finding.reason in FAILS), next(iter(found), None)),
         rows=(*report.rows, *map(renamed, other.rows)),
         logits=(*report.logits, *map(renamed, other.logits)),
-        stages=tuple(stages.values()),
+        stages=_worst((*report.stages, *map(renamed, other.stages)), lambda of: of.stage),
+        tensors=_worst((*report.tensors, *map(renamed, other.tensors)), lambda of: (of.stage, of.layer)),
+        tests=(*report.tests, *other.tests),
         exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
         not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
     )
+
+
+def _worst(summaries: Iterable[StageSummary], key: Callable[[StageSummary], object]) -> tuple[StageSummary, ...]:
+    worst: dict[object, StageSummary] = {}
+    for of in summaries:
+        worst[key(of)] = worst_of(worst[key(of)], of) if key(of) in worst else of
+    return tuple(worst.values())
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from haarkv.validation.layers.judge import (
     judge_op,
 )  # fmt: skip
 from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.record import STAGES, replay
+from haarkv.validation.layers.record import replay
 from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer, run_layer
-from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report, StageSummary
+from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
+from haarkv.validation.layers.summary import Summaries
 from haarkv.validation.layers.trial import Outcome, Stored, Trial, load, poison, take
 
 OnRow = Callable[[LayerRow], None]
@@ -118,7 +119,7 @@ class _Validation:
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []
         self.late: list[Finding] = []
-        self.stages: dict[str, StageSummary] = {}
+        self.summaries = Summaries()
         self.free_runs: list[FreeRun] = []
 
     def run(self) -> Report:
@@ -153,8 +154,6 @@ class _Validation:
         exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
         faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
-        order = {stage: place for place, stage in enumerate(STAGES)}
-        mlp = order["silu_mul"]  # where a stage belongs that only some families have, such as a router
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
@@ -162,7 +161,8 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows),
             logits=tuple(self.logits),
-            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
+            stages=self.summaries.stages(),
+            tensors=self.summaries.tensors(),
             tests=self.ledger.measured(),
             exercised=exercised.done,
             not_exercised=exercised.missing,
@@ -187,6 +187,7 @@ class _Validation:
         return self._logits(forward, hidden, free)
 
     def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
+        """One layer fed the reference's input and cache."""
         judged = self.forced.layer(index, made, bad, forward)
         passed = self._settle(judged.verdicts, index, forward)
         hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
@@ -268,10 +269,7 @@ class _Validation:
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
         for verdict in verdicts:
-            summary = StageSummary(verdict.stage, verdict.error, verdict.bound, forward.phase, forward.step, index)
-            kept = self.stages.setdefault(verdict.stage, summary)
-            if summary.share > kept.share:
-                self.stages[verdict.stage] = summary
+            self.summaries.add(verdict, forward, index)
         found = first(verdicts)
         if found and found.reason:
             self.found.append(finding(found, forward.phase, forward.step, index))
