@@ -153,7 +153,7 @@ def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_:
             of = moments_of(by_field(weights), config.num_kv_heads, config.head_dim)
             scales, ratio = scales_of(of) if wanted(index, side) else (torch.ones(()), 1.0)
             if ratio > 1:
-                layer = _folded(layer, side, scales)
+                layer = folded(layer, side, scales)
                 found.append(Uneven(index, side, ratio))
             now.append(of.scaled(scales))
         layers.append(layer)
@@ -217,8 +217,13 @@ def _in_pairs(squares: Tensor) -> Tensor:
 # -- The same model, scaled --------------------------------------------------------------------------------------------------
 
 
-def _folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
-    """A layer with K or V times scales [H, D], and what meets them divided by the same."""
+def folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
+    """The same layer with its K or V scaled, and what meets them scaled back.
+
+    Args:
+        side: "K" or "V".
+        scales: [H, D] fp32, powers of two; of a layer that norms K, alike in all heads.
+    """
     tensors = by_field(layer)
     queries = (tensors["q_proj"].shape[0] if side == "K" else tensors["o_proj"].shape[1]) // scales.numel()
     rows, of_queries = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()

@@ -20,8 +20,8 @@ from tq.output import unsaid_is_fine
 from tq.ranks import Started
 
 _COMMANDS = (
-    "generate", "chat", "cache", "validate", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export", "bench",
-    "serve", "formats", "info",
+    "generate", "chat", "cache", "validate", "replay", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export",
+    "bench", "serve", "formats", "info",
 )  # fmt: skip
 
 _LEAST_ADDRESSES = 2**30

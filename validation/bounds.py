@@ -193,3 +193,34 @@ LAYER_BF16 = LayerBounds(
 # K or V of one executor, stored once by a layer run alone and once in a whole forward: relative distance. Ties may fall the
 # other way, each by a twentieth of the vector at most.
 SAME_KV = 0.1
+
+# -- Rounding has no direction, and a rate (`tq validate`) -------------------------------------------------------------------
+# A figure is a fault where rounding would exceed it in one of so many comparisons. A run makes thousands of them, a thousand
+# runs millions: one false alarm in a million such.
+CHANCE = 1e-12
+# Noise of FP32 sums is made larger by this much, run by run, and what it does is divided by it again. 16 * 2e-6 stays far
+# below a BF16 step of 2e-3; 512 times shows of every token what a rounding point that falls to the other side does to it.
+AMPLIFIED = (16.0, 16.0, 512.0)
+# Ties may be so many times as frequent as noise makes them: how a device orders its sums is not known.
+TIE_MARGIN = 2.0
+# Lengths of stored vectors may be off by this much on the average, whatever the chance: FP32 sums of 5,120 products are off by
+# 1.7e-6 each, and one device's approximate reciprocal root by 2e-7 always.
+LENGTH_BIAS = 2e-6
+# An op's result may be too long by this much on the average: FP32 sums and a reciprocal root, as above.
+GAIN = 2e-6
+# The same of attention in FP32, whose exponentials come of polynomials, and of a layer in FP32, which holds one.
+GAIN_FP32_ATTENTION = 1e-5
+GAIN_FP32_LAYER = 1e-5
+# The same of attention in BF16: a device may keep centroids in FP16. That is off by 2**-12 for each centroid, always the same.
+GAIN_BF16_ATTENTION = 2.0**-12
+# How much too steep its softmax may be: Q and centroids in FP16.
+SCALE_BF16_ATTENTION = 2.0**-11
+# A candidate in BF16 may be so many times as far from the unrounded result as the reference is: twice the variance, as if it
+# rounded once more wherever the reference does, and a margin of 6 %.
+FARTHER = 1.5
+# What is found to be wrong is run again, so often, to see whether it is wrong every time; a run does that for the first few
+# findings. A fault in one of 50 calls of an op is missed by all of eight runs of a layer of 13 ops with a chance of 12 %.
+CONFIRMING_RUNS = 8
+MOST_CONFIRMED = 4
+# A forward that does not follow from its own layers runs again so often.
+WHOLE_AGAIN = 3

@@ -1,4 +1,4 @@
-"""Parts of a self-contained HTML page for light and dark screens: its style, plots by layer, tables."""
+"""Parts of a self-contained HTML page for light and dark screens: its style, plots by layer, tables that sort."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 280, 66, 14, 14, 40
+# Wide enough for the larger letters of a narrow screen.
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 300, 96, 30, 20, 60
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --soft: #5b6675; --line: #d5dbe3; --back: #ffffff; --panel: #f5f7fa;
@@ -16,12 +17,14 @@ STYLE = """
   --panel: #1b212a; --a: #6cb2ff; --b: #f2a154; --good: #5bd08b; --bad: #ff7a80; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1360px; margin: 2rem auto;
   padding: 0 1.25rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .25rem 0; max-width: 90ch; } .soft { color: var(--soft); }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p, li { margin: .25rem 0; max-width: 90ch; overflow-wrap: anywhere; }
+ul { margin: .25rem 0; padding-left: 1.2rem; } .soft { color: var(--soft); }
 .verdict { font-weight: 700; padding: .1rem .6rem; border-radius: .4rem; border: 2px solid; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .plots { display: flex; flex-wrap: wrap; gap: 1.25rem; }
-figure { margin: 0; flex: 1 1 520px; background: var(--panel); border: 1px solid var(--line); border-radius: .5rem;
+figure { margin: 0; flex: 1 1 520px; min-width: 0; box-sizing: border-box;
+ background: var(--panel); border: 1px solid var(--line); border-radius: .5rem;
   padding: .75rem; }
 figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--line); }
@@ -33,8 +36,44 @@ polyline { fill: none !important; stroke-width: 2; } polyline.a { stroke-width: 
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; } summary { cursor: pointer; margin: .5rem 0; }
+th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--a); }
+th button::after { content: " ↕"; } th[aria-sort=ascending] button::after { content: " ↑"; }
+th[aria-sort=descending] button::after { content: " ↓"; }
+.bar { display: inline-block; width: 5rem; height: .6rem; background: var(--line); border-radius: .2rem; overflow: hidden; }
+.bar i { display: block; height: 100%; background: var(--good); } .bad .bar i { background: var(--bad); }
+@media (max-width: 600px) { svg text { font-size: 20px; } body { padding: 0 .75rem; } }
 td.made { white-space: pre-wrap; overflow-wrap: anywhere; } th { vertical-align: top; }
 """
+
+SORTING = """<script>
+for (const table of document.querySelectorAll("table.sorts")) {
+  const heads = [...table.rows[0].cells];
+  const figure = (row, column) => {
+    const cell = row.cells[column], text = cell.dataset.value ?? cell.textContent;
+    const number = text === "–" ? -Infinity : Number.parseFloat(text);
+    return Number.isNaN(number) ? text : number;
+  };
+  const sort = (head, column) => {
+    const down = head.getAttribute("aria-sort") !== "descending";
+    for (const other of heads) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const rows = [...table.rows].slice(1).sort((a, b) => {
+      const x = figure(a, column), y = figure(b, column);
+      const order = typeof x === typeof y ? (x < y ? -1 : x > y ? 1 : 0) : typeof x === "number" ? -1 : 1;
+      return down ? -order : order;
+    });
+    table.tBodies[0].append(...rows);
+  };
+  heads.forEach((head, column) => {
+    const button = document.createElement("button");
+    button.textContent = head.textContent;
+    button.addEventListener("click", () => sort(head, column));
+    head.replaceChildren(button);
+  });
+}
+</script>
+"""
+"""At the end of a page: a click on a column's head sorts the tables of class `sorts` by it."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +86,13 @@ class Line:
     values: dict[int, float]
 
 
-def plot(title: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], bound: tuple[float, str] | None) -> str:
+def plot(
+    title: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], bound: tuple[float, str] | None, note: str = ""
+) -> str:
     """A plot by layer, with its key.
 
     Args:
+        note: how to read it.
         ticks: values and their words, the lowest and the highest first and last.
         bound: a value and its word, drawn across.
     """
@@ -69,8 +111,8 @@ def plot(title: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], 
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
     for layer in layers[:: -(-len(layers) // 14)]:
-        parts.append(f'<text x="{x(layer):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{layer}</text>')
-    parts.append(f'<text x="{(_WIDTH + _LEFT) / 2}" y="{_HEIGHT - 3}" text-anchor="middle">layer</text>')
+        parts.append(f'<text x="{x(layer):.1f}" y="{_HEIGHT - 34}" text-anchor="middle">{layer}</text>')
+    parts.append(f'<text x="{(_WIDTH + _LEFT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">layer</text>')
     if bound:
         at = y(bound[0])
         parts.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -82,8 +124,9 @@ def plot(title: str, lines: Sequence[Line], ticks: Sequence[tuple[float, str]], 
         f'stroke-width="2.5"/></svg>{escape(line.name)}</span>'
         for line in lines
     )
+    said = f'<p class="soft">{note}</p>' if note else ""
     return (
-        f'<figure><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'<figure><figcaption>{title}</figcaption>{said}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{title}, by layer">{"".join(parts)}</svg><div class="key">{key}</div></figure>'
     )
 
@@ -105,11 +148,38 @@ def _drawn(line: Line, x: Callable[[int], float], y: Callable[[float], float]) -
     return parts
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, bad: Sequence[bool]) -> str:
-    """A table whose first `left` columns hold words."""
+@dataclass(frozen=True)
+class Bar:
+    """A cell that shows a share as a bar and in percent; beyond 1 the bar is full."""
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}{' class=left' * (i < left)}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
+    share: float
+
+    @property
+    def drawn(self) -> str:
+        share = self.share if math.isfinite(self.share) else 1.0
+        words = f"{100 * self.share:.3g} %" if math.isfinite(self.share) else "beyond it"
+        return f'<span class="bar"><i style="width:{100 * min(share, 1):.1f}%"></i></span> {words}'
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Bar]], left: int, bad: Sequence[bool], sorts: bool = False
+) -> str:
+    """A table whose first `left` columns hold words.
+
+    Args:
+        sorts: a click on a column's head sorts it, on a page that ends with `SORTING`.
+    """
+
+    def cell(content: str | Bar, tag: str, place: int) -> str:
+        left_class = " class=left" * (place < left)
+        if isinstance(content, str):
+            return f"<{tag}{left_class}>{escape(content)}</{tag}>"
+        value = content.share if math.isfinite(content.share) else 1e308
+        return f'<{tag} class="left" data-value="{value:.6g}">{content.drawn}</{tag}>'
+
+    def cells(tag: str, row: Sequence[str | Bar]) -> str:
+        return "".join(cell(content, tag, place) for place, content in enumerate(row))
 
     body = "".join(f"<tr{' class=bad' * wrong}>{cells('td', row)}</tr>" for row, wrong in zip(rows, bad, strict=True))
-    return f'<div class="table"><table><tr>{cells("th", columns)}</tr>{body}</table></div>'
+    head = f"<tr>{cells('th', columns)}</tr>"
+    return f'<div class="table"><table{" class=sorts" * sorts}>{head}{body}</table></div>'

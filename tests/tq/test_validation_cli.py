@@ -112,6 +112,95 @@ def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path)
     assert "OUTSIDE" in out
 
 
+def test_a_failing_layer_is_written_and_runs_again_on_any_executor(run, checkpoint, faulty, tmp_path, capsys):
+    common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam and eggs", "--steps", 0)
+    code, out, err = run(*common, "--replay", "layer.replay", "--json")
+    assert (code, err) == (1, "")
+    assert "1 token of 1 sequence" in json.loads(out)["replay"]
+    assert "run it with tq replay layer.replay --executor" in json.loads(out)["replay"]
+
+    def replay(*args):
+        return main(["replay", "layer.replay", *args]), *capsys.readouterr()
+
+    code, out, err = replay("--executor", "faulty", "--json")
+    again = json.loads(out)
+    assert (code, err, again["same_failure"], again["passed"]) == (1, "", True, False)
+    assert again["first_divergence"]["stage"] == again["file"]["finding"]["stage"] == "paged_attention"
+    code, out, _ = replay("--executor", "faulty")
+    assert code == 1
+    assert re.search("now +the same failure", out)
+    code, out, _ = replay("--executor", "reference")
+    assert code == 0
+    assert re.search("now +passes", out)
+    assert "not exercised" not in out
+    assert_refused(replay("--executor", "cpu"), "cpu cannot run this")
+    assert_refused(replay(), "auto is reference here", "--executor")
+    damaged = bytearray((tmp_path / "layer.replay").read_bytes())
+    damaged[-3] ^= 1
+    (tmp_path / "layer.replay").write_bytes(damaged)
+    assert_refused(replay("--executor", "faulty"), "layer.replay is no replay file", "SHA-256")
+    (tmp_path / "layer.replay").unlink()
+    assert_refused(replay("--executor", "faulty"), "cannot be read")
+    code, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
+    assert code == 0
+    assert names_in(tmp_path) == []
+
+
+def test_two_runs_are_compared_by_layer_and_stage(run, checkpoint, faulty, tmp_path):
+    common = ("--model", checkpoint, "--prompt", "spam and eggs", "--steps", 0, "--json")
+    reports = {}
+    for name, *args in (("right", *ITSELF), ("wrong", "--executor", "faulty"), ("bf16", *ITSELF, "--kv", "bf16")):
+        reports[name] = json.loads(run(*common, *args)[1])
+        (tmp_path / name).write_text(json.dumps(reports[name]))
+
+    def compare(*args):
+        return run("--compare", *args)
+
+    code, out, err = compare("right", "right")
+    assert (code, err) == (0, "")
+    assert "0 worse, 0 better" in out
+    code, out, _ = compare("right", "wrong")
+    assert code == 1
+    assert re.search(r"WRONG NOW +1 +paged_attention +0 % \(equal\) +1e\+06 % \(fault\)", out)
+    assert "passed before, failed after" in out
+    assert compare("wrong", "right")[0] == 0
+    code, out, _ = compare("right", "bf16")
+    assert "kv tq4 before, bf16 after" in out
+    code, out, _ = compare("right", "wrong", "--json")
+    plain = json.loads(out)
+    assert (code, plain["worse"], plain["verdicts"]) == (1, True, [True, False])
+    assert (plain["changes"][0]["layer"], plain["changes"][0]["stage"]) == (1, "paged_attention")
+
+    (tmp_path / "other").write_text(json.dumps(reports["right"] | {"model": "another"}))
+    assert_refused(compare("right", "other"), "different models", "another")
+    fewer = [tensor for tensor in reports["right"]["tensors"] if tensor["layer"] != 1]
+    (tmp_path / "fewer").write_text(json.dumps(reports["right"] | {"tensors": fewer}))
+    assert_refused(compare("right", "fewer"), "different models", "with 2 layers", "with 1")
+    for text in ("{}", "[]", "nonsense", json.dumps(reports["right"] | {"tensors": [{"stage": 3}]})):
+        (tmp_path / "none").write_text(text)
+        assert_refused(compare("right", "none"), "none")
+    assert_refused(compare("right", "absent"), "absent")
+    assert_refused(run("--compare", "right", "wrong", "--prompt", "x"), "--compare", "leave out --prompt")
+
+
+def test_twice_the_error_is_worse_and_less_is_alike(tmp_path):
+    from haarkv.validation.layers.two_runs import compare_files
+
+    def write(name, **errors):
+        tensors = [
+            {"stage": stage, "layer": 0, "error": error, "bound": 1.0, "reason": "rounding"} for stage, error in errors.items()
+        ]
+        about = {"candidate": "a", "reference": "b", "kv": "tq4", "dtype": "float32", "prompt_tokens": [3], "steps": 0}
+        (tmp_path / name).write_text(json.dumps({"model": "m", "passed": True, "tensors": tensors} | about))
+        return tmp_path / name
+
+    before = write("a", q_proj=0.1, k_proj=0.1, v_proj=0.4, o_proj=0.001)
+    after = write("b", q_proj=0.21, k_proj=0.19, v_proj=0.1, o_proj=0.009)
+    found = compare_files(before, after)
+    assert [(change.stage, change.direction) for change in found.changes] == [("q_proj", "worse"), ("v_proj", "better")]
+    assert not found.worse
+
+
 def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
     code, _, _ = run("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1
@@ -154,6 +243,8 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
         (["--html", "."], ["not a regular file"]),
         (["--csv", "/dev/null"], ["not a regular file"]),
         (["--csv", "same", "--html", "./same"], ["same file"]),
+        (["--csv", "same", "--replay", "./same"], ["same file"]),
+        (["--replay", "absent/layer"], ["absent", "does not exist"]),
         (["--steps", "2000"], ["context"]),
         (["--prompt-tokens", "1", "--steps", "0"], ["one token"]),
         (["--self-test"], ["--self-test", "leave out"]),
@@ -167,9 +258,23 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_pa
     assert names_in(tmp_path) == []
 
 
-def test_no_prompt_and_no_model_are_refused(run, checkpoint):
-    assert_refused(run("--model", checkpoint), "no prompt")
+def test_no_model_and_no_prompt_to_cut_are_refused(run):
     assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
+    assert_refused(run("--prompt-tokens", 3), "--prompt-tokens", "--prompt")
+
+
+def test_without_a_prompt_everything_is_exercised(run):
+    """On the model that ships: blocks, sequences, chunks, and scales of a second run."""
+    code, out, _ = run("--steps", 1, "--json")
+    report = json.loads(out)
+    assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])
+    assert {row["phase"] for row in report["rows"]} == {"prefill", "decode", "scaled prefill", "scaled decode"}
+
+
+def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(run, checkpoint):
+    _, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam")
+    assert re.search(r"not exercised +a second sequence; ", out)
+    assert "leave out --prompt" in " ".join(out.split())
 
 
 def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +13,9 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq.commands.generate import read_prompts
+from tq.commands.validate_compare import compare
+from tq.commands.validate_replay import write_replay
+from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
 from tq.options import (
     executor_option,
     json_option,
@@ -27,15 +26,16 @@ from tq.options import (
     run_options,
     set_threads,
 )
-from tq.output import compiling, err, loading, print_table, unread_is_fine
+from tq.output import compiling, err, loading, unread_is_fine
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.base import DecoderModel
     from haarkv.models.parallel import Ranks
-    from haarkv.validation.layers.page import About
-    from haarkv.validation.layers.report import Finding, LayerRow, Report
+    from haarkv.validation.layers.failure import OneRun
+    from haarkv.validation.layers.replay import Make
+    from haarkv.validation.layers.report import LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
 
 _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
@@ -54,7 +54,21 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
     "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
 )
 @click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
+@click.option(
+    "--replay",
+    "replay_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="On failure, write the failing layer, shrunk, for `tq replay`.",
+)
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="A.json B.json",
+    help="Run nothing: what got better or worse from one --json report to another?",
+)
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
 @json_option
 @click.pass_context
@@ -63,48 +77,78 @@ def command(context: click.Context, /, **given: Any) -> int:
     """Compare an executor with a reference, layer by layer.
 
     Each layer runs twice: on the reference's own input (which layer is wrong?), and on what the executor made of the layer
-    before (how do errors grow?). Without --executor, the fastest executor of this machine is compared.
+    before (how do errors grow?). Without --executor, the fastest executor of this machine is compared. Without --prompt, some
+    are chosen that exercise everything; with your own, the verdict says what they did not.
 
     Exit code 0 if everything is within its bounds, 1 if not, 2 if nothing could be compared.
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
         set_threads(given["threads"])
+        if given["compare"]:
+            _alone(context, {"compare", "as_json", "threads"}, "--compare runs nothing")
+            before, after = given["compare"]
+            return compare(before, after, given["as_json"])
         if given["self_test"]:
             return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
-        files = [file for file in (given["csv_file"], given["html_file"]) if file is not None]
+        named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
+        files = list(named.values())
         if len({file.resolve() for file in files}) < len(files):
-            raise click.UsageError("--csv and --html name the same file")
+            raise click.UsageError(f"{' and '.join(f'--{name}' for name in named)} name the same file")
+        if given["replay_file"] and given["ranks"].size > 1:
+            raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         for file in files:
             check_writable(file)
-        texts = read_prompts(given["prompts"], given["files"], given["ranks"])
-        validated = _validate(texts, **given)
-        if validated is None:  # rank 0 has the report
+        own = bool(given["prompts"] or given["files"])
+        if given["prompt_tokens"] and not own:
+            raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
+        texts = read_prompts(given["prompts"], given["files"], given["ranks"]) if own else []
+        ran = _validate(texts, **given)
+        if ran is None:  # rank 0 has the report
             return 0
-        report, note = validated
+        report, replay_note = ran.report, ""
+        if given["replay_file"] and not report.passed:
+            replay_note = write_replay(given["replay_file"], ran.runs)
         if given["csv_file"]:
-            write_whole(given["csv_file"], _as_csv(report))
+            write_whole(given["csv_file"], as_csv(report))
         if given["html_file"]:
             from haarkv.validation.layers.page import page
 
-            write_whole(given["html_file"], page(report, _about(context, given["model"], texts)))
+            write_whole(given["html_file"], page(report, about(context, given["model"], ran.texts)))
         if given["as_json"]:
             from haarkv.validation.layers.report import as_json
 
-            print(json.dumps({"model": given["model"], **as_json(report)}))
+            extra = {"replay": replay_note} if replay_note else {}
+            print(json.dumps({"model": given["model"], **extra, **as_json(report)}))
         else:
-            _print_verdict(report, note)
-            _print_rows(report, given["verbose"])
+            more = [unexercised(report, chosen=not own)]
+            more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
+            more += [("replay", replay_note)] if replay_note else []
+            print_verdict(report, more)
+            print_rows(report, given["verbose"])
         return 0 if report.passed else 1
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
+
+    report: Report
+    texts: Sequence[str]
+    note: str
+    runs: Sequence[OneRun]
 
 
 def _validate(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
     steps: int, dtype: str | None, layers: int | None, ranks: Ranks, **others: Any,
-) -> tuple[Report, str] | None:  # fmt: skip
-    """The report, and why `auto` passed over a faster executor; on other ranks than 0 nothing.
+) -> _Ran | None:  # fmt: skip
+    """What was found; on other ranks than 0 nothing.
 
     Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
+
+    Args:
+        texts: prompts; without any, some are chosen that exercise everything.
     """
     with loading(model) as progress:
         from haarkv.engine.plans import plan_for
@@ -113,8 +157,12 @@ def _validate(
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
+        from haarkv.validation.layers.exercise import chosen_prompts
+        from haarkv.validation.layers.failure import OneRun
         from haarkv.validation.layers.ranks import follow, gathered
+        from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
+        from haarkv.validation.layers.scales import with_extreme_scales
 
         config = read_config(model, layers)
         spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
@@ -134,11 +182,36 @@ def _validate(
             return None
         loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
     trusted = create(reference, loaded, plan, on_program=compiling)
-    session = Session(model, loaded.config, trusted, load_tokenizer(model, loaded.config), plan)
-    ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
+    tokenizer = load_tokenizer(model, loaded.config)
+    if texts:
+        session = Session(model, loaded.config, trusted, tokenizer, plan)
+        ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
+    else:
+        ids = chosen_prompts(tokenizer, loaded.config, plan, steps)
+    # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
+    scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
+    total += count_rows(scaled, 1, loaded.config.num_layers) if scaled else 0
+
+    def makers() -> tuple[Make, Make]:
+        return (
+            lambda model, plan: create(reference, model, plan, on_program=compiling),
+            lambda model, plan: create(selected.name, model, plan, device, compiling),
+        )
+
     with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
-        return validate(trusted, candidate, loaded, ids, steps, plan, on_row), selected.passed_over
+        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row)
+        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, makers())]
+        if scaled:
+            other = with_extreme_scales(loaded, plan, scaled[0])
+            pair = create(reference, other, plan), create(selected.name, other, own, device, compiling)
+            of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
+            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, makers()))
+            report = joined(report, of_scaled, "scaled")
+    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
+
+
+_SCALED_TOKENS = 24
 
 
 def _itself(selected: Selection) -> str:
@@ -150,27 +223,6 @@ def _itself(selected: Selection) -> str:
     if selected.name == FASTEST_FIRST[-1]:
         return f"only {selected.name} can run this here{why}, and {nothing}; change --kv or --model"
     return f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
-
-
-def _about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
-    """What the page says of how it was made."""
-    from haarkv.benchmarks.report import machine
-    from haarkv.validation.layers.page import About
-    from tq import __version__
-
-    argv = context.find_root().obj.argv
-    found = {name: str(value) for name, value in machine().items()}
-    versions = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
-    if commit := found.pop("commit", None):
-        versions["commit"] = commit
-    return About(
-        model=model,
-        command=shlex.join(["tq", *argv]),
-        prompts=prompts,
-        versions=versions,
-        machine=found,
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
 
 
 # -- While it runs -------------------------------------------------------------------------------------------------------
@@ -185,80 +237,21 @@ def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
         yield lambda _: bar.advance(task)
 
 
-# -- At the end ----------------------------------------------------------------------------------------------------------
-def describe(finding: Finding) -> str:
-    """Where and why, in one line."""
-    place = f"layer {finding.layer}, " if finding.layer is not None else ""
-    return f"{finding.phase} {finding.step}, {place}{finding.stage}: {finding.reason} ({finding.detail})"
-
-
-def _print_verdict(report: Report, note: str) -> None:
-    same = sum(row.same_token == row.sequences for row in report.logits)
-    outside = [row for row in report.rows if not row.passed]
-    rows = [
-        ("verdict", "passed" if report.passed else "FAILED"),
-        ("first divergence", describe(report.first_divergence) if report.first_divergence else "none: equal to the last bit"),
-        ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
-        ("next tokens", f"the same in {same} of {len(report.logits)} forwards"),
-    ]
-    if note:
-        rows.append(("executor", f"{report.candidate} ({note})"))
-    print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
-
-
-_COLUMNS = (
-    ("phase", 10), ("layer", 5), ("mode", 14), ("K %", 8), ("V %", 8), ("unexpl.", 7), ("scale", 8), ("cosine", 10),
-    ("rel. L2", 8), ("max abs", 8), ("", 7),
-)  # fmt: skip
-
-
-def _print_rows(report: Report, verbose: bool) -> None:
-    """Every row, or only the first that are outside their bounds."""
-    outside = [row for row in report.rows if not row.passed]
-    shown = report.rows if verbose else outside[:_MOST_OUTSIDE]
-    if shown:
-        print(_line([name for name, _ in _COLUMNS]))
-    for row in shown:
-        print(_line(_cells(row)))
-    if not verbose and len(shown) < len(report.rows):
-        print(f"{len(report.rows) - len(shown)} more rows: --verbose")
-
-
-_MOST_OUTSIDE = 4
-
-
-def _line(cells: Sequence[str]) -> str:
-    left = {"phase", "mode", ""}
-    parts = [cell.ljust(w) if name in left else cell.rjust(w) for cell, (name, w) in zip(cells, _COLUMNS, strict=True)]
-    return "  ".join(parts).rstrip()
-
-
-def _cells(row: LayerRow) -> list[str]:
-    return [
-        f"{row.phase} {row.step}", str(row.layer), row.mode, f"{100 * row.k_match:.3f}", f"{100 * row.v_match:.3f}",
-        str(row.unexplained), f"{row.scale_err:.1e}", f"{row.hidden_cos:.8f}", f"{row.rel_l2:.1e}", f"{row.max_abs:.1e}",
-        "" if row.passed else "OUTSIDE",
-    ]  # fmt: skip
-
-
-def _as_csv(report: Report) -> str:
-    from haarkv.validation.layers.report import csv_rows
-
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
-    return text.getvalue()
-
-
 # -- The self-test -------------------------------------------------------------------------------------------------------
+def _alone(context: click.Context, own: set[str], why: str) -> None:
+    """Refuse options beside those that a way of running this command has a use for."""
+    source = click.core.ParameterSource.DEFAULT
+    for option in context.command.params:
+        if option.name and option.name not in own and context.get_parameter_source(option.name) is not source:
+            raise click.UsageError(f"{why}; leave out {option.opts[0]}")
+
+
 _OWN = {"self_test", "dtype", "as_json", "threads"}
 
 
 def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    source = click.core.ParameterSource.DEFAULT
-    for option in context.command.params:
-        if option.name and option.name not in _OWN and context.get_parameter_source(option.name) is not source:
-            raise click.UsageError(f"--self-test uses its own model, prompts and executor; leave out {option.opts[0]}")
+    _alone(context, _OWN, "--self-test uses its own model, prompts and executor")
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.validation.layers.self_test import self_test

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.base import Executor
+from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
@@ -139,6 +140,16 @@ class Reference:
         stored = take(self.cache, index, batch.slot_mapping)
         return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
 
+    def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
+        """Another reference, with an empty cache of its own; of the same model unless one is given."""
+        changed = model or self.model
+        return Reference(ReferenceExecutor(changed, ops), changed, new_cache_like(self.cache, self.cache.device))
+
+    def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
+        """Run a layer on what another reference ran it on; raises as `layer`."""
+        load(self.cache, index, made.before)
+        return self.layer(index, made.hidden_in, forward)
+
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
         for problem, bad in (("not finite", ~torch.isfinite(rows).all(-1)), ("zero", (rows == 0).all(-1))):
@@ -150,12 +161,16 @@ class Reference:
         """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
         self._require_something("embedding", hidden, forward)
 
-    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> Tensor:
-        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to."""
+    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch, *, exact: bool = False) -> Tensor:
+        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to.
+
+        Args:
+            exact: in FP32, of a model in BF16 without its rounding points.
+        """
         load(self._scratch, index, made.before)
         put(self._scratch, index, batch.slot_mapping, stored)
-        ops = with_ops(self.ops, {"store_kv": _keep})
-        return self.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, ops)
+        ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
+        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
 
 
 def _keep(*_: object) -> None:

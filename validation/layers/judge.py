@@ -14,7 +14,7 @@ from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.report import Reason
+from haarkv.validation.layers.report import FAILS, Reason
 from haarkv.validation.layers.trial import Stored
 
 
@@ -25,6 +25,7 @@ class Verdict:
     Attributes:
         reason: None if there is not a bit of difference.
         error, bound: the figure that comes nearest to its bound, and that bound.
+        head, stages, causes: as in `Finding`.
     """
 
     stage: str
@@ -32,6 +33,14 @@ class Verdict:
     error: float
     bound: float
     detail: str
+    head: int | None = None
+    stages: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        """Whether it fails a run."""
+        return self.reason in FAILS
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def bounds_of(dtype: torch.dtype) -> LayerBounds:
 def first(verdicts: Sequence[Verdict]) -> Verdict | None:
     """The first fault; without one, the first difference; None if there is none."""
     different = [v for v in verdicts if v.reason]
-    return next((v for v in different if v.reason == "fault"), different[0] if different else None)
+    return next((v for v in different if v.fails), different[0] if different else None)
 
 
 def together(verdict: Verdict) -> Verdict:
@@ -86,7 +95,17 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verd
     if call.op == "paged_attention":
         bound = limits.attention
     compared = compare_vectors(ours, result)
-    return _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
+    verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
+    if verdict.reason == "fault" and call.op == "paged_attention":
+        return replace(verdict, head=_guilty_head(ours, result, call.args[1].num_kv_heads, bound))
+    return verdict
+
+
+def _guilty_head(ours: Tensor, result: Tensor, kv_heads: int, bound: float) -> int | None:
+    """The one KV head of attention [T, Hq, D] that is wrong; None if several are, or if there is one."""
+    pairs = zip(ours.chunk(kv_heads, 1), result.chunk(kv_heads, 1), strict=True)
+    wrong = [head for head, (a, b) in enumerate(pairs) if not compare_vectors(a, b).rel_l2 <= bound]
+    return wrong[0] if len(wrong) == 1 < kv_heads else None
 
 
 def _judge_error(stage: str, identical: bool, error: float, bound: float, what: str) -> Verdict:
@@ -110,7 +129,9 @@ def compare_both(
     return StoredComparison(k_compared, v_compared, k_length, v_length)
 
 
-def judge_stored(compared: StoredComparison, strays: dict[int, list[int]], layer: int, limits: LayerBounds) -> list[Verdict]:
+def judge_stored(
+    compared: StoredComparison, strays: dict[int, list[int]], layer: int, limits: LayerBounds, kv_heads: int = 1
+) -> list[Verdict]:
     """What a layer stored: slots that it had no business with, then K, then V."""
     verdicts = []
     if strays:
@@ -127,7 +148,8 @@ def judge_stored(compared: StoredComparison, strays: dict[int, list[int]], layer
             f"length off by {length:.1e}, bound {limits.length:.1e}"
         )
         error = torch.inf if levels.unexplained else length
-        verdicts.append(Verdict(f"store_kv.{side}", reason, error, limits.length, "" if same else detail))
+        head = levels.guilty[0] if reason == "fault" and len(levels.guilty) == 1 < kv_heads else None
+        verdicts.append(Verdict(f"store_kv.{side}", reason, error, limits.length, "" if same else detail, head=head))
     return verdicts
 
 

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: verdict, how it was made, plots by layer, stages with their bounds, every row."""
+"""A report as one self-contained HTML page: verdict and reason, what was run, plots by layer, every tensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from html import escape
 
 import torch
 
-from haarkv.validation.html import STYLE, Line, plot, table
+from haarkv.validation.html import SORTING, STYLE, Bar, Line, plot, table
 from haarkv.validation.layers.judge import bounds_of
-from haarkv.validation.layers.report import LayerRow, Mode, Report
+from haarkv.validation.layers.report import FAILS, LayerRow, Mode, Report
 
 FORCED: Mode = "teacher-forced"
 FREE: Mode = "free-running"
+_WORDS: Mapping[Mode, str] = {FORCED: "each layer alone", FREE: "on its own"}
 # Closer to 1 than float64 can tell.
 _FLOOR = 1e-16
 
@@ -41,39 +42,59 @@ def page(report: Report, about: About) -> str:
     """One self-contained HTML page, for light and dark screens. The same arguments give the same page."""
     title = f"{report.candidate} against {report.reference}"
     word, colour = ("passed", "good") if report.passed else ("failed", "bad")
-    prompts = ", ".join(map(str, report.prompt_tokens))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}: {word}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)} <span class="verdict {colour}">{word}</span></h1>
-<p class="soft">{escape(about.model)} in {escape(report.dtype)}, KV cache {escape(report.kv)}; prompts of {prompts} tokens,
-{report.steps} decode step{"s" * (report.steps != 1)}.</p>
-{_first_divergence(report)}
-<h2>How it was made</h2>
+{_reason(report)}
+<h2>What was run</h2>
 {_about_table(about, report)}
 <h2>By layer, the worst of all forwards</h2>
+<p class="soft">Each layer alone (teacher-forced): it gets the reference's input and cache, so a bad point is that layer's own
+fault. On its own (free-running): it gets what the executor made of the layer before, so errors add up.</p>
 <div class="plots">{_match_plot(report)}{_cosine_plot(report)}</div>
-<p class="soft">Teacher-forced: each layer gets the reference's input and cache, so a bad point is that layer's own fault.
-Free-running: each layer gets what the executor made of the layer before, so errors add up.</p>
-<h2>Stages, teacher-forced: the largest error beside its bound</h2>
-{_stage_table(report)}
-<h2>Logits, free-running</h2>
+<h2>Tensors, each layer alone</h2>
+<p class="soft">The largest error of each op's result over all forwards, and how much of its bound that is: beyond 100 % it is
+a fault. Click on a column's head to sort.</p>
+{_tensor_table(report)}
+<h2>Logits, on its own</h2>
 {_logit_table(report)}
+{_sums(report)}
 <details><summary>Every row</summary>{_row_table(report)}</details>
-</body></html>
+{SORTING}</body></html>
 """
 
 
-def _first_divergence(report: Report) -> str:
+def _reason(report: Report) -> str:
+    """Why it passed or failed, and what that does not cover."""
     found = report.first_divergence
     if found is None:
-        return "<p>Every bit is equal.</p>"
+        said = "<p>No fault: every bit is equal.</p>" if report.passed else "<p class=bad>Something was not compared.</p>"
+        return said + _unexercised(report)
     where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
-    colour = "bad" if found.reason == "fault" else ""
-    return (
-        f'<p>First divergence: <strong class="{colour}">{escape(where)}: {found.reason}</strong> '
-        f"in {found.phase} {found.step}.</p><p class='soft'>{escape(found.detail)}</p>"
-    )
+    fails = found.reason in FAILS
+    head = f" (KV head {found.head})" if found.head is not None else ""
+    if fails:
+        what = f'<strong class="bad">{escape(where)}: {found.reason}</strong>{head}'
+        said = f"<p>First fault: {what} in {found.phase} {found.step}.</p>"
+    else:
+        said = (
+            f"<p><strong>No fault.</strong> First difference: {escape(where)}: {found.reason}, no fault{head}, "
+            f"in {found.phase} {found.step}.</p>"
+        )
+    said += f"<p class='soft'>{escape(found.detail)}</p>"
+    if found.stages:
+        said += f"<p>It may be in any of: {escape(', '.join(found.stages))}.</p>"
+    if found.causes:
+        said += f"<p>What explains it: {escape('; '.join(found.causes))}.</p>"
+    return said + _unexercised(report)
+
+
+def _unexercised(report: Report) -> str:
+    if not report.not_exercised:
+        return ""
+    listed = "".join(f"<li>{escape(what)}</li>" for what in report.not_exercised)
+    return f"<p><strong>Not exercised</strong>, so the verdict says nothing of it:</p><ul>{listed}</ul>"
 
 
 # Characters of a prompt that the page shows.
@@ -88,8 +109,11 @@ def _about_table(about: About, report: Report) -> str:
         f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({tokens} tokens)</div>"
         for text, tokens in zip(about.prompts, report.prompt_tokens, strict=True)
     )
+    steps = f"{report.steps} decode step{'s' * (report.steps != 1)}"
     rows = (
-        ("model", escape(about.model)), ("command", f"<code>{escape(about.command)}</code>"), ("prompts", prompts),
+        ("executor", escape(f"{report.candidate}, compared with {report.reference}")),
+        ("model", escape(f"{about.model} in {report.dtype}, KV cache {report.kv}; {steps}")),
+        ("command", f"<code>{escape(about.command)}</code>"), ("prompts", prompts),
         ("versions", listed(about.versions)), ("machine", listed(about.machine)), ("date", escape(about.date)),
     )  # fmt: skip
     cells = "".join(f'<tr><th class="left">{name}</th><td class="left made">{value}</td></tr>' for name, value in rows)
@@ -111,14 +135,15 @@ def _match_plot(report: Report) -> str:
         return {layer: -100 * worst for layer, worst in _by_layer(report, mode, lambda row: -figure(row)).items()}
 
     lines = [
-        Line(f"{side}, {mode}", colour, mode == FREE, lowest(mode, figure))
+        Line(f"{side}, {_WORDS[mode]}", colour, mode == FREE, lowest(mode, figure))
         for mode in (FORCED, FREE)
         for side, colour, figure in (("K", "a", lambda row: row.k_match), ("V", "b", lambda row: row.v_match))
     ]
     least = min((v for line in lines for v in line.values.values() if math.isfinite(v)), default=0.0)
     bottom = next(low for low in (99.9, 99.0, 95.0, 90.0, 50.0, 0.0) if low <= least)
     ticks = [(bottom + (100 - bottom) * i / 5, f"{bottom + (100 - bottom) * i / 5:.5g} %") for i in range(6)]
-    return plot("Levels of K and V that are equal", lines, ticks, None)
+    note = "How many of the stored levels are the reference's. 100 % is best; a few less are ties, which rounding makes."
+    return plot("Levels of K and V that are equal", lines, ticks, None, note)
 
 
 def _cosine_plot(report: Report) -> str:
@@ -126,23 +151,45 @@ def _cosine_plot(report: Report) -> str:
         return math.log10(max(1 - row.hidden_cos, _FLOOR)) if math.isfinite(row.hidden_cos) else math.nan
 
     lines = [
-        Line(mode, colour, mode == FREE, _by_layer(report, mode, exponent)) for mode, colour in ((FORCED, "a"), (FREE, "b"))
+        Line(_WORDS[mode], colour, mode == FREE, _by_layer(report, mode, exponent))
+        for mode, colour in ((FORCED, "a"), (FREE, "b"))
     ]
     bound = math.log10(1 - bounds_of(getattr(torch, report.dtype)).cosine)
     values = [v for line in lines for v in line.values.values() if math.isfinite(v)] + [bound]
     low, high = math.floor(min(values)), math.ceil(max(values) + 1e-9)
     step = max(1, -(-(high - low) // 6))
     ticks = [(float(e), f"1e{e}") for e in range(low, high + step, step)]
-    return plot("1 − lowest cosine of a token's hidden state", lines, ticks, (bound, "bound, teacher-forced"))
+    note = "How far the hidden state points away from the reference's. Lower is better; above the red line, a layer fails."
+    return plot("1 − lowest cosine of a token's hidden state", lines, ticks, (bound, "bound, each layer alone"), note)
 
 
 # -- Tables ----------------------------------------------------------------------------------------------------------------
-def _stage_table(report: Report) -> str:
+def _tensor_table(report: Report) -> str:
+    rows: list[list[str | Bar]] = [
+        [
+            s.stage, "–" if s.layer is None else str(s.layer), s.reason or "equal", Bar(s.share), f"{s.error:.2e}",
+            f"{s.bound:.2e}", f"{s.phase} {s.step}",
+        ]
+        for s in report.tensors
+    ]  # fmt: skip
+    columns = ["tensor", "layer", "found", "of its bound", "error", "bound", "forward"]
+    return table(columns, rows, 4, [s.reason in FAILS or not s.error <= s.bound for s in report.tensors], sorts=True)
+
+
+def _sums(report: Report) -> str:
+    """Figures that only the whole run shows."""
+    if not report.tests:
+        return ""
     rows = [
-        [s.stage, f"{s.phase} {s.step}", "–" if s.layer is None else str(s.layer), f"{s.error:.2e}", f"{s.bound:.2e}"]
-        for s in report.stages
-    ]
-    return table(["stage", "forward", "layer", "error", "bound"], rows, 2, [not s.error <= s.bound for s in report.stages])
+        [
+            f"{t.stage}, {t.name}", t.drive, *("all" if place is None else str(place) for place in (t.layer, t.head)),
+            f"{t.value:.3g}", f"{t.bound:.3g}", "–" if t.share is None else f"{100 * t.share:.3g} %",
+        ]
+        for t in report.tests
+    ]  # fmt: skip
+    columns = ["figure", "of", "layer", "KV head", "value", "rounding explains", "of its bound"]
+    bad = [t.share is not None and t.share > 1 for t in report.tests]
+    return f"<details><summary>Sums over the run: ties, bias, distance</summary>{table(columns, rows, 2, bad, True)}</details>"
 
 
 def _logit_table(report: Report) -> str:
@@ -166,4 +213,4 @@ def _row_table(report: Report) -> str:
         ]
         for r in report.rows
     ]  # fmt: skip
-    return table(columns, rows, 2, [not r.passed for r in report.rows])
+    return table(columns, rows, 2, [not r.passed for r in report.rows], sorts=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Mode = Literal["teacher-forced", "free-running"]
-Reason = Literal["tie", "rounding", "fault"]
+Reason = Literal["tie", "rounding", "fault", "unstable"]
+FAILS = frozenset({"fault", "unstable"})
+"""Reasons that fail a run."""
 
 ASCEND_COLUMNS = (
     "CosineSimilarity", "MaxAbsoluteError", "AccumulatedRelativeError", "RelativeEuclideanDistance",
@@ -77,8 +79,12 @@ class Finding:
     Attributes:
         layer: None for the head and the whole forward.
         stage: the op; for a fused layer, the output that can be seen.
-        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them.
+        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them;
+            "unstable": the executor differs from itself on the same inputs.
         detail: in words, with figures.
+        head: the one KV head that is wrong, if it is one.
+        stages: the ops that may be wrong where a layer is one program; empty where `stage` is the op.
+        causes: what gives the executor's output when it is put into the reference, in words; the best first.
     """
 
     phase: str
@@ -87,11 +93,45 @@ class Finding:
     stage: str
     reason: Reason
     detail: str
+    head: int | None = None
+    stages: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure of the teacher-forced run, summed over all forwards.
+
+    Attributes:
+        drive: "ops" or "layers": of ops one by one, or of whole layers.
+        layer: None for all layers together.
+        head: KV head; None for all.
+        name: "ties": vectors stored with other levels; "length": mean relative error of stored lengths; "farther": distance
+            from what is not rounded, of the candidate as a multiple of the reference's; else what is too large on average.
+        value: the figure.
+        bound: what rounding explains; of "ties" the number that it is expected to make.
+        share: of the bound that is used up, 1 being a fault; None where it is not judged by itself.
+    """
+
+    drive: str
+    layer: int | None
+    stage: str
+    head: int | None
+    name: str
+    value: float
+    bound: float
+    share: float | None
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """The largest error of a stage over all layers and forwards, and its bound."""
+    """The largest error of a stage, in one layer or in all, over all forwards.
+
+    Attributes:
+        error, bound: the figure that comes nearest to its bound, and that bound.
+        phase, step, layer: where it was.
+        reason: the worst that was found; None if every bit is equal.
+    """
 
     stage: str
     error: float
@@ -99,11 +139,24 @@ class StageSummary:
     phase: str
     step: int
     layer: int | None
+    reason: Reason | None = None
 
     @property
     def share(self) -> float:
         """The error divided by its bound; infinite if it is NaN."""
+        if self.reason is None and not self.error:
+            return 0.0
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
+
+
+_SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
+
+
+def worst_of(one: StageSummary, other: StageSummary) -> StageSummary:
+    """Of two, the one that is nearer to its bound, with the worse reason of both."""
+    worse = max((one.reason, other.reason), key=lambda reason: _SEVERITY[reason])
+    failing = [of for of in (one, other) if of.reason in FAILS]
+    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda of: of.share), reason=worse)
 
 
 @dataclass(frozen=True)
@@ -114,6 +167,9 @@ class Report:
         passed: everything was compared and lies within `validation.bounds`.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
+        tensors: the same, each layer's by itself.
+        tests: sums over the run: ties by rate, bias, distance from what is not rounded.
+        exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
     """
 
     reference: str
@@ -127,6 +183,10 @@ class Report:
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
     stages: tuple[StageSummary, ...]
+    tensors: tuple[StageSummary, ...] = ()
+    tests: tuple[Measured, ...] = ()
+    exercised: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
 
     def worst(self, mode: Mode) -> dict[int, LayerRow]:
         """The row with the lowest cosine of each layer."""
@@ -135,6 +195,40 @@ class Report:
             if row.mode == mode and (row.layer not in worst or not row.hidden_cos >= worst[row.layer].hidden_cos):
                 worst[row.layer] = row
         return worst
+
+
+def joined(report: Report, other: Report, prefix: str) -> Report:
+    """Two runs of one executor as one report: the first's, with all that the other found.
+
+    Args:
+        prefix: stands before the other's phases, to tell them apart.
+    """
+
+    def renamed(of: Any) -> Any:
+        return replace(of, phase=f"{prefix} {of.phase}")
+
+    theirs = renamed(other.first_divergence) if other.first_divergence else None
+    found = [finding for finding in (report.first_divergence, theirs) if finding]
+    return replace(
+        report,
+        prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
+        passed=report.passed and other.passed,
+        first_divergence=next((finding for finding in found if finding.reason in FAILS), next(iter(found), None)),
+        rows=(*report.rows, *map(renamed, other.rows)),
+        logits=(*report.logits, *map(renamed, other.logits)),
+        stages=_worst((*report.stages, *map(renamed, other.stages)), lambda of: of.stage),
+        tensors=_worst((*report.tensors, *map(renamed, other.tensors)), lambda of: (of.stage, of.layer)),
+        tests=(*report.tests, *other.tests),
+        exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
+        not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
+    )
+
+
+def _worst(summaries: Iterable[StageSummary], key: Callable[[StageSummary], object]) -> tuple[StageSummary, ...]:
+    worst: dict[object, StageSummary] = {}
+    for of in summaries:
+        worst[key(of)] = worst_of(worst[key(of)], of) if key(of) in worst else of
+    return tuple(worst.values())
 
 
 def as_json(report: Report) -> dict[str, Any]:

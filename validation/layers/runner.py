@@ -16,6 +16,8 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.exercise import Exercise
+from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import (
     StoredComparison,
@@ -23,15 +25,15 @@ from haarkv.validation.layers.judge import (
     bounds_of,
     compare_both,
     first,
-    judge_hidden,
     judge_logits,
     judge_op,
-    judge_stored,
-    together,
 )  # fmt: skip
-from haarkv.validation.layers.record import STAGES, Call, replay
-from haarkv.validation.layers.report import Finding, LayerRow, LogitRow, Mode, Report, StageSummary
-from haarkv.validation.layers.trial import Stored, Trial, poison, sides, take
+from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.record import replay
+from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer, run_layer
+from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
+from haarkv.validation.layers.summary import Summaries
+from haarkv.validation.layers.trial import Outcome, Stored, Trial, load, poison, take
 
 OnRow = Callable[[LayerRow], None]
 
@@ -46,6 +48,8 @@ def validate(
     plan: KVPlan,
     on_row: OnRow | None = None,
     modes: Sequence[Mode] = ("teacher-forced", "free-running"),
+    repeats: int = 0,
+    explains: int = 0,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -57,11 +61,36 @@ def validate(
         steps: decode steps, 0 or more.
         on_row: called with each row as it comes.
         modes: one of them, or both. The head and the whole forward belong to free-running.
+        repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
+            What is found to be wrong is run again in any case.
+        explains: layers without visible ops whose faults are explained: likely causes are put into the reference, a few dozen
+            runs of the layer, and `Finding.causes` says which of them give the same output.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes).run()
+    return _Validation(
+        reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats, explains
+    ).run()
+
+
+@torch.inference_mode()
+def validate_layer(
+    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Stored,
+    forward: Forward,
+) -> Report:  # fmt: skip
+    """Compare two executors on one layer of one forward, fed the same hidden state and cache.
+
+    Args:
+        hidden: [T, hidden] that enters the layer.
+        before: the layer's cache, with the blocks of the forward's sequences and one more.
+        forward: places of the T tokens; its token ids are not looked at.
+    Raises:
+        InputError: as `validate`.
+    """
+    prompts = [[0] * int(length) for length in forward.batch.seq_lens]
+    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0, 0)
+    return run.layer(index, hidden, before, forward)
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, modes: int = 2) -> int:
@@ -72,22 +101,26 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, mo
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode],
+        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode], repeats: int, explains: int,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes = frozenset(modes)
+        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps), model
         self.limits = bounds_of(model.dtype)
         cache = self.schedule.new_cache(plan, model)
         self.reference = Reference(reference, model, cache)
         self.ops = candidate.ops if self.reference.records else None
-        self.forced, self.free, self.whole = (Trial(candidate, cache) for _ in range(3))
+        self.free, self.whole = (Trial(candidate, cache) for _ in range(2))
+        self.ledger = Ledger(cache)
+        self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats, explains)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []
         self.late: list[Finding] = []
-        self.stages: dict[str, StageSummary] = {}
+        self.summaries = Summaries()
+        self.free_runs: list[FreeRun] = []
 
     def run(self) -> Report:
         """Every forward, in order."""
@@ -102,11 +135,25 @@ class _Validation:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
-        expected = count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        return self._report(
+            count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
+        )
+
+    def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
+        """One layer, teacher-forced, and nothing else."""
+        load(self.reference.cache, index, before)
+        made = self.reference.layer(index, hidden, forward)
+        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v), forward)
+        return self._report(1)
+
+    def _report(self, expected: int) -> Report:
+        """What was found, of so many rows."""
+        if self.rows:
+            last = self.rows[-1]
+            self.found += [finding(verdict, last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
+        exercised = self.exercise.result()
         # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
-        faults = [finding for finding in (*self.found, *self.late) if finding.reason == "fault"]
-        order = {stage: place for place, stage in enumerate(STAGES)}
-        mlp = order["silu_mul"]  # where a stage belongs that only some families have, such as a router
+        faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
@@ -114,7 +161,11 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows),
             logits=tuple(self.logits),
-            stages=tuple(sorted(self.stages.values(), key=lambda summary: order.get(summary.stage, mlp))),
+            stages=self.summaries.stages(),
+            tensors=self.summaries.tensors(),
+            tests=self.ledger.measured(),
+            exercised=exercised.done,
+            not_exercised=exercised.missing,
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -122,8 +173,10 @@ class _Validation:
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         free, drift = hidden, torch.zeros(len(hidden))
+        self.free_runs = []
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
+            self.exercise.saw(index, made.k, made.v)
             bad = poison(self.reference.cache, index, made.k, made.v)
             if "teacher-forced" in self.modes:
                 self._teacher_forced(index, made, bad, forward)
@@ -133,59 +186,21 @@ class _Validation:
             hidden = made.hidden_out
         return self._logits(forward, hidden, free)
 
-    # -- Teacher-forced ------------------------------------------------------------------------------------------------
     def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
-        verdicts = [verdict for call in made.calls for verdict in self._replayed(call, index, made, bad, forward)]
-        slots = forward.batch.slot_mapping
-        self.forced.load(index, made.before)
-        self.forced.put(index, slots, bad)
-        outcome = self.forced.layer(made.hidden_in, index, forward.batch)
-        strays = self.forced.strays(range(index, index + 1), slots)
-        stored = take(self.forced.cache, index, slots)
-        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, self.limits.kv_noise)
-        of_layer = judge_stored(compared, strays, index, self.limits)
-        expected = made.hidden_out
-        if self.reference.records and any(v.reason for v in of_layer) and all(v.reason != "fault" for v in of_layer):
-            # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
-            expected = self.reference.given(made, index, stored, forward.batch)
-        if outcome.problem:
-            of_layer.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
-        of_layer.append(judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits))
-        if self.ops is not None and all(verdict.reason != "fault" for verdict in verdicts):
-            of_layer = [together(verdict) for verdict in of_layer]
-        passed = self._settle([*verdicts, *of_layer], index, forward)
-        self._row(forward, index, "teacher-forced", compared, expected, outcome.result, made.hidden_in, passed)
-
-    def _replayed(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
-        """One recorded op, run by the candidate's table on the reference's own inputs."""
-        if self.ops is None:
-            return []
-        trial, slots = self.forced, forward.batch.slot_mapping
-        if call.op == "store_kv":
-            trial.load(index, made.before)
-            trial.put(index, slots, bad)
-        elif call.op == "paged_attention":
-            trial.load(index, sides(self.reference.cache, index))
-        result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
-        if call.op != "store_kv":
-            touched = call.op == "paged_attention" and trial.strays(range(0), slots)
-            return [judge_op(call, result, intact and not touched, self.limits)]
-        strays, stored = trial.strays(range(index, index + 1), slots), take(trial.cache, index, slots)
-        noise = self.limits.same_kv_noise
-        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
-        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
-        return [*refused, *judge_stored(compared, strays, index, self.limits)]
+        """One layer fed the reference's input and cache."""
+        judged = self.forced.layer(index, made, bad, forward)
+        passed = self._settle(judged.verdicts, index, forward)
+        hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
+        self._row(forward, index, "teacher-forced", judged.compared, expected, result, hidden_in, passed)
 
     # -- Free-running --------------------------------------------------------------------------------------------------
     def _free_running(
         self, index: int, made: MadeLayer, bad: Stored, hidden: Tensor, drift: Tensor, forward: Forward
     ) -> tuple[Tensor, Tensor]:
         """One layer fed what the candidate made of the last; its hidden states, and how far each token is off by now."""
-        slots = forward.batch.slot_mapping
-        self.free.put(index, slots, bad)
-        outcome = self.free.layer(hidden, index, forward.batch)
-        self.free.strays(range(index, index + 1), slots)
-        stored = take(self.free.cache, index, slots)
+        run = run_layer(self.free, hidden, index, bad, forward)
+        self.free_runs.append(FreeRun(hidden, bad, run))
+        outcome, stored = run.outcome, run.stored
         noise = self.limits.kv_noise + drift[:, None, None]
         compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
         passed = compare_vectors(made.hidden_out, outcome.result).rel_l2 <= self.limits.free_rel_l2
@@ -214,13 +229,24 @@ class _Validation:
         verdicts += self._whole_stored(stage, slots)
         expected = self.model.head(free[last], self.reference.ops)
         verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
-        self._settle(verdicts, None, forward)
+        index = None
+        if any(verdict.fails for verdict in verdicts):
+            index, verdicts = self._unstable(outcome, forward) or (None, verdicts)
+        self._settle(verdicts, index, forward)
         compared = compare_vectors(ours, outcome.result)
         same = int((ours.argmax(-1) == outcome.result.argmax(-1)).sum())
         self.logits.append(
             LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(ours))
         )
         return ours
+
+    def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, list[Verdict]] | None:
+        """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
+        vocabulary = self.model.config.vocab_size
+        found = differing_layer(self.free, self.free_runs, forward) or differing_forward(
+            self.whole, outcome, self.free_runs, forward, vocabulary
+        )
+        return (found[0], [found[1]]) if found else None
 
     def _whole_stored(self, stage: str, slots: Tensor) -> list[Verdict]:
         """What a whole forward stored, against what the same executor's layers stored one by one."""
@@ -243,14 +269,11 @@ class _Validation:
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
         for verdict in verdicts:
-            summary = StageSummary(verdict.stage, verdict.error, verdict.bound, forward.phase, forward.step, index)
-            kept = self.stages.setdefault(verdict.stage, summary)
-            if summary.share > kept.share:
-                self.stages[verdict.stage] = summary
+            self.summaries.add(verdict, forward, index)
         found = first(verdicts)
         if found and found.reason:
-            self.found.append(Finding(forward.phase, forward.step, index, found.stage, found.reason, found.detail))
-        return found is None or found.reason != "fault"
+            self.found.append(finding(found, forward.phase, forward.step, index))
+        return found is None or not found.fails
 
     def _row(
         self, forward: Forward, index: int, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor,
@@ -265,6 +288,14 @@ class _Validation:
         )  # fmt: skip
         self.rows.append(row)
         self.on_row(row)
+
+
+def finding(verdict: Verdict, phase: str, step: int, layer: int | None) -> Finding:
+    """A verdict with its place."""
+    assert verdict.reason is not None, "what is equal is no finding"
+    return Finding(
+        phase, step, layer, verdict.stage, verdict.reason, verdict.detail, verdict.head, verdict.stages, verdict.causes
+    )  # fmt: skip
 
 
 def _check(

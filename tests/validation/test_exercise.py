@@ -1,0 +1,221 @@
+"""A report says what its prompts did not exercise, and the prompts that are chosen exercise everything.
+
+Each fault here needs a second block, sequence, chunk, layer or an unusual length to show: a short prompt is right to the last
+bit, and says that it did not exercise it; the chosen prompts are red.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, small_model
+
+from haarkv.engine.generation import PREFILL_CHUNK
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import validate
+from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
+from haarkv.validation.layers.faults import table_with
+from haarkv.validation.layers.report import joined
+from haarkv.validation.layers.scales import with_extreme_scales
+
+CONFIG = replace(
+    SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=32, intermediate_size=48,
+    max_position_embeddings=1024,
+)  # fmt: skip
+MODEL = small_model(CONFIG)
+ONE_LAYER = small_model(replace(CONFIG, num_layers=1))
+STEPS = 2
+
+
+@cache
+def chosen():
+    tiny = load_model("tiny")
+    ids = chosen_prompts(load_tokenizer("tiny", tiny.config), CONFIG, KVSpec("tq4").plan(2), STEPS)
+    return [[token % CONFIG.vocab_size for token in prompt] for prompt in ids]
+
+
+def run(ops, prompts, steps, model=MODEL, kv="tq4", modes=("teacher-forced",)):
+    candidate = ReferenceExecutor(model, table_with(ops))
+    plan = KVSpec(kv).plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes)
+
+
+def with_batch(change):
+    """Ops that take another batch for theirs: what `change` makes of it."""
+
+    def paged_attention(q, cache, layer, batch, scale):
+        return reference.paged_attention(q, cache, layer, change(batch), scale)
+
+    return {"paged_attention": paged_attention}
+
+
+def off_at(block):
+    """The block table names another block there."""
+
+    def change(batch):
+        table = batch.block_table.clone()
+        if table.shape[1] > block:
+            table[:, block] = torch.where(table[:, block] > 0, table[:, block] - 1, table[:, block] + 1)
+        return replace(batch, block_table=table)
+
+    return with_batch(change)
+
+
+def first_sequences_slots(batch):
+    return replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
+
+
+def first_sequences_width(batch):
+    """Every sequence is read as far as the first one has blocks."""
+    width = int((batch.block_table[0] >= 0).sum())
+    table = batch.block_table.clone()
+    table[:, width:] = table[:, :1]
+    return replace(batch, block_table=table)
+
+
+def forgetful_chunks(q, cache, layer, batch, scale):
+    """A later chunk of a prompt does not see those before it."""
+    out = reference.paged_attention(q, cache, layer, batch, scale)
+    return out * 0 if int(batch.positions[0]) > 0 and len(q) > len(batch.seq_lens) else out
+
+
+def spoilt_where(which):
+    """Attention of zero for the tokens that `which` picks of a batch."""
+
+    def paged_attention(q, cache, layer, batch, scale):
+        out = reference.paged_attention(q, cache, layer, batch, scale)
+        return torch.where(which(batch)[:, None, None], 0.0, out)
+
+    return {"paged_attention": paged_attention}
+
+
+def last_of_full_blocks(batch):
+    picked = torch.zeros(len(batch.positions), dtype=torch.bool)
+    is_prefill = len(batch.positions) > len(batch.seq_lens)
+    picked[batch.query_start_loc[1:].long() - 1] = (batch.seq_lens % 128 == 0) & is_prefill
+    return picked
+
+
+def new_block_in_decode(k, v, cache, layer, batch):
+    slots = batch.slot_mapping
+    if len(k) == len(batch.seq_lens):
+        slots = torch.where(batch.positions % 128 == 0, slots + 1, slots)
+    reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=slots))
+
+
+def first_layers_rotation(k, v, cache, layer, batch):
+    reference.store_kv(k, v, cache, layer, batch)
+    if layer:
+        fields = cache.k_format(layer).quantize(k, 0)
+        block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
+        cache.k_fields(layer)["codes"][block, :, offset] = fields["codes"]
+
+
+def decode(batch):
+    return torch.full((len(batch.positions),), len(batch.positions) == len(batch.seq_lens))
+
+
+FAULTS = {
+    "positions from 128 on (a second block)": off_at(1),
+    "positions from 256 on (a third block)": off_at(2),
+    "a second sequence": with_batch(first_sequences_slots),
+    "padding (sequences of unequally many blocks)": with_batch(first_sequences_width),
+    "a second chunk of a prompt (over 512 tokens)": {"paged_attention": forgetful_chunks},
+    "a prompt that fills its last block": spoilt_where(last_of_full_blocks),
+    "decode": spoilt_where(decode),
+    "a decode step into a new block": {"store_kv": new_block_in_decode},
+    "a second layer": {"store_kv": first_layers_rotation},
+}
+
+
+def test_the_chosen_prompts_exercise_everything():
+    assert [len(prompt) for prompt in chosen()] == [128, 129, PREFILL_CHUNK + 3]
+    report = run({}, chosen(), STEPS)
+    assert report.passed
+    assert set(report.not_exercised) == {"whole forwards", TINY_SCALES, HUGE_SCALES}
+    assert set(FAULTS) <= set(report.exercised)
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_short_prompt_says_what_it_cannot_see(what):
+    model = ONE_LAYER if "layer" in what else MODEL
+    report = run(FAULTS[what], [random_tokens(CONFIG, 7)], 0, model, modes=("teacher-forced", "free-running"))
+    assert report.passed
+    assert report.first_divergence is None
+    assert what in report.not_exercised
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_the_chosen_prompts_are_red(what):
+    report = run(FAULTS[what], chosen(), STEPS)
+    assert not report.passed
+    assert report.first_divergence.reason == "fault"
+    assert what in report.exercised
+
+
+def wrong_lengths(wrong):
+    """Vectors of some lengths are stored too short."""
+
+    def store_kv(k, v, cache, layer, batch):
+        k, v = (torch.where(wrong(x.norm(dim=-1, keepdim=True)), 0.9 * x, x) for x in (k, v))
+        reference.store_kv(k, v, cache, layer, batch)
+
+    return {"store_kv": store_kv}
+
+
+@pytest.mark.parametrize("kv", ["tq4", "k=q8_0,v=tq2", "fp8_e4m3"])
+@pytest.mark.parametrize(("what", "wrong"), [(TINY_SCALES, lambda n: n < 0.01), (HUGE_SCALES, lambda n: n > 1000)])
+def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
+    prompt = random_tokens(CONFIG, 9)
+    ordinary = run(wrong_lengths(wrong), [prompt], 1, kv=kv)
+    assert ordinary.passed
+    assert what in ordinary.not_exercised
+    scaled = with_extreme_scales(MODEL, KVSpec(kv).plan(2), prompt)
+    right = run({}, [prompt], 1, scaled, kv)
+    assert right.passed
+    if kv == "fp8_e4m3":  # no number above 448, and few below: neither end is reached, and the report says so
+        assert {TINY_SCALES, HUGE_SCALES} & set(right.not_exercised)
+        return
+    assert what in right.exercised
+    report = joined(ordinary, run(wrong_lengths(wrong), [prompt], 1, scaled, kv), "scaled")
+    assert not report.passed
+    assert what in report.exercised
+    assert what not in report.not_exercised
+    assert report.first_divergence.phase == "scaled prefill"
+    assert len(report.rows) == 2 * len(ordinary.rows)
+
+
+def logits_of(model, prompt):
+    cache = new_cache(CONFIG, "fp32")
+    paging = new_paging(cache)
+    return prefill(ReferenceExecutor(model), cache, paging, [paging.add()], [prompt])
+
+
+def test_a_scaled_model_computes_the_same():
+    prompt = random_tokens(CONFIG, 9)
+    plan = KVSpec("tq4").plan(2)
+    scaled = with_extreme_scales(MODEL, plan, prompt)
+    assert not scaled.weights.layers[0].q_norm.equal(MODEL.weights.layers[0].q_norm)
+    ours, theirs = (logits_of(model, prompt) for model in (MODEL, scaled))
+    assert ours.equal(theirs)
+    unscaled = with_extreme_scales(MODEL, KVSpec("bf16").plan(2), prompt)
+    assert unscaled.weights.layers[0].q_norm.equal(MODEL.weights.layers[0].q_norm)
+
+
+def test_a_format_without_scales_asks_for_none():
+    assert not {TINY_SCALES, HUGE_SCALES} & set(run({}, [[1, 2, 3]], 0, kv="bf16").not_exercised)
+
+
+def test_a_short_context_shortens_what_is_chosen():
+    tokenizer = load_tokenizer("tiny", load_model("tiny").config)
+    plan = KVSpec("tq4").plan(2)
+    config = replace(CONFIG, max_position_embeddings=100)
+    assert [len(prompt) for prompt in chosen_prompts(tokenizer, config, plan, 4)] == [96, 96, 96]
+    with pytest.raises(InputError, match="--steps"):
+        chosen_prompts(tokenizer, config, plan, 99)

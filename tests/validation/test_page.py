@@ -1,0 +1,118 @@
+"""The page of a validation, opened in a browser, on a phone and on a wide screen: what it says first, and that it is readable.
+
+`--basetemp FOLDER` keeps its screenshots.
+"""
+
+from dataclasses import replace
+
+import pytest
+from browser import chromium, opened
+from small_models import SMALL, random_tokens, small_model
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import validate
+from haarkv.validation.layers.faults import planted, reordered
+from haarkv.validation.layers.page import About, page
+
+MODEL = small_model(SMALL)
+ABOUT = About(
+    model="/models/a-folder-with-a-very-long-name-of-which-nothing-can-be-broken-anywhere/Qwen3-0.6B",
+    command="tq validate --model /models/a-folder-with-a-very-long-name-of-which-nothing-can-be-broken-anywhere --html a.html",
+    prompts=["def main(argv):\n    return " + "x" * 150, "class Spam:"],
+    versions={"haarkv": "1.2", "torch": "9", "commit": "0123456789abcdef" * 3},
+    machine={"cpu": "A CPU of some name @ 2.70GHz", "threads": "1"},
+    date="2026-11-22 10:00 UTC",
+)  # fmt: skip
+TABLES = {
+    "passed": reordered(),
+    "equal": ReferenceExecutor(MODEL).ops,
+    "failed": next(fault for fault in planted(MODEL, 1) if fault.name == "zero output").table(),
+    "nan": next(fault for fault in planted(MODEL, 1) if fault.name == "one NaN").table(),
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of each kind, as a file."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, table in TABLES.items():
+        prompts, plan = [random_tokens(SMALL, 9), random_tokens(SMALL, 4, seed=1)], KVSpec("tq4").plan(SMALL.num_layers)
+        report = validate(ReferenceExecutor(MODEL), ReferenceExecutor(MODEL, table), MODEL, prompts, 1, plan)
+        named = replace(report, candidate="an-executor-of-a-long-name")
+        (folder / f"{name}.html").write_text(page(named, ABOUT), encoding="utf-8")
+    return folder
+
+
+_OUTSIDE = """() => [...document.querySelectorAll("figure > svg text")].filter(text => {
+    const words = text.getBoundingClientRect(), chart = text.closest("svg").getBoundingClientRect();
+    return words.height < 9 || words.left < chart.left || words.right > chart.right || words.bottom > chart.bottom;
+}).map(text => text.textContent)"""
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("name", TABLES)
+def test_nothing_overflows_and_the_verdict_is_first(browser, pages, name, width):
+    with opened(browser, pages / f"{name}.html", width, dark=name == "failed") as shown:
+        shown.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+        shown.screenshot(path=pages / f"{name}-{width}.png", full_page=True)
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width
+        words = shown.inner_text("body")
+        lines = [line for line in words.splitlines() if line.strip()]
+        assert lines[0].endswith("passed" if name in ("passed", "equal") else "failed")
+        first = {
+            "passed": "No fault. First difference: layer 0, ", "equal": "No fault: every bit is equal.",
+            "failed": "First fault: layer 1, paged_attention: fault", "nan": "First fault: layer 1, paged_attention: fault",
+        }[name]  # fmt: skip
+        assert lines[1].startswith(first)
+        assert words.index(first) < words.index("Not exercised") < words.index("What was run") < words.index("By layer")
+        for fact in (
+            "an-executor-of-a-long-name, compared with reference",
+            "A CPU of some name",
+            "a second chunk of a prompt",
+        ):
+            assert fact in words
+        # What is written in a chart can be read, and no part of it is cut off.
+        assert shown.evaluate(_OUTSIDE) == []
+        assert {"How many of the stored levels", "How far the hidden state"} <= {
+            text[:29].strip() if text.startswith("How many") else text[:24]
+            for text in shown.locator("figure p").all_inner_texts()
+        }  # fmt: skip
+
+
+def test_rounding_is_never_said_beside_passed_without_no_fault(pages):
+    text = (pages / "passed.html").read_text(encoding="utf-8")
+    assert "rounding, no fault" in text
+    assert "First divergence" not in text
+
+
+def test_the_table_of_tensors_sorts(browser, pages):
+    with opened(browser, pages / "failed.html", 1400) as shown:
+        table = shown.locator("table.sorts").first
+
+        def column(number):
+            return table.locator(f"tr td:nth-child({number})").all_inner_texts()
+
+        stages = column(1)
+        assert stages[:3] == ["input_norm", "q_proj", "k_proj"]
+        assert sorted(set(column(2))) == ["0", "1", "2", "–"]
+        table.get_by_role("button", name="of its bound").click()
+        assert sorted(column(1)[:2]) == ["attention_mlp", "paged_attention"]
+        assert column(3)[:3] == ["fault", "fault", "equal"]
+        assert table.locator("th[aria-sort=descending]").inner_text() == "of its bound"
+        table.get_by_role("button", name="layer").click()
+        table.get_by_role("button", name="layer").click()
+        assert column(2)[0] == "–"
+        assert column(2)[-1] == "2"
+        table.get_by_role("button", name="tensor").click()
+        assert column(1) == sorted(stages, reverse=True)
+        errors = column(5)
+        table.get_by_role("button", name="error").press("Enter")  # by keyboard too
+        figures = [float(text) for text in column(5)]
+        assert figures == sorted((float(text) for text in errors), reverse=True)

@@ -1,0 +1,218 @@
+"""A failing layer as a file: cut out, made small, written, read and run again, it fails as it failed; what is right passes."""
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from bases import calibration
+from small_models import SMALL, random_tokens, small_model
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import validate
+from haarkv.validation.layers.failure import OneRun, replay_of
+from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
+from haarkv.validation.layers.replay import capture, expected, judged, require_expected
+from haarkv.validation.layers.replay_file import dumps, load, loads
+from haarkv.validation.layers.self_test import WholeLayers
+from haarkv.validation.layers.shrink import fails_alike, shrink
+
+MODEL = small_model(SMALL)
+VERSIONS = {"haarkv": "1", "torch": "2"}
+
+
+@cache
+def tiny(dtype="float32"):
+    return load_model("tiny", dtype)
+
+
+def right(model, plan):
+    return ReferenceExecutor(model)
+
+
+def faulty(table_of, whole=False):
+    """Makes the reference with a fault in it, of whatever model it is given."""
+
+    def make(model, plan):
+        executor = ReferenceExecutor(model, table_of(model))
+        return WholeLayers(executor) if whole else executor
+
+    return make
+
+
+def failed(model, make, prompts, steps=0, kv="tq4", learned=None, modes=("teacher-forced",)):
+    plan = KVSpec(kv, calibration=learned).plan(model.config.num_layers)
+    report = validate(right(model, plan), make(model, plan), model, prompts, steps, plan, modes=modes)
+    assert not report.passed
+    return OneRun(report, model, prompts, steps, plan, learned, (right, make))
+
+
+def written(run):
+    return loads(dumps(replay_of([run], VERSIONS, 60)), "file")
+
+
+def found(case, make):
+    """Seconds, and the stage and reason of the first fault."""
+    began = time.monotonic()
+    first = judged(case, right, make).first_divergence
+    return time.monotonic() - began, first.stage, first.reason
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["ops", "layers"])
+@pytest.mark.parametrize("number", range(len(planted(MODEL, 1))))
+def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number, whole):
+    make = faulty(lambda model: planted(model, min(3, model.config.num_layers - 1) or 1)[number].table(), whole)
+    run = failed(tiny("bfloat16" if number % 2 else "float32"), make, [random_tokens(tiny().config, n) for n in (9, 5)])
+    was = run.report.first_divergence
+    file = written(run)
+    assert file.case.tokens <= 4
+    assert file.case.config.hidden_size < 256 or file.case.config.intermediate_size < 768
+    assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
+    seconds, *same = found(file.case, make)
+    assert same == [was.stage, was.reason]
+    assert seconds < 5
+    # It fails because of the fault: what is right passes.
+    assert judged(file.case, right, right).first_divergence is None
+    assert judged(file.case, right, faulty(lambda _: reordered(), whole)).passed
+    require_expected(file.case, file.made, expected(file.case, right))
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_a_fault_in_learned_coordinates_takes_them_along(number):
+    config = MODEL.config
+    learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    make = faulty(lambda model: planted_learned(small_model(SMALL), 1)[number].table())
+    run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
+    file = written(run)
+    assert (file.case.tokens, file.case.kv) == (1, LEARNED)
+    assert found(file.case, make)[1:] == (run.report.first_divergence.stage, "fault")
+    assert judged(file.case, right, right).first_divergence is None
+
+
+def test_what_needs_a_third_block_keeps_it():
+    """Wrong where a query stands at 256 or later: the context cannot shrink below that, all else can."""
+
+    def paged_attention(q, cache, layer, batch, scale):
+        out = reference.paged_attention(q, cache, layer, batch, scale)
+        return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
+
+    make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
+    run = failed(MODEL, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)], steps=1)
+    case = written(run).case
+    assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
+    assert 257 <= int(case.batch.seq_lens[0]) < 300
+    assert case.batch.block_table.tolist() == [[3, 2, 1]]  # the last block first, as it was
+
+
+def test_a_fault_of_two_sequences_keeps_two():
+    def paged_attention(q, cache, layer, batch, scale):
+        mixed = replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
+        return reference.paged_attention(q, cache, layer, mixed, scale)
+
+    make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
+    prompts = [random_tokens(SMALL, n, seed=n) for n in (20, 15, 12)]
+    case = written(failed(MODEL, make, prompts, steps=2)).case
+    assert len(case.batch.seq_lens) == 2
+    assert case.tokens <= 4
+
+
+def test_a_fault_in_decode_alone_is_cut_out_there():
+    def paged_attention(q, cache, layer, batch, scale):
+        out = reference.paged_attention(q, cache, layer, batch, scale)
+        return out * (-1 if layer == 2 and int(batch.positions[0]) == 9 else 1)
+
+    make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
+    file = written(failed(MODEL, make, [random_tokens(SMALL, 8)], steps=3))
+    assert (file.case.phase, file.case.step, file.case.index) == ("decode", 1, 2)
+    assert int(file.case.batch.positions[0]) == 9
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8_e4m3", "k=q8_0,v=tq4_seed", "manthan3"])
+def test_every_kind_of_field_survives_the_file(kv):
+    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
+    file = written(failed(MODEL, make, [random_tokens(SMALL, 6)], kv=kv))
+    assert found(file.case, make)[1:] == ("paged_attention", "fault")
+
+
+def test_a_case_that_does_not_fail_is_left_as_it_is():
+    run = failed(MODEL, faulty(lambda model: planted(model, 1)[0].table()), [random_tokens(SMALL, 6)])
+    case = capture(right(MODEL, run.plan), MODEL, run.prompts, 0, run.plan, run.report.first_divergence)
+    tried = []
+    assert shrink(case, right, fails_alike(right, right, "store_kv.k", "fault"), 60, lambda: tried.append(1)) is case
+    assert len(tried) == 1
+
+
+def test_what_is_in_no_single_layer_has_no_file():
+    class WrongHead(ReferenceExecutor):
+        def prefill(self, *given):
+            return super().prefill(*given).roll(1, -1)
+
+    run = failed(MODEL, lambda model, plan: WrongHead(model), [random_tokens(SMALL, 6)], modes=("free-running",))
+    with pytest.raises(InputError, match="no single layer"):
+        replay_of([run], VERSIONS, 60)
+
+
+def test_what_does_not_show_alone_has_no_file():
+    """A fault in one call, and never again."""
+    calls = []
+
+    def paged_attention(q, cache, layer, batch, scale):
+        calls.append(layer)
+        out = reference.paged_attention(q, cache, layer, batch, scale)
+        return out * 2 if len(calls) == 1 else out
+
+    run = failed(MODEL, faulty(lambda _: table_with({"paged_attention": paged_attention})), [random_tokens(SMALL, 6)])
+    with pytest.raises(InputError, match="alone"):
+        replay_of([run], VERSIONS, 60)
+
+
+# -- The file --------------------------------------------------------------------------------------------------------------
+@cache
+def content():
+    make = faulty(lambda model: planted(model, 1)[4].table())
+    return dumps(replay_of([failed(MODEL, make, [random_tokens(SMALL, 6)])], VERSIONS, 60))
+
+
+def test_a_damaged_file_is_refused():
+    whole = content()
+    for place in range(9, len(whole), len(whole) // 60):
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1
+        with pytest.raises(InputError, match="no replay file"):
+            loads(bytes(spoilt), "file")
+    for size in (0, 7, 100, len(whole) - 1):
+        with pytest.raises(InputError, match="no replay file"):
+            loads(whole[:size], "file")
+
+
+def test_a_file_that_does_not_fit_together_is_refused():
+    """Its SHA-256 is right, and what it says is not."""
+    file = loads(content(), "file")
+    batch = file.case.batch
+    for case in (
+        replace(file.case, hidden=file.case.hidden[:, :-1]),
+        replace(file.case, batch=replace(batch, slot_mapping=batch.slot_mapping + 10**6)),
+        replace(file.case, batch=replace(batch, block_table=batch.block_table + 7)),
+        replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
+        replace(file.case, config=replace(file.case.config, hidden_size=4)),
+        replace(file.case, config=replace(file.case.config, num_layers=10**8)),
+        replace(file.case, kv="tq9"),
+    ):
+        with pytest.raises(InputError):
+            loads(dumps(replace(file, case=case)), "file")
+
+
+def test_a_reference_that_makes_something_else_is_refused(tmp_path):
+    file = loads(content(), "file")
+    other = replace(file, made=replace(file.made, hidden_out=file.made.hidden_out * 1.01))
+    (tmp_path / "file").write_bytes(dumps(other))
+    read = load(tmp_path / "file")
+    with pytest.raises(InputError, match="the reference makes another hidden state here"):
+        require_expected(read.case, read.made, expected(read.case, right))
+    with pytest.raises(InputError, match="cannot be read"):
+        load(tmp_path / "absent")

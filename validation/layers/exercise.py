@@ -1,0 +1,106 @@
+"""What a validation exercises, and prompts that exercise everything.
+
+A short prompt has one block, one sequence and one chunk: an executor that reads the wrong block, the wrong sequence or the
+wrong position beyond 128 computes the right bits of it. So each report names what was not exercised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from torch import Tensor
+
+from haarkv.engine.generation import PREFILL_CHUNK
+from haarkv.models.base import DecoderConfig
+from haarkv.models.text import Tokenizer
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+
+TINY, HUGE = 0.01, 1000.0
+"""Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
+TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge scales (K or V longer than {HUGE:.0f})"
+
+
+@dataclass(frozen=True)
+class Exercised:
+    """What a run exercised and what it did not, each in words, in the order in which a forward meets it."""
+
+    done: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+class Exercise:
+    """Takes note of what a validation exercises.
+
+    Args:
+        prompts: token ids.
+        steps: decode steps.
+        plan: of the cache.
+        whole_forwards: prefill and decode run whole, too, and not only layer by layer.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool) -> None:
+        self._lengths, self._steps, self._plan = list(map(len, prompts)), steps, plan
+        self._whole = whole_forwards
+        self._shortest, self._longest = float("inf"), 0.0
+
+    def saw(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Note the vectors [T, Hkv, D] that a layer stores; a format without loss has no scale."""
+        for kv_format, x in ((self._plan.k(layer), k), (self._plan.v(layer), v)):
+            if kv_format.lossy:
+                lengths = lengths_of(x)
+                self._shortest = min(self._shortest, float(lengths.min()))
+                self._longest = max(self._longest, float(lengths.max()))
+
+    def result(self) -> Exercised:
+        """What has been exercised by now."""
+        places = range(self._steps)
+        longest = max(self._lengths) + self._steps
+        blocks = [blocks_for(length) for length in self._lengths]
+        found = {
+            "a second layer": len(self._plan.layers) > 1,
+            "a second sequence": len(self._lengths) > 1,
+            "padding (sequences of unequally many blocks)": len(set(blocks)) > 1,
+            "a second chunk of a prompt (over 512 tokens)": max(self._lengths) > PREFILL_CHUNK,
+            f"positions from {BLOCK_SIZE} on (a second block)": longest > BLOCK_SIZE,
+            f"positions from {2 * BLOCK_SIZE} on (a third block)": longest > 2 * BLOCK_SIZE,
+            "a prompt that fills its last block": any(length % BLOCK_SIZE == 0 for length in self._lengths),
+            "decode": self._steps > 0,
+            "a decode step into a new block": any((n + step) % BLOCK_SIZE == 0 for n in self._lengths for step in places),
+            "whole forwards": self._whole,
+        }
+        if any(kv_format.lossy for kv_format in self._plan.formats):
+            found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
+        return Exercised(
+            tuple(what for what, done in found.items() if done), tuple(what for what, done in found.items() if not done)
+        )
+
+
+def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, steps: int) -> list[list[int]]:
+    """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
+
+    The longest stands last, so that its second chunk is not the first sequence's. The text is source code of the running
+    interpreter's standard library.
+
+    Args:
+        plan: of the cache; its context and the model's shorten the prompts.
+        steps: decode steps that need room after them.
+    Raises:
+        InputError: the context is too short for two tokens and the steps.
+    """
+    room = min(config.max_position_embeddings, plan.context or config.max_position_embeddings) - steps
+    if room < 2:
+        raise InputError(f"the context of {room + steps} tokens is too short for a prompt and {steps} steps; lower --steps")
+    lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, PREFILL_CHUNK + 3)]
+    text = "".join(islice(held_out_texts().values(), 4))
+    ids = cycle(tokenizer.encode(text[: _CHARACTERS * sum(lengths)]))
+    return [list(islice(ids, length)) for length in lengths]
+
+
+_CHARACTERS = 20
+"""Of a token, generously."""

@@ -1,0 +1,197 @@
+"""A layer on trial, teacher-forced: fed the reference's input and cache, op by op where it has ops, and as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation.bounds import LayerBounds
+from haarkv.validation.layers.causes import explain
+from haarkv.validation.layers.chance import Chances, chances_of_layer, chances_of_store
+from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
+from haarkv.validation.layers.judge import (
+    StoredComparison,
+    Verdict,
+    compare_both,
+    first,
+    judge_hidden,
+    judge_op,
+    judge_stored,
+    together,
+)
+from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.record import Call, replay
+from haarkv.validation.layers.repeat import Repeats, Run, run_layer
+from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op
+from haarkv.validation.layers.trial import Stored, Trial, sides, take
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found of one layer.
+
+    Attributes:
+        verdicts: of its ops, then of the whole.
+        compared: K and V.
+        expected: hidden states [T, hidden] that the candidate's are held against: what the reference makes of the K and V
+            that the candidate stored, where these differ by ties.
+        result: the candidate's.
+    """
+
+    verdicts: list[Verdict]
+    compared: StoredComparison
+    expected: Tensor
+    result: Tensor
+
+
+class Forced:
+    """Runs and judges layers one by one.
+
+    Args:
+        trial: the candidate.
+        ops: its op table; None if its layers are programs.
+        repeats: runs of each layer beside the first, to be held against it.
+        explains: layers whose faults are explained, the first that are found.
+    """
+
+    def __init__(
+        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger, repeats: int = 0,
+        explains: int = 0,
+    ) -> None:  # fmt: skip
+        self.reference, self.trial, self.ops, self.limits, self.ledger = reference, trial, ops, limits, ledger
+        self.repeats, self.explains = Repeats(repeats), explains
+
+    def layer(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Judged:
+        """Run and judge one layer.
+
+        Args:
+            bad: what its slots hold before.
+        """
+        verdicts = [verdict for call in made.calls for verdict in self._op(call, index, made, bad, forward)]
+        run = self.run(index, made, bad, forward)
+        unstable = self.repeats.of_layer(run, lambda: self.run(index, made, bad, forward))
+        judged = self.judge(index, made, run, forward)
+        if self.ops is not None and not any(verdict.fails for verdict in verdicts):
+            judged = replace(judged, verdicts=[together(verdict) for verdict in judged.verdicts])
+        if unstable is None and any(verdict.fails for verdict in judged.verdicts):
+            unstable = self.repeats.confirmed(run, lambda: self.run(index, made, bad, forward))
+        if unstable is not None:
+            stage = next((v.stage for v in judged.verdicts if v.fails), unstable.stage)
+            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=stage)])
+        failing = first(judged.verdicts)
+        alone = self.reference.records and not run.strays and not run.outcome.problem
+        if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
+            self.explains -= 1
+            because = explain(self.reference, index, made, run, forward, failing, partial(self._far, index, run, forward))
+            judged = replace(judged, verdicts=[because if one is failing else one for one in judged.verdicts])
+        return replace(judged, verdicts=[*verdicts, *judged.verdicts])
+
+    def run(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Run:
+        """One run of a layer, from the reference's input and cache."""
+        self.trial.load(index, made.before)
+        return run_layer(self.trial, made.hidden_in, index, bad, forward)
+
+    def judge(self, index: int, made: MadeLayer, run: Run, forward: Forward) -> Judged:
+        """What a run of a layer got right."""
+        cache, outcome = self.reference.cache, run.outcome
+        compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.kv_noise)
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
+        if outcome.problem:
+            verdicts.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
+        expected = made.hidden_out
+        if not any(verdict.fails for verdict in verdicts):
+            if self.reference.records and any(verdict.reason for verdict in verdicts):
+                # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
+                expected = self.reference.given(made, index, run.stored, forward.batch)
+            rates = self.ledger.stored("layers", index, made.stored, run.stored, lambda: self._chances(index, made, forward))
+            verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
+        hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
+        if hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
+            hidden = self._numbers(index, made, run, forward, expected) or hidden
+        return Judged([*verdicts, hidden], compared, expected, outcome.result)
+
+    def _far(self, index: int, run: Run, forward: Forward, altered: Reference, other: MadeLayer) -> float | None:
+        """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
+        judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(index, other, run, forward)
+        if any(verdict.fails for verdict in judged.verdicts):
+            return None
+        expected, sides = judged.expected.double(), (judged.compared.k, judged.compared.v)
+        distance = float((judged.result.double() - expected).norm() / expected.norm())
+        return distance + sum(side.different / side.total for side in sides)
+
+    def _chances(self, index: int, made: MadeLayer, forward: Forward) -> Chances:
+        model, cache = self.reference.model, self.reference.cache
+        return chances_of_layer(model, self.reference.ops, made.hidden_in, index, forward.batch, cache, (made.k, made.v))
+
+    def _numbers(self, index: int, made: MadeLayer, run: Run, forward: Forward, expected: Tensor) -> Verdict | None:
+        """A direction or a distance that rounding does not give a layer's hidden states."""
+        if not self.reference.records:
+            return None
+        exact = None
+        if expected.dtype != torch.float32:
+            exact = self.reference.given(made, index, run.stored, forward.batch, exact=True)
+        heads, ops = self.reference.cache.num_kv_heads, self.reference.ops
+        found = errors_of_layer(made.calls, expected, run.outcome.result, exact, made.hidden_in, ops, heads)
+        return self.ledger.numbers("layers", index, "attention_mlp", found)
+
+    # -- Ops -----------------------------------------------------------------------------------------------------------
+    def _op(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
+        """One recorded op, run by the candidate's table on the reference's own inputs."""
+        if self.ops is None:
+            return []
+        run = self._op_run(call, index, made, bad, forward)
+        verdicts = self._judge_op(call, index, made, run)
+        if any(verdict.fails for verdict in verdicts):
+            unstable = self.repeats.confirmed(run, lambda: self._op_run(call, index, made, bad, forward))
+            failing = first(verdicts)
+            if unstable is not None and failing is not None:
+                return [replace(unstable, stage=failing.stage)]
+        return verdicts
+
+    def _op_run(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> OpRun:
+        assert self.ops is not None
+        trial, slots = self.trial, forward.batch.slot_mapping
+        if call.op == "store_kv":
+            trial.load(index, made.before)
+            trial.put(index, slots, bad)
+        elif call.op == "paged_attention":
+            trial.load(index, sides(self.reference.cache, index))
+        result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
+        if call.op == "store_kv":
+            return OpRun(result, intact, trial.strays(range(index, index + 1), slots), take(trial.cache, index, slots))
+        strays = trial.strays(range(0), slots) if call.op == "paged_attention" else {}
+        return OpRun(result, intact and not strays, strays, {})
+
+    def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun) -> list[Verdict]:
+        cache, result = self.reference.cache, run.result
+        if call.op != "store_kv":
+            verdict = judge_op(call, result, run.intact, self.limits)
+            if verdict.reason == "rounding":
+                found = errors_of_op(call, result, self.reference.ops, cache.num_kv_heads)
+                verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
+            return [verdict]
+        compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.same_kv_noise)
+        refused = [] if result is None and run.intact else [judge_op(call, result, run.intact, self.limits)]
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
+        if any(verdict.fails for verdict in (*refused, *verdicts)):
+            return [*refused, *verdicts]
+        rates = self.ledger.stored(
+            "ops", index, made.stored, run.stored, lambda: chances_of_store(cache, index, (made.k, made.v))
+        )
+        return [rates.get(verdict.stage, verdict) for verdict in verdicts]
+
+
+@dataclass(frozen=True)
+class OpRun:
+    """What one run of an op gave back and left behind."""
+
+    result: Any
+    intact: bool
+    strays: dict[int, list[int]]
+    stored: Stored

@@ -1,0 +1,244 @@
+"""What a run has measured so far of each layer, and whether rounding explains so much of it: ties by rate, bias, distance.
+
+Single numbers may each be excused. Here they are summed, by layer, side, KV head and stage, over all forwards, and held
+against what rounding makes of so many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation import bounds
+from haarkv.validation.layers.chance import Chances, expected, log10_of_so_many, one_sided, stored_differently
+from haarkv.validation.layers.judge import Verdict
+from haarkv.validation.layers.report import Measured
+from haarkv.validation.layers.three_way import Errors
+from haarkv.validation.layers.trial import Stored
+
+_LIMIT = math.log10(bounds.CHANCE)
+_Key = tuple[str, int | None, str, str, int]
+"""Drive, layer (None: all), stage, what errors are projected on, KV head."""
+_FEWEST = 16  # vectors of which a distance is judged
+
+
+@dataclass
+class _Tokens:
+    """What each token stored: [n, T, 2, H] by K (0) and V (1).
+
+    Attributes:
+        levels, lengths: bool [T, 2, H], vectors that differ.
+        off: fp64 [T, 2, H], relative differences of length.
+        chances: of those tokens for which they were asked.
+        asked: tokens with chances; in the others nothing differed.
+    """
+
+    levels: list[Tensor] = field(default_factory=list)
+    lengths: list[Tensor] = field(default_factory=list)
+    off: list[Tensor] = field(default_factory=list)
+    chances: list[Chances] = field(default_factory=list)
+    asked: int = 0
+
+
+class Ledger:
+    """Sums over a run.
+
+    Args:
+        ours: cache of the reference, whose formats and number of KV heads count.
+    """
+
+    def __init__(self, ours: PagedKVCache) -> None:
+        self._cache = ours
+        self._stored: dict[tuple[str, int], _Tokens] = {}
+        self._errors: dict[_Key, Errors] = {}
+
+    # -- K and V -------------------------------------------------------------------------------------------------------
+    def stored(
+        self, drive: str, layer: int, ours: Stored, theirs: Stored, chances: Callable[[], Chances]
+    ) -> dict[str, Verdict]:
+        """Add what a layer stored at a forward's slots; what is no rounding, by stage.
+
+        Args:
+            drive: "ops" or "layers"; each is summed by itself.
+            ours, theirs: fields [T, Hkv, *].
+            chances: called only where something differs.
+        """
+        formats = {"k": self._cache.k_format(layer), "v": self._cache.v_format(layer)}
+        found = [stored_differently(formats[side], layer, ours[side], theirs[side]) for side in "kv"]
+        levels, lengths, off = (torch.stack([side[i] for side in found], 1) for i in range(3))
+        kept = self._stored.setdefault((drive, layer), _Tokens())
+        for values, value in ((kept.levels, levels), (kept.lengths, lengths), (kept.off, off)):
+            values.append(value)
+        if not (levels.any() or lengths.any()):
+            return {}
+        kept.chances.append(chances())
+        kept.asked += len(levels)
+        verdicts = {}
+        for number, side in enumerate("kv"):
+            verdict = self._judge_side(kept, number, side)
+            if verdict is not None:
+                verdicts[verdict.stage] = verdict
+        return verdicts
+
+    def _judge_side(self, kept: _Tokens, number: int, side: str) -> Verdict | None:
+        heads = self._cache.num_kv_heads
+        parts = [slice(None), *(slice(head, head + 1) for head in range(heads) if heads > 1)]
+        found: list[tuple[float, str, int | None]] = []
+        for part in parts:
+            head = None if part.start is None else part.start
+            for log10, words in (*_rates(kept, number, part, side), _bias(kept, number, part, side)):
+                if log10 < _LIMIT:
+                    found.append((log10, words, head))
+        if not found:
+            return None
+        guilty = {head for _, _, head in found if head is not None}
+        worst = min(found, key=lambda one: (one[2] is not None, one[0]))
+        head = guilty.pop() if len(guilty) == 1 and heads > 1 else None
+        return Verdict(f"store_kv.{side}", "fault", -worst[0], -_LIMIT, worst[1], head=head)
+
+    # -- Numbers -------------------------------------------------------------------------------------------------------
+    def numbers(self, drive: str, layer: int, stage: str, errors: Mapping[str, Sequence[Errors]]) -> Verdict | None:
+        """Add the errors of a stage, by what they were projected on and by KV head; what is no rounding, if anything."""
+        worst: tuple[float, Verdict, str] | None = None
+        shares: dict[str, list[float]] = {}
+        for name, parts in errors.items():
+            for head, part in enumerate(parts):
+                key = (drive, layer, stage, name, head)
+                total = self._errors[key] = self._errors[key] + part if key in self._errors else part
+                every = (drive, None, stage, name, head)
+                self._errors[every] = self._errors[every] + part if every in self._errors else part
+                share, verdict = _judge_errors(stage, name, total)
+                shares.setdefault(name, []).append(share)
+                if share > 1 and (worst is None or share > worst[0]):
+                    worst = share, verdict, name
+        if worst is None:
+            return None
+        by_head = shares[worst[2]]
+        guilty = [head for head, share in enumerate(by_head) if share > 1]
+        return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
+
+    # -- The whole run -------------------------------------------------------------------------------------------------
+    def totals(self) -> list[tuple[int | None, Verdict]]:
+        """What only all layers together show; with the layer that shows it most."""
+        found: list[tuple[int | None, Verdict]] = []
+        for drive in ("ops", "layers"):
+            of = {layer: kept for (key, layer), kept in self._stored.items() if key == drive}
+            asked = [kept for kept in of.values() if kept.asked]
+            if len(asked) < 2:
+                continue
+            together = _merged(list(of.values()))
+            for number, side in enumerate("kv"):
+                log10, words = min(_rates(together, number, slice(None), side))
+                if log10 < _LIMIT:
+                    most = min(of, key=lambda layer: min(_rates(of[layer], number, slice(None), side))[0])
+                    detail = f"all layers together: {words}"
+                    found.append((most, Verdict(f"store_kv.{side}", "fault", -log10, -_LIMIT, detail)))
+        for key, total in self._errors.items():
+            share, verdict = _judge_errors(key[2], key[3], total)
+            if key[1] is None and share > 1:
+                found.append((self._most(key), replace(verdict, detail=f"all layers together: {verdict.detail}")))
+        return found
+
+    def _most(self, key: _Key) -> int | None:
+        """The layer that shows most of what all together show."""
+        of = {one[1]: errors for one, errors in self._errors.items() if one[1] is not None and one[2:] == key[2:]}
+        return max(of, key=lambda layer: _judge_errors(key[2], key[3], of[layer])[0])
+
+    def measured(self) -> tuple[Measured, ...]:
+        """Every figure, for a table."""
+        rows = []
+        for (drive, layer), kept in sorted(self._stored.items()):
+            for number, side in enumerate("kv"):
+                together = _merged([kept])
+                count = int(together.levels[0][:, number].sum())
+                rate = sum(
+                    min(1.0, log10 / _LIMIT) if log10 else 0.0 for log10, _ in _rates(kept, number, slice(None), side)[:1]
+                )
+                usual = expected(together.chances[0].levels[:, :, number]) if kept.asked else 0.0
+                rows.append(Measured(drive, layer, f"store_kv.{side}", None, "ties", float(count), usual, rate))
+                off = float(together.off[0][:, number].mean())
+                rows.append(Measured(drive, layer, f"store_kv.{side}", None, "length", off, bounds.LENGTH_BIAS, None))
+        for (drive, at, stage, name, head), total in self._errors.items():
+            of_head = head if sum(key[:4] == (drive, at, stage, name) for key in self._errors) > 1 else None
+            rows.append(Measured(drive, at, stage, of_head, name, total.gain, total.limit, total.share))
+            if total.farther is not None:
+                rows.append(
+                    Measured(
+                        drive, at, stage, of_head, "farther", total.farther, bounds.FARTHER, total.farther / bounds.FARTHER
+                    )
+                )
+        return tuple(rows)
+
+
+def _merged(every: Sequence[_Tokens]) -> _Tokens:
+    """The tokens of several layers as one list; chances as if the layers followed each other."""
+    lists = ([x for kept in every for x in getattr(kept, name)] for name in ("levels", "lengths", "off"))
+    levels, lengths, off = (torch.cat(of) for of in lists)
+    chances = [chance for kept in every for chance in kept.chances]
+    joined = (
+        [Chances(torch.cat([c.levels for c in chances], 1), torch.cat([c.lengths for c in chances], 1))] if chances else []
+    )
+    return _Tokens([levels], [lengths], [off], joined, sum(kept.asked for kept in every))
+
+
+def _rates(kept: _Tokens, number: int, part: slice, side: str) -> list[tuple[float, str]]:
+    """log10 of the chance of so many vectors with other levels, and with another length; in words."""
+    if not kept.asked:
+        return [(0.0, "")]
+    together = _merged([kept])
+    found, total = [], len(together.levels[0])
+    chances = together.chances[0][part]
+    for different, chance, what in (
+        (together.levels[0], chances.levels, "other levels"), (together.lengths[0], chances.lengths, "another length"),
+    ):  # fmt: skip
+        of_side = different[:, number, part]
+        count, likely = int(of_side.sum()), chance[:, :, number]
+        scaled = likely.repeat(1, -(-total // likely.shape[1]), 1)[:, : max(total, 1)]
+        log10 = log10_of_so_many(count, scaled)
+        where = f" of KV head {part.start}" if part.start is not None else ""
+        words = (
+            f"{count} of {of_side.numel()} {side.upper()} vectors{where} are stored with {what}; rounding makes "
+            f"{expected(scaled):.2g} differ, and so many with a chance below 1e{math.ceil(log10)}"
+        )
+        found.append((log10, words))
+    return found
+
+
+def _bias(kept: _Tokens, number: int, part: slice, side: str) -> tuple[float, str]:
+    """log10 of the chance that rounding moves the lengths so far one way; in words."""
+    off = torch.cat(kept.off)[:, number, part]
+    mean, log10 = float(off.mean()), one_sided(off.sum(-1))
+    if not abs(mean) > bounds.LENGTH_BIAS:
+        return 0.0, ""
+    where = f" of KV head {part.start}" if part.start is not None else ""
+    up = int((off > 0).sum())
+    words = (
+        f"{side.upper()} vectors{where} are {abs(mean):.1e} too {'long' if mean > 0 else 'short'} on average: {up} longer, "
+        f"{int((off < 0).sum())} shorter; rounding has no direction, the chance is below 1e{math.ceil(log10)}"
+    )
+    return log10, words
+
+
+_SUBJECT = {
+    "gain": "the result", "softmax scale": "the softmax scale", "attention": "attention", "MLP": "the MLP's part",
+    "attention of a head": "attention of a KV head", "layer": "what the layer adds",
+}  # fmt: skip
+
+
+def _judge_errors(stage: str, name: str, total: Errors) -> tuple[float, Verdict]:
+    """How far the sums are beyond what rounding explains: a share of the bound, and what to say of it."""
+    subject = _SUBJECT[name]
+    share = total.share if math.isfinite(total.gain) else 0.0  # what is not finite is judged where it is compared
+    words = f"{subject} is {abs(total.gain):.1e} too {'large' if total.gain > 0 else 'small'} on average"
+    words = f"{words}; rounding explains {total.limit:.1e}"
+    farther = total.farther
+    if farther is not None and math.isfinite(farther) and total.samples >= _FEWEST and farther / bounds.FARTHER > share:
+        share = farther / bounds.FARTHER
+        words = f"{farther:.2f} times as far from the unrounded result as the reference is (bound {bounds.FARTHER:g}); {words}"
+        return share, Verdict(stage, "fault", farther, bounds.FARTHER, words)
+    return share, Verdict(stage, "fault", abs(total.gain), total.limit, words)

@@ -1,0 +1,240 @@
+"""One layer of one forward, cut out of a validation: it runs alone, on any executor, and fails as it failed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.learned import Basis
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.rope import RopeTable
+from haarkv.models.weights import LayerWeights, Weights
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
+from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
+from haarkv.validation.layers.report import Finding, Report
+from haarkv.validation.layers.runner import validate_layer
+from haarkv.validation.layers.trial import Stored, load
+
+Make = Callable[[DecoderModel, KVPlan], Executor]
+"""Makes an executor of a model and a plan."""
+_VOCABULARY = 128
+"""Tokens of a model that is asked for no token."""
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """What a layer is given: it says all that a run needs.
+
+    Attributes:
+        config: shapes; the layer is the last one, and those before it have its weights and are never run.
+        weights: of the layer.
+        kv: its formats, as `formats.parse` takes them.
+        bases: K's and V's learned coordinates in this layer, for formats that need them.
+        hidden: [T, hidden], in the model's dtype.
+        before: the layer's cache before it runs: the blocks of `batch`, and one that nobody owns, which is block 0.
+        batch: places of the T tokens.
+        phase, step: of the forward that it was cut out of.
+    """
+
+    config: DecoderConfig
+    weights: LayerWeights
+    kv: str
+    bases: tuple[Basis, Basis] | None
+    hidden: Tensor
+    before: Stored
+    batch: Batch
+    phase: str
+    step: int
+
+    @property
+    def index(self) -> int:
+        """The layer, which chooses the rotation."""
+        return self.config.num_layers - 1
+
+    @cached_property
+    def plan(self) -> KVPlan:
+        """Of a cache of so many layers, each in this layer's formats."""
+        layers = self.config.num_layers
+        calibration = calibration_of((self.bases[0],) * layers, (self.bases[1],) * layers) if self.bases else None
+        return KVSpec(self.kv, calibration=calibration).plan(layers)
+
+    @cached_property
+    def model(self) -> DecoderModel:
+        """A model whose every layer is this one."""
+        embedding = self.hidden.new_zeros(self.config.vocab_size, self.config.hidden_size)
+        norm = self.hidden.new_ones(self.config.hidden_size)
+        weights = Weights(embedding, (self.weights,) * self.config.num_layers, norm, embedding)
+        return DecoderModel(self.config, weights, RopeTable(self.config))
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.hidden)
+
+    def describe(self) -> str:
+        """Its size in words."""
+        config = self.config
+        width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
+        sequences, heads = len(self.batch.seq_lens), config.num_kv_heads
+        return (
+            f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
+            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.num_heads}, "
+            f"hidden {config.hidden_size}, intermediate {width}"
+        )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+@torch.inference_mode()
+def capture(
+    reference: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, finding: Finding,
+    calibration: Calibration | None = None,
+) -> LayerCase:  # fmt: skip
+    """Run the reference up to the layer and forward of a finding, and cut them out.
+
+    Args:
+        prompts, steps, plan: as of the validation.
+        finding: names a layer.
+        calibration: what the plan's learned formats are of.
+    Raises:
+        InputError: the finding is of no single layer, or of no forward of these prompts.
+    """
+    if finding.layer is None:
+        raise InputError(f"what was found at {finding.stage} is in no single layer, and a replay file holds one")
+    schedule = Schedule(prompts, steps)
+    trusted = Reference(reference, model, schedule.new_cache(plan, model))
+    paging = schedule.paging(trusted.cache)
+    tokens = torch.zeros(len(prompts), dtype=torch.int64)
+
+    def layers_of(forward: Forward) -> tuple[Tensor, MadeLayer | None]:
+        """The hidden states after a forward; or, in the forward that is looked for, the layer."""
+        hidden = model.embed(forward.token_ids)
+        for index in range(model.config.num_layers):
+            made = trusted.layer(index, hidden, forward)
+            if (forward.phase, forward.step, index) == (finding.phase, finding.step, finding.layer):
+                return hidden, made
+            hidden = made.hidden_out
+        return hidden, None
+
+    def cut_out(forward: Forward, rows: Sequence[int]) -> LayerCase | None:
+        hidden, made = layers_of(forward)
+        if made is not None and finding.layer is not None:
+            return _case(model, plan, finding.layer, forward, made, calibration)
+        last = forward.batch.query_start_loc[1:].long() - 1
+        tokens[rows] = model.head(hidden[last], trusted.ops).argmax(-1)
+        return None
+
+    for rows, forward in schedule.prefill(paging):
+        if case := cut_out(forward, rows):
+            return case
+    for step in range(steps):
+        if case := cut_out(schedule.decode(step, tokens, paging), range(len(prompts))):
+            return case
+    raise InputError(f"there is no {finding.phase} {finding.step} of layer {finding.layer}")
+
+
+def _case(
+    model: DecoderModel, plan: KVPlan, index: int, forward: Forward, made: MadeLayer, calibration: Calibration | None
+) -> LayerCase:
+    kv, bases = formats.describe(*plan.layers[index]), None
+    if calibration and is_learned(kv):
+        bases = calibration.k[index], calibration.v[index]
+    config = replace(model.config, num_layers=index + 1, vocab_size=_VOCABULARY, tie_word_embeddings=True)
+    weights, places = model.weights.layers[index], (forward.batch, forward.phase, forward.step)
+    return compact(LayerCase(config, weights, kv, bases, made.hidden_in, made.before, *places))
+
+
+def is_learned(kv: str) -> bool:
+    """Whether formats, as `formats.parse` takes them, need the coordinates of a calibration."""
+    return any(part.split("=")[-1] not in formats.names() for part in kv.split(","))
+
+
+def compact(case: LayerCase) -> LayerCase:
+    """The same with no other blocks than those in use, in their old order, and block 0, which nobody owns."""
+    batch, size = case.batch, block_size(case)
+    used = sorted({int(block) for block in batch.block_table.flatten() if block >= 0})
+    number = {block: place for place, block in enumerate(used, 1)} | {-1: -1}
+    table = batch.block_table.clone().apply_(lambda block: number[int(block)])
+    block = (batch.slot_mapping // size).clone().apply_(lambda block: number[int(block)])
+    before = {
+        side: {name: torch.cat([torch.zeros_like(tensor[:1]), tensor[used]]) for name, tensor in of.items()}
+        for side, of in case.before.items()
+    }
+    placed = replace(batch, block_table=table, slot_mapping=block * size + batch.slot_mapping % size)
+    return replace(case, before=before, batch=placed)
+
+
+def block_size(case: LayerCase) -> int:
+    """Tokens of a block; formats of groups are never validated, so that a field has a row a token."""
+    return int(next(iter(case.before["k"].values())).shape[2])
+
+
+# -- Running it --------------------------------------------------------------------------------------------------------
+@torch.inference_mode()
+def expected(case: LayerCase, make: Make) -> MadeLayer:
+    """What the reference makes of it.
+
+    Raises:
+        InputError: the executor cannot run it, or what it makes is zero or not finite.
+    """
+    cache = _schedule(case).new_cache(case.plan, case.model)
+    reference = Reference(make(case.model, case.plan), case.model, cache)
+    load(cache, case.index, case.before)
+    return reference.layer(case.index, case.hidden, _forward(case))
+
+
+@torch.inference_mode()
+def judged(case: LayerCase, reference: Make, candidate: Make) -> Report:
+    """Hold an executor against the reference on this layer alone.
+
+    Raises:
+        InputError: as `validate`.
+    """
+    pair = reference(case.model, case.plan), candidate(case.model, case.plan)
+    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, _forward(case))
+
+
+def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> None:
+    """Refuse a reference that does not make here what it made where the case was written.
+
+    Args:
+        theirs: as it was written.
+        made: what the reference makes here.
+    Raises:
+        InputError: with what differs, and by how much.
+    """
+    limits = bounds_of(case.hidden.dtype)
+    cache = _schedule(case).new_cache(case.plan, case.model)
+    compared = compare_both(cache, case.index, theirs.stored, made.stored, theirs.k, theirs.v, limits.kv_noise)
+    verdicts = judge_stored(compared, {}, case.index, limits)
+    if not compared.k.different + compared.v.different:
+        verdicts.append(judge_hidden("hidden state", compare_vectors(theirs.hidden_out, made.hidden_out), limits))
+    for verdict in verdicts:
+        if verdict.reason == "fault":
+            raise InputError(
+                f"the reference makes another {verdict.stage} here than where the file was written: {verdict.detail}; "
+                "install the versions that the file names"
+            )
+
+
+def _schedule(case: LayerCase) -> Schedule:
+    """One whose cache has the blocks of a compact case."""
+    return Schedule([[0] * int(length) for length in case.batch.seq_lens], 0)
+
+
+def _forward(case: LayerCase) -> Forward:
+    return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)

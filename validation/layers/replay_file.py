@@ -1,0 +1,215 @@
+"""A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
+
+tensors   hidden [T, hidden]; weights.FIELD of the layer; before.SIDE.FIELD, its cache blocks; batch.NAME; learned.SIDE.NAME
+          for formats of learned coordinates; expected.hidden, .k, .v and .SIDE.FIELD, which the reference made of it
+metadata  haarkv_replay: "1"; config, kv, phase, step: as in `LayerCase`; finding, reference, candidate: what failed and how;
+          versions; sha256, of all of the rest
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from haarkv.codebooks.learned import Basis
+from haarkv.models.base import DecoderConfig
+from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.input_files import parse_json
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
+from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.replay import LayerCase, block_size, is_learned
+from haarkv.validation.layers.trial import Stored
+
+VERSION = "1"
+_KEYS = {"haarkv_replay", "config", "kv", "phase", "step", "finding", "reference", "candidate", "versions", "sha256"}
+_SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+_MOST_LAYERS = 1024
+"""Of a model; each that stands before the failing one is made, too."""
+
+
+@dataclass(frozen=True)
+class ReplayFile:
+    """What a replay file holds.
+
+    Attributes:
+        made: what the reference made of the case where the file was written; without its recorded calls.
+        finding: what was found there: phase, step, layer, stage, reason and detail.
+        reference, candidate: the executors that were compared.
+        versions: of what ran there, by name.
+    """
+
+    case: LayerCase
+    made: MadeLayer
+    finding: Mapping[str, Any]
+    reference: str
+    candidate: str
+    versions: Mapping[str, str]
+
+
+def dumps(file: ReplayFile) -> bytes:
+    """The bytes of a replay file."""
+    case = file.case
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(case, file.made).items()}
+    metadata = {
+        "haarkv_replay": VERSION,
+        "config": json.dumps(asdict(case.config), sort_keys=True),
+        "kv": case.kv,
+        "phase": case.phase,
+        "step": str(case.step),
+        "finding": json.dumps(dict(file.finding), sort_keys=True),
+        "reference": file.reference,
+        "candidate": file.candidate,
+        "versions": json.dumps(dict(file.versions), sort_keys=True),
+    }
+    content: bytes = save_tensors(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
+    return content
+
+
+def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
+    found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
+    found |= {f"weights.{path}": tensor for path, _, tensor in case.weights.named()}
+    found |= {f"batch.{name}": tensor for name, tensor in vars(case.batch).items()}
+    for where, stored in (("before", case.before), ("expected", made.stored)):
+        found |= {f"{where}.{side}.{name}": tensor for side, of in stored.items() for name, tensor in of.items()}
+    for side, basis in zip("kv", case.bases or (), strict=False):
+        found |= {f"learned.{side}.{name}": tensor for name, tensor in vars(basis).items()}
+    return found
+
+
+def loads(content: bytes, name: str) -> ReplayFile:
+    """What the bytes of a replay file say.
+
+    Args:
+        name: of the file, for messages.
+    Raises:
+        InputError: no replay file, one of another version, or a damaged one.
+    """
+    try:
+        metadata = metadata_of(content)
+        if not metadata.keys() >= _KEYS:
+            raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(metadata))))
+        if metadata["haarkv_replay"] != VERSION:
+            raise ValueError(f"its version is {metadata['haarkv_replay']}, not {VERSION}")
+        tensors = load_tensors(content)
+        stated = metadata.pop("sha256")
+        if digest_of(tensors, metadata) != stated:
+            raise ValueError("its content is not what its SHA-256 was taken of")
+        case = _read_case(tensors, metadata)
+        made = MadeLayer(
+            [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"], tensors["expected.v"],
+            _read_stored(tensors, "expected"),
+        )  # fmt: skip
+        texts = (
+            parse_json(metadata["finding"]),
+            metadata["reference"],
+            metadata["candidate"],
+            parse_json(metadata["versions"]),
+        )
+        return ReplayFile(case, made, *texts)
+    except InputError:
+        raise
+    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise InputError(f"{name} is no replay file: {error}; `tq validate --replay` writes one") from None
+
+
+def load(path: Path | str) -> ReplayFile:
+    """Read a replay file.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    try:
+        return loads(read_promised(Path(path), "the replay file ", "haarkv_replay"), str(path))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no replay file: {error}; `tq validate --replay` writes one") from None
+
+
+def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
+    config = _read_config(parse_json(metadata["config"]))
+    weights = config.family.LayerWeights.assembled(config, _by_hf_name(config, tensors).__getitem__)
+    batch = Batch(**{of.name: tensors[f"batch.{of.name}"] for of in fields(Batch)})
+    learned = None
+    if "learned.k.mean" in tensors:
+        k, v = (Basis(*(tensors[f"learned.{side}.{of.name}"] for of in fields(Basis))) for side in "kv")
+        learned = k, v
+    kv, before = metadata["kv"], _read_stored(tensors, "before")
+    case = LayerCase(config, weights, kv, learned, tensors["hidden"], before, batch, metadata["phase"], int(metadata["step"]))
+    if is_learned(kv) != (learned is not None):
+        raise ValueError(f"it lacks the learned coordinates of {kv}")
+    _check(case)
+    return case
+
+
+def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    values = dict(raw)
+    scaling = values.pop("rope_scaling")
+    of_rope: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
+    config = DecoderConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
+    if not 1 <= config.num_layers <= _MOST_LAYERS:
+        raise ValueError(f"its layer is the {config.num_layers}th, and models have at most {_MOST_LAYERS}")
+    return config
+
+
+def _by_hf_name(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layer's weights, each of the shape that the config asks for."""
+    found = {}
+    for path, part in config.family.LayerWeights.tensors_of(config).items():
+        tensor = tensors[f"weights.{path}"]
+        if tuple(tensor.shape) != part.shape or tensor.dtype != tensors["hidden"].dtype:
+            raise ValueError(f"{path} is {tensor.dtype} {list(tensor.shape)}, not {list(part.shape)}")
+        found[part.name] = tensor
+    return found
+
+
+def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:
+    stored: Stored = {"k": {}, "v": {}}
+    for name, tensor in tensors.items():
+        match name.split("."):
+            case [first, ("k" | "v") as side, field] if first == where:
+                stored[side][field] = tensor
+    return stored
+
+
+def _check(case: LayerCase) -> None:
+    """Refuse what does not fit together, before anything is allocated by it."""
+    batch, config, lengths = case.batch, case.config, case.batch.seq_lens.long()
+    size, blocks = block_size(case), len(next(iter(case.before["k"].values())))
+    heads, plan = config.num_kv_heads, case.plan
+    for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
+        _check_fields(case.before[side], kv_format, config.head_dim, (blocks, heads, size))
+    counts = batch.query_start_loc.diff().long()
+    needed = (lengths + size - 1) // size
+    sound = (
+        case.hidden.shape == (len(batch.positions), config.hidden_size)
+        and len(batch.slot_mapping) == case.tokens == int(counts.sum())
+        and len(counts) == len(lengths) == len(batch.block_table) == len(batch.rows)
+        and bool((counts > 0).all() and (lengths >= counts).all() and (batch.positions >= 0).all())
+        and int(lengths.max()) <= config.max_position_embeddings
+        and int(batch.positions.max()) < int(lengths.max())
+        and int(needed.sum()) + 1 == blocks
+        and 0 <= int(batch.slot_mapping.min()) <= int(batch.slot_mapping.max()) < blocks * size
+        and -1 <= int(batch.block_table.min()) <= int(batch.block_table.max()) < blocks
+        and int(needed.max()) <= batch.block_table.shape[1]
+    )
+    if not sound:
+        raise ValueError("its batch does not fit its tensors")
+
+
+def _check_fields(stored: Mapping[str, Tensor], kv_format: KVFormat, head_dim: int, sizes: tuple[int, ...]) -> None:
+    wanted = {name: (*sizes, *field.shape) for name, field in kv_format.fields(head_dim).items()}
+    if {name: tuple(tensor.shape) for name, tensor in stored.items()} != wanted:
+        raise ValueError(f"its cache is not that of {kv_format.name}")

@@ -1,0 +1,249 @@
+"""Making a failing layer small: fewer tokens, less context, fewer heads, narrower, as long as it fails the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks.learned import Basis
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.replay import LayerCase, Make, block_size, compact, expected, judged
+from haarkv.validation.layers.trial import Stored
+
+Fails = Callable[[LayerCase], bool]
+_WIDTHS = tuple(2**power for power in range(3, 20))
+
+
+def fails_alike(reference: Make, candidate: Make, stage: str, reason: str) -> Fails:
+    """Whether an executor fails on a case at this stage, for this reason.
+
+    A case that cannot be run does not fail alike, whatever the executor makes of it.
+    """
+
+    def fails(case: LayerCase) -> bool:
+        try:
+            found = judged(case, reference, candidate).first_divergence
+        except Exception:  # an executor that breaks down on another shape does so in its own way
+            return False
+        return found is not None and (found.stage, found.reason) == (stage, reason)
+
+    return fails
+
+
+def shrink(case: LayerCase, reference: Make, fails: Fails, seconds: float, on_try: Callable[[], object]) -> LayerCase:
+    """The smallest case that was found to fail alike, within so many seconds; the case itself if it does not.
+
+    Args:
+        reference: makes what fills the cache when a token becomes context.
+        on_try: called before each attempt.
+    """
+    end = time.monotonic() + seconds
+
+    def first_failing(candidates: Iterator[LayerCase]) -> LayerCase | None:
+        for candidate in candidates:
+            if time.monotonic() > end:
+                return None
+            on_try()
+            if fails(candidate):
+                return candidate
+        return None
+
+    if first_failing(iter([case])) is None:
+        return case
+    for _ in range(2):  # what could not go at first may go once something else has gone
+        size = _size(case)
+        for smaller in (_earlier_layers, _fewer_sequences, _fewer_tokens, _less_context, _fewer_heads, _narrower):
+            while time.monotonic() <= end:
+                made = expected(case, reference) if smaller is _fewer_tokens else None
+                found = first_failing(smaller(case, made))
+                if found is None:
+                    break
+                case = found
+        if _size(case) == size:
+            break
+    return case
+
+
+def _size(case: LayerCase) -> tuple[int, ...]:
+    config, context = case.config, int(case.batch.seq_lens.sum())
+    widths = config.hidden_size, config.intermediate_size, config.moe_intermediate_size
+    return case.index, case.tokens, context, config.num_heads, *widths
+
+
+# -- Each yields smaller cases, the smallest first ---------------------------------------------------------------------
+
+
+def _earlier_layers(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
+    """The layer's place chooses the rotation, and how many layers an executor has to be made for."""
+    for index in range(min(case.index, 2)):
+        yield replace(case, config=replace(case.config, num_layers=index + 1))
+
+
+def _fewer_sequences(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
+    rows = list(range(len(case.batch.seq_lens)))
+    if len(rows) > 1:
+        yield from (_sequences(case, [row]) for row in rows)
+        if len(rows) > 2:
+            yield from (_sequences(case, [other for other in rows if other != row]) for row in rows)
+
+
+def _fewer_tokens(case: LayerCase, made: MadeLayer | None) -> Iterator[LayerCase]:
+    """A part of each sequence's tokens; those before it become context, those after it go."""
+    assert made is not None
+    counts = case.batch.query_start_loc.diff().tolist()
+    longest = max(counts)
+    for size in (1, 2, 4, longest // 2):
+        if size < longest:
+            begins = range(longest - size + 1) if longest <= 8 else sorted({0, longest // 2, longest - size})
+            for begin in begins:
+                parts = [(min(begin, n - min(size, n)), min(begin, n - min(size, n)) + min(size, n)) for n in counts]
+                yield _tokens(case, made, parts)
+
+
+def _less_context(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
+    """Tokens earlier in their sequences, after fewer that are cached."""
+    starts = case.batch.query_start_loc[:-1].long()
+    context, new = int(case.batch.positions[starts].max()), int(case.batch.query_start_loc.diff().max())
+    least, step = max(0, 2 - new), context
+    tries = {least}
+    while step > 1:  # towards the context from below, by halves: 0, 1/2, 3/4, …
+        step //= 2
+        tries.add(context - step)
+    yield from (_context(case, tokens) for tokens in sorted(tries) if least <= tokens < context)
+
+
+def _fewer_heads(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
+    config = case.config
+    heads, group = range(config.num_kv_heads), config.num_heads // config.num_kv_heads
+    if len(heads) > 1:
+        yield from (_heads(case, [head], group) for head in heads)
+        yield from (_heads(case, [other for other in heads if other != head], group) for head in heads if len(heads) > 2)
+    for of_group in (1, 2, group // 2):
+        if 0 < of_group < group:
+            yield _heads(case, list(heads), of_group)
+
+
+def _narrower(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
+    for axis in ("intermediate_size", "moe_intermediate_size", "hidden_size"):
+        whole = getattr(case.config, axis)
+        yield from (_cut(case, {axis: torch.arange(width)}, {axis: width}) for width in _WIDTHS if width < whole)
+
+
+# -- Cutting -----------------------------------------------------------------------------------------------------------
+def _sequences(case: LayerCase, rows: Sequence[int]) -> LayerCase:
+    """Some of the sequences."""
+    batch = case.batch
+    starts = batch.query_start_loc.tolist()
+    tokens = [token for row in rows for token in range(starts[row], starts[row + 1])]
+    counts = [starts[row + 1] - starts[row] for row in rows]
+    return _picked(case, tokens, counts, batch.seq_lens[rows], list(rows))
+
+
+def _tokens(case: LayerCase, made: MadeLayer, parts: Sequence[tuple[int, int]]) -> LayerCase:
+    """Of each sequence, its new tokens of a part."""
+    batch, starts = case.batch, case.batch.query_start_loc.tolist()
+    tokens = [start + token for start, (a, b) in zip(starts, parts, strict=False) for token in range(a, b)]
+    counts = [b - a for a, b in parts]
+    lengths = [int(batch.positions[start + b - 1]) + 1 for start, (_, b) in zip(starts, parts, strict=False)]
+    stored = replace(case, before=_with(case, made))
+    return _picked(stored, tokens, counts, torch.tensor(lengths, dtype=torch.int32), list(range(len(parts))))
+
+
+def _with(case: LayerCase, made: MadeLayer) -> Stored:
+    """The cache after the layer has run."""
+    size = block_size(case)
+    block, offset = case.batch.slot_mapping // size, case.batch.slot_mapping % size
+    after: Stored = {side: {name: tensor.clone() for name, tensor in of.items()} for side, of in case.before.items()}
+    for side, of in after.items():
+        for name, tensor in of.items():
+            tensor[block, :, offset] = made.stored[side][name]
+    return after
+
+
+def _picked(case: LayerCase, tokens: list[int], counts: list[int], lengths: Tensor, rows: list[int]) -> LayerCase:
+    """Some of the new tokens, so many of each sequence that is left."""
+    batch = case.batch
+    kept = Batch(
+        positions=batch.positions[tokens],
+        slot_mapping=batch.slot_mapping[tokens],
+        block_table=_needed(batch.block_table[rows], lengths, block_size(case)),
+        seq_lens=lengths,
+        query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+        rows=batch.rows[rows],
+    )
+    return compact(replace(case, hidden=case.hidden[tokens], batch=kept))
+
+
+def _needed(table: Tensor, lengths: Tensor, size: int) -> Tensor:
+    """The blocks of a table that sequences of these lengths have."""
+    blocks = (lengths.long() + size - 1) // size
+    width = int(blocks.max())
+    return torch.where(torch.arange(width) < blocks[:, None], table[:, :width], -1).to(table.dtype)
+
+
+def _context(case: LayerCase, tokens: int) -> LayerCase:
+    """So many cached tokens before the new ones, at most: those that came first."""
+    batch, size = case.batch, block_size(case)
+    counts = batch.query_start_loc.diff().long()
+    context = batch.seq_lens.long() - counts
+    less = (context - tokens).clamp(min=0)
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    positions = batch.positions - less[sequence]
+    blocks = batch.block_table[sequence, positions // size].long()
+    lengths = (batch.seq_lens - less).to(torch.int32)
+    earlier = replace(
+        batch,
+        positions=positions,
+        slot_mapping=blocks * size + positions % size,
+        seq_lens=lengths,
+        block_table=_needed(batch.block_table, lengths, size),
+    )
+    return compact(replace(case, batch=earlier))
+
+
+def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
+    """Some KV heads, and the first few query heads of each."""
+    config, dim = case.config, case.config.head_dim
+    whole = config.num_heads // config.num_kv_heads
+    queries = [head * whole + query for head in heads for query in range(group)]
+    rows = {"kv_size": _of_heads(heads, dim), "q_size": _of_heads(queries, dim)}
+    before = {side: {name: tensor[:, heads] for name, tensor in of.items()} for side, of in case.before.items()}
+    fewer = replace(case, before=before, bases=_bases(case.bases, heads))
+    return _cut(fewer, rows, {"num_kv_heads": len(heads), "num_heads": len(queries)})
+
+
+def _of_heads(heads: Sequence[int], dim: int) -> Tensor:
+    return (torch.tensor(heads)[:, None] * dim + torch.arange(dim)).flatten()
+
+
+def _bases(bases: tuple[Basis, Basis] | None, heads: list[int]) -> tuple[Basis, Basis] | None:
+    if bases is None:
+        return None
+    k, v = (Basis(*(tensor[heads] for tensor in vars(basis).values())) for basis in bases)
+    return k, v
+
+
+def _cut(case: LayerCase, kept: Mapping[str, Tensor], sizes: Mapping[str, int]) -> LayerCase:
+    """Some rows and columns of the weights.
+
+    Args:
+        kept: by the name of an axis.
+        sizes: of the config, in their place.
+    """
+    axes = {path: part.axes for path, part in case.config.family.LayerWeights.tensors_of(case.config).items()}
+
+    def cut(path: str, tensor: Tensor) -> Tensor:
+        for place, axis in enumerate(axes[path]):
+            if axis in kept:
+                tensor = tensor.index_select(place, kept[axis])
+        return tensor.contiguous()
+
+    config: DecoderConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
+    hidden = case.hidden[:, kept["hidden_size"]] if "hidden_size" in kept else case.hidden
+    return replace(case, config=config, weights=case.weights.changed(cut), hidden=hidden)

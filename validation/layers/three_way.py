@@ -1,0 +1,186 @@
+"""Reference, candidate, and what neither has rounded: is the candidate as near to the truth as rounding lets it be?
+
+The same stage is run a third time without rounding to BF16. The candidate may be as far from that as the reference is, and its
+errors, like the reference's, have no direction: what is too long or too short on the average is no rounding, however small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.layers.chance import student_limit
+from haarkv.validation.layers.record import Call
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Sums over vectors: of errors along a direction, and of their squares in all.
+
+    Attributes:
+        along: of the candidate's difference from the reference.
+        squares: of the same, squared vector by vector.
+        own: of the reference's error along it, squared vector by vector; 0 if nothing is rounded.
+        size: of the direction, squared.
+        samples: vectors.
+        theirs, ours: squared distance of the candidate and of the reference from what is not rounded.
+        floor: gains that are no fault whatever the chance.
+    """
+
+    along: float
+    squares: float
+    own: float
+    size: float
+    samples: int
+    theirs: float
+    ours: float
+    floor: float
+
+    def __add__(self, other: Errors) -> Errors:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Errors(**sums | {"floor": max(self.floor, other.floor)})
+
+    @property
+    def gain(self) -> float:
+        """How much longer the candidate's vectors are along the direction than the reference's; 0.01 is one percent."""
+        return self.along / self.size if self.size else 0.0
+
+    @property
+    def limit(self) -> float:
+        """The largest gain that rounding explains, the smaller of two answers.
+
+        One trusts that both sides round, each as the reference does: sqrt(2 * own), and Student's quantile of so many vectors.
+        The other that an error of a vector is as likely up as down, whatever its size: sqrt(2 ln(2 / chance) * squares), by
+        Hoeffding.
+        """
+        if not self.size:
+            return math.inf
+        by_rounding = math.sqrt(2 * self.own) * student_limit(self.samples) if self.own else 0.0
+        by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
+        return max(self.floor, min(by_rounding, by_sign) / self.size)
+
+    @property
+    def farther(self) -> float | None:
+        """How many times as far from the truth the candidate is as the reference; None if the reference does not round."""
+        return math.sqrt(self.theirs / self.ours) if self.ours else None
+
+    @property
+    def share(self) -> float:
+        """The gain as a share of its limit; NaN if it is NaN."""
+        return abs(self.gain) / self.limit
+
+
+def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
+    """Sum errors over vectors.
+
+    Args:
+        ours, theirs, direction: [..., N].
+        exact: [..., N], not rounded; None if `ours` is not rounded either.
+        floor: see `Errors`.
+    """
+    a, b, d = ours.double(), theirs.double(), direction.double()
+    each, size, samples = ((b - a) * d).sum(-1), float(d.square().sum()), d[..., 0].numel()
+    along, squares = float(each.sum()), float(each.square().sum())
+    if exact is None:
+        return Errors(along, squares, 0.0, size, samples, 0.0, 0.0, floor)
+    e = exact.double()
+    own, far, near = ((a - e) * d).sum(-1).square().sum(), (b - e).square().sum(), (a - e).square().sum()
+    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor)
+
+
+def exact_result(call: Call, ops: OpTable) -> Tensor | None:
+    """What an op makes of its inputs without rounding to BF16; None if it does not round. Attention reads the live cache."""
+    if not isinstance(call.result, Tensor) or call.result.dtype == torch.float32:
+        return None
+    first, *rest = call.args
+    if call.op == "silu_mul":
+        return ops.silu_mul(first, rest[0], torch.float32)
+    found: Tensor = getattr(ops, call.op)(first.float(), *rest)
+    return found
+
+
+def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dict[str, list[Errors]]:
+    """Errors of an op that was given the reference's inputs, along its own result: of attention by KV head, else of all.
+
+    Of attention also along what a larger softmax scale would change.
+    """
+    exact, ours = exact_result(call, ops), call.result
+    if call.op != "paged_attention":
+        return {"gain": [errors(ours, result, exact, ours, bounds.GAIN)]}
+    rounded = exact is not None
+    floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_ATTENTION
+    scaled = bounds.SCALE_BF16_ATTENTION if rounded else bounds.GAIN_FP32_ATTENTION
+    parts = [_of_heads(x, kv_heads) for x in (ours, result, exact if exact is not None else ours)]
+    steeper = _of_heads(by_scale(call, ops, ours if exact is None else exact), kv_heads)
+    return {
+        name: [
+            errors(parts[0][head], parts[1][head], parts[2][head] if rounded else None, along[head], at_least)
+            for head in range(kv_heads)
+        ]
+        for name, along, at_least in (("gain", parts[0], floor), ("softmax scale", steeper, scaled))
+    }
+
+
+def _of_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """[T, Hq, D] -> [Hkv, T, G, D]."""
+    return x.view(x.shape[0], kv_heads, -1, x.shape[-1]).transpose(0, 1)
+
+
+_STEP = 2.0**-6
+
+
+def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
+    """What attention [T, Hq, D] changes by, per relative change of its softmax scale."""
+    q, cache, layer, batch, scale = call.args
+    return (ops.paged_attention(q.float(), cache, layer, batch, scale * (1 + _STEP)) - exact) / _STEP
+
+
+def errors_of_layer(
+    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int
+) -> dict[str, list[Errors]]:
+    """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
+
+    The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change.
+
+    Args:
+        calls: the layer's ops, as the reference ran them.
+        before: hidden states that the layer was given.
+    """
+    attention = next((call for call in calls if call.op == "paged_attention"), None)
+    out = next((call for call in calls if call.stage == "o_proj"), None)
+    rounded = exact is not None
+    if attention is None or out is None:
+        floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_LAYER
+        return {"layer": [errors(ours, theirs, exact, ours.double() - before.double(), floor)]}
+
+    def through(x: Tensor) -> Tensor:
+        return ops.linear(x.flatten(1).to(out.args[0].dtype), out.args[1])
+
+    attended: Tensor = attention.result
+    each = [through(_only(attended, head, kv_heads)) for head in range(kv_heads)]
+    mlp = ours.double() - before.double() - out.result
+    plain = exact_result(attention, ops)
+    steeper = by_scale(attention, ops, attended if plain is None else plain)
+    floor, scaled = bounds.GAIN_FP32_LAYER, bounds.GAIN_FP32_LAYER
+    if rounded:
+        floor, scaled = bounds.GAIN_BF16_ATTENTION, bounds.SCALE_BF16_ATTENTION
+    along = {
+        "attention": ([sum(each[1:], each[0])], floor), "attention of a head": (each, floor), "MLP": ([mlp], floor),
+        "softmax scale": ([through(steeper)], scaled),
+    }  # fmt: skip
+    return {
+        name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
+    }
+
+
+def _only(attended: Tensor, head: int, kv_heads: int) -> Tensor:
+    """Attention [T, Hq, D] of one KV head, zero elsewhere."""
+    kept = torch.zeros_like(attended)
+    group = attended.shape[1] // kv_heads
+    kept[:, head * group : (head + 1) * group] = attended[:, head * group : (head + 1) * group]
+    return kept
