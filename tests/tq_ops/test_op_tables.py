@@ -13,6 +13,7 @@ from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, 
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.rotated import RotatedFormat
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
