@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -34,7 +35,15 @@ FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_X86_ISAS = {"avx2": _AVX2, "avx512": _AVX512, "avx512vnni": (*_AVX512, "-mavx512vnni")}
+_VNNI = (*_AVX512, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+_X86_ISAS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512vnni": _VNNI,
+    "avx512bf16": _BF16,
+    "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
 
 
 class BuildError(Exception):
@@ -46,10 +55,23 @@ def compiler() -> str | None:
     return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
 
 
+@cache
 def units() -> dict[str, tuple[str, ...]]:
-    """Translation units of this machine's architecture by name, each with the flags that only it gets."""
-    isas = _X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {"driver": (), "paged_attention": (), "pool": (), "portable": (), **isas}
+    """Translation units of this machine's architecture by name, each with the flags that only it gets.
+
+    An instruction set that the compiler is too old for is left out (AMX needs GCC 11 or Clang 12).
+    """
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(flags)}
+    defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
+    return {"driver": (), "isa": defined, "paged_attention": (), "pool": (), "portable": (), **isas}
+
+
+def _accepted(flags: Sequence[str]) -> bool:
+    """Whether the compiler knows these flags; yes if there is none, so that its absence is said elsewhere."""
+    found = compiler()
+    command = [found or "", *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return found is None or not subprocess.run(command, input=b"", capture_output=True, check=False).returncode
 
 
 def is_fresh(target: Path = LIBRARY) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from haarkv.tq_ops.cpu.build import LIBRARY
 from haarkv.tq_ops.errors import InputError
 
-ISAS = ("portable", "avx2", "avx512", "avx512vnni")
+ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
 
 

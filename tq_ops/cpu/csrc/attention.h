@@ -46,7 +46,8 @@ void soften(float* logits, bool keep, int n, const int* seen, bool round, int st
                 Simd::store(weights + (s * R + r) * stride + i, Simd::mul(value, Simd::load(scale + s * stride + i)));
         }
     for (int r = 0; r < R; ++r) {
-        totals[r] = totals[r] * shrink[r] + Simd::reduce_add(sum[r]) * factor[r];
+        // One of the products is rounded; a compiler might choose another one for another R.
+        totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
         maxima[r] = new_max[r];
     }
 }
@@ -94,7 +95,7 @@ template <class Simd, class P, int R> struct Attend {
     const Tile& tile;
     const Pieces pieces;
     const int stride, segments, dim;
-    const P products;
+    P products;
     const KeptRows<R> k_kept, v_kept;
     float *const logits, *const v_scale, *const weights, *const numbers;
     uint8_t* const codes;
@@ -135,18 +136,37 @@ template <class Simd, class P, int R> struct Attend {
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
     void score(Place k, int base, int n, const int* seen, const uint8_t* values, const uint8_t* next_keys) {
-        const KeptKeys<R> keys(k_kept, base, n, seen);
-        if (keys.packed && cache.k.cell == kNibble) {
+        if (!sees_packed_keys(base, n, seen)) return score_exact(base, n, seen);
+        if (cache.k.cell == kNibble) {
             if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, codes), k.codes = codes;
             products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
-        } else if (keys.packed) {
+        } else {
             score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
         }
-        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, numbers, logits);
+        score_exact(base, n, seen);
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
     void mix(Place v, int base, int n, const int* seen, const uint8_t* next_keys) {
+        if (!weigh(v, base, n, seen)) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
+        if (cache.v.cell != kNibble)
+            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
+        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, codes), v.codes = codes;
+        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+    }
+
+    // Whether a row sees a key of the block that is packed.
+    bool sees_packed_keys(int base, int n, const int* seen) const { return KeptKeys<R>(k_kept, base, n, seen).packed; }
+
+    // Replaces the logits of keys in BF16.
+    void score_exact(int base, int n, const int* seen) {
+        const KeptKeys<R> keys(k_kept, base, n, seen);
+        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, numbers, logits);
+    }
+
+    // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns whether a row sees a
+    // packed one.
+    bool weigh(Place v, int base, int n, const int* seen) {
         if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         soften<Simd, R>(logits, v_kept.vectors, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima,
                         tile.totals, shrink);
@@ -157,11 +177,7 @@ template <class Simd, class P, int R> struct Attend {
             split_weights<R>(keys, n, segments, stride, weights, logits, tile.kept_totals);
             mix_kept<Simd, R>(v_kept, keys, n, logits, stride, numbers, tile.kept_sums);
         }
-        if (!keys.packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
-        if (cache.v.cell != kNibble)
-            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
-        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, codes), v.codes = codes;
-        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+        return keys.packed;
     }
 
   private:
@@ -200,23 +216,10 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
     }
 }
 
-template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile& tile, float* scratch) {
-    switch (tile.rows) {
-        case 1:
-            return attend_rows<Simd, P<1>, 1>(cache, tile, scratch);
-        case 2:
-            return attend_rows<Simd, P<2>, 2>(cache, tile, scratch);
-        case 3:
-            return attend_rows<Simd, P<3>, 3>(cache, tile, scratch);
-        case 4:
-            return attend_rows<Simd, P<4>, 4>(cache, tile, scratch);
-        case 5:
-            return attend_rows<Simd, P<5>, 5>(cache, tile, scratch);
-        case 6:
-            return attend_rows<Simd, P<6>, 6>(cache, tile, scratch);
-        case 7:
-            return attend_rows<Simd, P<7>, 7>(cache, tile, scratch);
-        default:
-            return attend_rows<Simd, P<8>, 8>(cache, tile, scratch);
-    }
+template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    for (int t = 0; t < count; ++t)
+        with_rows(tiles[t].rows, [&](auto rows) {
+            constexpr int kRows = decltype(rows)::value;
+            attend_rows<Simd, P<kRows>, kRows>(cache, tiles[t], scratch);
+        });
 }

@@ -23,7 +23,7 @@ template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
 
 const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Avx512, Products>, rotate<Avx512>, quantize<Avx512>, project<Avx512>,
+        scratch_floats<Products>, attend<Avx512, Products>, rotate<Avx512>, quantize<Avx512>, project<Avx512>, 1,
     };
     return kernels;
 }

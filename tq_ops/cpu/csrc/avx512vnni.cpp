@@ -13,16 +13,17 @@ namespace {
 #include "simd_avx2.h"
 #include "simd_avx512.h"
 #include "simd_vnni.h"
+#include "integers.h"
 #include "integer_products.h"
 #include "unpacked.h"
 #include "kept.h"
 #include "attention.h"
 
 // Only levels of up to 4 bits and BF16 activations become integers; FP32 stays FP32.
-void attend_either(const Cache& cache, const Tile& tile, float* scratch) {
-    if (tile.bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble))
-        return attend<Avx512, IntegerProducts>(cache, tile, scratch);
-    avx512_kernels().attend(cache, tile, scratch);
+void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    if (tiles->bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble))
+        return attend<Avx512, IntegerProducts>(cache, tiles, count, scratch);
+    avx512_kernels().attend(cache, tiles, count, scratch);
 }
 
 int64_t scratch_of_either(const Cache& cache) {
@@ -33,7 +34,7 @@ int64_t scratch_of_either(const Cache& cache) {
 
 const Kernels& avx512vnni_kernels() {
     static const Kernels kernels = {
-        scratch_of_either, attend_either, avx512_kernels().rotate, avx512_kernels().quantize, avx512_kernels().project,
+        scratch_of_either, attend_either, avx512_kernels().rotate, avx512_kernels().quantize, avx512_kernels().project, 1,
     };
     return kernels;
 }

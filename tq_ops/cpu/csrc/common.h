@@ -13,6 +13,28 @@ template <int N> struct Int {
     static constexpr int value = N;
 };
 
+// Calls body(Int<R>) for R rows, 1 ... kMaxRows.
+template <class Body> inline void with_rows(int rows, Body body) {
+    switch (rows) {
+        case 1:
+            return body(Int<1>{});
+        case 2:
+            return body(Int<2>{});
+        case 3:
+            return body(Int<3>{});
+        case 4:
+            return body(Int<4>{});
+        case 5:
+            return body(Int<5>{});
+        case 6:
+            return body(Int<6>{});
+        case 7:
+            return body(Int<7>{});
+        default:
+            return body(Int<8>{});
+    }
+}
+
 // Accumulators that fit in the register file beside their operands.
 template <class Simd> constexpr int kAccumulators = Simd::registers - 8;
 

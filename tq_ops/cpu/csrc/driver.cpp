@@ -10,33 +10,9 @@
 
 namespace haarkv {
 
-const Kernels& kernels_of(int isa) {
-#if defined(__x86_64__)
-    if (isa == kAvx512Vnni) return avx512vnni_kernels();
-    if (isa == kAvx512) return avx512_kernels();
-    if (isa == kAvx2) return avx2_kernels();
-#endif
-    (void)isa;
-    return portable_kernels();
-}
-
 namespace {
 
 constexpr int64_t kWeightBytesPerItem = 128 * 1024;
-
-Isa best_isa() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (!avx2) return kPortable;
-    if (!avx512) return kAvx2;
-    return __builtin_cpu_supports("avx512vnni") ? kAvx512Vnni : kAvx512;
-#else
-    return kPortable;
-#endif
-}
 
 // Whether n numbers, given as bits, are finite: `exponent` masks the bits that are all ones in an infinity or a NaN.
 template <class T> bool finite(const T* x, int64_t n, T exponent) {

@@ -6,14 +6,11 @@
 #include <memory>
 #include <new>
 
+#include "isa.h"
 #include "kernels.h"
 #include "numbers.h"
 
 namespace haarkv {
-
-enum Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3 };
-
-const Kernels& kernels_of(int isa);
 
 namespace {
 

@@ -1,54 +1,15 @@
 // Q.K and P.V of packed codes by dot products of 16-bit integers, two products per lane and instruction, for BF16 activations.
-//
-// Centroids are 16-bit integers times a unit. A row's query, and its weights of up to kStretch keys, become integers with a
-// step of their own: as fine as 16 bits allow, yet coarse enough that no 32-bit sum can overflow, whatever the codes. All
-// integer sums are therefore exact; the only errors are those of rounding centroids to their unit and queries and weights to
-// half a step.
 
-constexpr int kGroupWords = 4;            // words of a key (32 levels) that one 32-bit sum can hold
-constexpr int kStretch = 128;             // keys that one 32-bit sum can hold
 constexpr int kQueryStride = kMaxLevels;  // integers per row
 
-// The largest sum of the magnitudes of n rounded integers whose products with the centroids still fit in 32 bits. A margin of
-// a thousandth covers the rounding of FP32 sums.
-inline float most_total(const int16_t* integers, int n) {
-    int largest = 0;
-    for (int i = 0; i < 16; ++i) {
-        const int size = integers[i] < 0 ? -integers[i] : integers[i];
-        largest = size > largest ? size : largest;
-    }
-    return 0.999f * 2147483647.0f / static_cast<float>(largest) - 0.5f * static_cast<float>(n);
-}
-
-// The step for numbers of magnitude up to `most`, whose magnitudes add up to `total` times the allowed sum. NaN if they are
-// not finite; 0, and `inverse` too, if they are too small to matter.
-inline float step_of(float most, float total, float* inverse) {
-    float step = most / 32767.0f;
-    if (!(total <= step)) step = total;  // also if the total is a NaN
-    *inverse = step > 1e-35f ? 1.0f / step : 0.0f;
-    return step < INFINITY ? step > 1e-35f ? step : 0.0f : NAN;
-}
-
-inline __m256i to_whole(__m512 x, __m512 inverse) {
-    return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)));
-}
+inline __m256i to_halves(__m512 x, __m512 inverse) { return _mm512_cvtsepi32_epi16(to_integers(x, inverse)); }
 
 // Converts a rotated row of N levels in word order to N / 2 pairs, levels k and k + 4 of a word. Returns the row's step.
 inline float whole_query(const float* q, int levels, float most_total, int16_t* pairs) {
-    __m512 most = _mm512_setzero_ps();
-    const __m512 share = _mm512_set1_ps(1.0f / most_total);
-    float total = 0.0f;
-    for (int i = 0; i < levels; i += 8 * kGroupWords) {
-        const __m512 a = _mm512_abs_ps(_mm512_loadu_ps(q + i));
-        const __m512 b = i + 16 < levels ? _mm512_abs_ps(_mm512_loadu_ps(q + i + 16)) : _mm512_setzero_ps();
-        most = _mm512_max_ps(_mm512_max_ps(a, b), most);
-        const float sum = _mm512_reduce_add_ps(_mm512_fmadd_ps(a, share, _mm512_mul_ps(b, share)));
-        if (!(sum <= total) && total == total) total = sum;  // a NaN enters and stays
-    }
     float inverse;
-    const float step = step_of(_mm512_reduce_max_ps(most), total, &inverse);
+    const float step = query_step(q, levels, most_total, &inverse);
     for (int i = 0; i < levels; i += 16) {
-        const __m256i whole = to_whole(_mm512_loadu_ps(q + i), _mm512_set1_ps(inverse));
+        const __m256i whole = to_halves(_mm512_loadu_ps(q + i), _mm512_set1_ps(inverse));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + i), _mm256_unpacklo_epi16(whole, _mm256_srli_si256(whole, 8)));
     }
     return step;
@@ -60,38 +21,30 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
                         const float* factor, float* logits, int stride, bool add, Ahead ahead) {
     using V = Vnni512;
     constexpr int kWidth = Avx512::width;
-    __m512 part[TILES][R];
-    for (int group = begin; group < end; group += kGroupWords) {
-        __m512i acc[TILES][R];
-        for (int t = 0; t < TILES; ++t)
-            for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
+    __m512i acc[TILES][R];
+    for (int t = 0; t < TILES; ++t)
+        for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
 #pragma GCC unroll 1
-        for (int j = group, last = smaller(end, group + kGroupWords); j < last; ++j) {
-            const uint32_t* word = words + j * TILES * kWidth;
-            ahead.turn();
-            const int16_t* column = q + j * 8;
-            auto level = [&](auto k) __attribute__((always_inline)) {
-                constexpr int kLevel = decltype(k)::value;
-                __m512i value[TILES];
+    for (int j = begin; j < end; ++j) {
+        const uint32_t* word = words + j * TILES * kWidth;
+        ahead.turn();
+        const int16_t* column = q + j * 8;
+        auto level = [&](auto k) __attribute__((always_inline)) {
+            constexpr int kLevel = decltype(k)::value;
+            __m512i value[TILES];
 #pragma GCC unroll 4
-                for (int t = 0; t < TILES; ++t) {
-                    const char* from = reinterpret_cast<const char*>(word + t * kWidth) + kLevel / 2;
-                    value[t] = V::lookup(table, V::shift<kLevel % 2 * 4>(V::load(from)));
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    const __m512i query = V::pair(column + r * kQueryStride + kLevel * 2);
-#pragma GCC unroll 4
-                    for (int t = 0; t < TILES; ++t) acc[t][r] = V::dot(value[t], query, acc[t][r]);
-                }
-            };
-            level(Int<0>{}), level(Int<1>{}), level(Int<2>{}), level(Int<3>{});
-        }
-        for (int t = 0; t < TILES; ++t)
-            for (int r = 0; r < R; ++r) {
-                const __m512 sum = V::to_floats(acc[t][r]);
-                part[t][r] = group == begin ? sum : _mm512_add_ps(part[t][r], sum);
+            for (int t = 0; t < TILES; ++t) {
+                const char* from = reinterpret_cast<const char*>(word + t * kWidth) + kLevel / 2;
+                value[t] = V::lookup(table, V::shift<kLevel % 2 * 4>(V::load(from)));
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i query = V::pair(column + r * kQueryStride + kLevel * 2);
+#pragma GCC unroll 4
+                for (int t = 0; t < TILES; ++t) acc[t][r] = V::dot(value[t], query, acc[t][r]);
+            }
+        };
+        level(Int<0>{}), level(Int<1>{}), level(Int<2>{}), level(Int<3>{});
     }
     for (int t = 0; t < TILES; ++t) {
         const __m512 own = Avx512::load(scale + t * kWidth);
@@ -99,7 +52,7 @@ inline void score_whole(const uint32_t* words, int begin, int end, const int16_t
             float* to = logits + r * stride + t * kWidth;
             const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
             // A product and a sum apart would be contracted for some R and not for others.
-            Avx512::store(to, Avx512::fma(part[t][r], by, add ? Avx512::load(to) : Avx512::zero()));
+            Avx512::store(to, Avx512::fma(V::to_floats(acc[t][r]), by, add ? Avx512::load(to) : Avx512::zero()));
         }
     }
 }
@@ -220,13 +173,17 @@ inline void mix_narrow(const Words& of, __m512i table, const float* shrink, cons
     for (int k = 0; k < PLANES; ++k)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m512 added = _mm512_mul_ps(Vnni512::to_floats(acc[k][r]), _mm512_set1_ps(step[r]));
             alignas(64) float blocks[16];
-            _mm512_store_ps(blocks, added);
-            for (int block = 0; block < 16 / WORDS; ++block) {
-                float* sum = sums + (r * 8 + Lanes<WORDS>::level(block, FIRST + k)) * words;
-                for (int w = 0; w < WORDS; ++w) sum[w] = sum[w] * shrink[r] + blocks[block * WORDS + w];
-            }
+            auto each = [&](auto act) __attribute__((always_inline)) {
+                for (int block = 0; block < 16 / WORDS; ++block) {
+                    float* sum = sums + (r * 8 + Lanes<WORDS>::level(block, FIRST + k)) * words;
+                    for (int w = 0; w < WORDS; ++w) act(sum[w], blocks[block * WORDS + w]);
+                }
+            };
+            each([](float& sum, float& lane) { lane = sum; });
+            const __m512 before = _mm512_mul_ps(_mm512_load_ps(blocks), _mm512_set1_ps(shrink[r]));
+            _mm512_store_ps(blocks, _mm512_fmadd_ps(Vnni512::to_floats(acc[k][r]), _mm512_set1_ps(step[r]), before));
+            each([](float& sum, float& lane) { sum = lane; });
         }
 }
 
@@ -246,7 +203,7 @@ template <int R> struct IntegerProducts {
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache), stride(stride), q(reinterpret_cast<int16_t*>(scratch)), whole(q + R * kQueryStride) {
         if (cache.k.cell != kNibble) return;
-        const float most = most_total(cache.k.integers, 8 * kGroupWords);
+        const float most = most_total(cache.k.integers, cache.k.levels);
         for (int r = 0; r < R; ++r)
             step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
     }
@@ -297,28 +254,13 @@ template <int R> struct IntegerProducts {
   private:
     // Converts the weights of up to kStretch keys to integers, zero after the last, and returns their steps.
     void whole_weights(const float* weights, int n, float most_total, float* steps) const {
-        const __m512 share = Simd::set1(1.0f / most_total);
-        __m512 most[R], total[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) most[r] = total[r] = Simd::zero();
-        for (int i = 0; i < n; i += Simd::width)
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const __m512 size = _mm512_abs_ps(Simd::load(weights + r * stride + i));
-                most[r] = Simd::max(size, most[r]), total[r] = Simd::fma(size, share, total[r]);
-            }
         __m512 inverse[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            float by;
-            steps[r] = step_of(Simd::reduce_max(most[r]), Simd::reduce_add(total[r]), &by);
-            inverse[r] = Simd::set1(by);
-        }
+        weight_steps<R>(weights, stride, n, most_total, steps, inverse);
         for (int i = 0; i < n; i += Simd::width)
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(whole + r * stride + i),
-                                    to_whole(Simd::load(weights + r * stride + i), inverse[r]));
+                                    to_halves(Simd::load(weights + r * stride + i), inverse[r]));
     }
 
     // One segment, `words` words, of each vector; prefetches `share` bytes at `at`.

@@ -12,11 +12,12 @@
 
 namespace haarkv {
 
-constexpr int kMaxRows = 8;    // query rows that one pass over the codes serves
+constexpr int kMaxRows = 8;    // query rows of a tile
+constexpr int kMaxTiles = 8;   // tiles that one pass over the codes serves
 constexpr int kMaxDim = 256;   // the largest head_dim
 constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
-constexpr int kMaxKeysTile = 16;  // keys are padded to this in scratch
+constexpr int kMaxKeysTile = 32;  // keys are padded to this in scratch
 
 // What the vectors of a side are unpacked to, one of its cells for each of the N levels.
 enum Cell : int32_t {
@@ -116,7 +117,8 @@ struct Projection {
 struct Kernels {
     // Floats of scratch that `attend` needs, for any activations.
     int64_t (*scratch_floats)(const Cache&);
-    void (*attend)(const Cache&, const Tile&, float* scratch);
+    // Of tiles that share their KV head, sequence and blocks, up to `tiles` of them.
+    void (*attend)(const Cache&, const Tile*, int count, float* scratch);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
     // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
@@ -124,11 +126,14 @@ struct Kernels {
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     void (*project)(const Projection&, int64_t begin, int64_t end);
+    int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 
 const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512vnni_kernels();
+const Kernels& avx512bf16_kernels();
+const Kernels& amx_kernels();
 
 }  // namespace haarkv

@@ -1,4 +1,5 @@
-// Attention: rotates queries, attends by items of 1,024 keys, merges those and rotates back.
+// Attention: rotates queries, attends by items of 1,024 keys, merges those and rotates back. Long prompts are served a part at
+// a time, so that what is kept between these steps stays small.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -33,69 +34,138 @@ namespace {
 
 // Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
+// Of rotated queries and partial sums that are kept at a time.
+constexpr int64_t kMostBytes = 16 << 20;
 
-// The splits of a tile are consecutive in the list of all; `first` is the index of its first.
-struct RowTile {
-    Tile tile;
-    int64_t first, splits, row[kMaxRows];
+// Tiles that one pass serves: rows of one sequence and KV head. The splits of their context are consecutive in the list of
+// all, and so are the partial sums of a split's tiles.
+struct Pass {
+    int64_t first_tile, first_partial;
+    int32_t tiles, splits, kv_head;
 };
 
 struct Split {
-    int64_t tile;
-    int32_t first_block, end_block;
+    int64_t pass;
+    int32_t number, first_block, end_block;
 };
 
-// What a split leaves: maxima, totals, sums; where V has tokens in BF16 also the totals and sums over those.
+struct RowTile {
+    Tile tile;
+    int64_t pass, row[kMaxRows];
+};
+
+// What is attended to at a time.
+struct Wave {
+    std::vector<RowTile> tiles;
+    std::vector<Pass> passes;
+    std::vector<Split> splits;
+    int64_t partials = 0;
+
+    void clear() { tiles.clear(), passes.clear(), splits.clear(), partials = 0; }
+};
+
+// Where a tile of a split leaves its numbers: maxima, totals, sums; where V has tokens in BF16 also the totals and sums over
+// those.
 struct Partials {
     const int64_t levels, kept;  // numbers of a row's sums
-    Floats numbers;
+    float* const numbers;
 
-    Partials(const Cache& cache, size_t splits)
-        : levels(cache.v.levels),
-          kept(cache.v.kept.vectors ? cache.head_dim : 0),
-          numbers(floats(static_cast<int64_t>(splits) * size())) {}
+    static int64_t size_of(const Cache& cache) {
+        return kMaxRows * (2 + cache.v.levels + (cache.v.kept.vectors ? 1 + cache.head_dim : 0));
+    }
+
+    Partials(const Cache& cache, float* numbers)
+        : levels(cache.v.levels), kept(cache.v.kept.vectors ? cache.head_dim : 0), numbers(numbers) {}
 
     int64_t size() const { return kMaxRows * (2 + levels + (kept ? 1 + kept : 0)); }
-    float* maxima(int64_t split) const { return numbers.get() + split * size(); }
-    float* totals(int64_t split) const { return maxima(split) + kMaxRows; }
-    float* sums(int64_t split) const { return totals(split) + kMaxRows; }
-    float* kept_totals(int64_t split) const { return kept ? sums(split) + kMaxRows * levels : nullptr; }
-    float* kept_sums(int64_t split) const { return kept ? kept_totals(split) + kMaxRows : nullptr; }
+    float* maxima(int64_t index) const { return numbers + index * size(); }
+    float* totals(int64_t index) const { return maxima(index) + kMaxRows; }
+    float* sums(int64_t index) const { return totals(index) + kMaxRows; }
+    float* kept_totals(int64_t index) const { return kept ? sums(index) + kMaxRows * levels : nullptr; }
+    float* kept_sums(int64_t index) const { return kept ? kept_totals(index) + kMaxRows : nullptr; }
 };
 
-// Cuts the rows of every sequence and KV head into tiles, and their contexts into splits. q's rotated rows lie at `rotated`.
-void cut(const HaarkvAttention& a, const float* rotated, std::vector<RowTile>& tiles, std::vector<Split>& splits) {
-    const int dim = a.cache.head_dim, group = a.num_heads / a.cache.num_kv_heads;
-    const int blocks_per_split = std::max(1, kSplitKeys / a.cache.block_size);
-    for (int b = 0; b < a.sequences; ++b) {
-        const int64_t begin = a.query_start[b], rows = (a.query_start[b + 1] - begin) * group;
-        for (int64_t row = 0; row < rows; row += kMaxRows)
-            for (int head = 0; head < a.cache.num_kv_heads; ++head) {
-                RowTile t;
-                t.tile.rows = static_cast<int32_t>(std::min<int64_t>(kMaxRows, rows - row));
-                t.tile.kv_head = head;
-                t.tile.block_table = a.block_table + static_cast<int64_t>(b) * a.max_blocks;
-                t.tile.kept_row = a.cache.k.kept.vectors || a.cache.v.kept.vectors ? a.rows[b] : 0;
-                t.tile.softmax_scale = a.softmax_scale;
-                t.tile.bf16 = a.bf16;
-                int longest = 0;
-                for (int r = 0; r < t.tile.rows; ++r) {
-                    const int64_t token = begin + (row + r) / group;
-                    t.row[r] = token * a.num_heads + head * group + (row + r) % group;
-                    t.tile.q[r] = rotated + t.row[r] * a.cache.k.levels;
-                    t.tile.own[r] = at(a.q, a.bf16, t.row[r] * dim);
-                    t.tile.limits[r] = static_cast<int32_t>(a.positions[token] + 1);
-                    longest = std::max(longest, t.tile.limits[r]);
+// Cuts the rows of every sequence and KV head into passes, and their contexts into splits, a wave at a time.
+class Cutter {
+  public:
+    Cutter(const HaarkvAttention& a, int tiles)
+        : a_(a),
+          most_rows_(tiles * kMaxRows),
+          query_floats_(kMaxRows * a.cache.k.levels),
+          partial_floats_(Partials::size_of(a.cache)) {}
+
+    // The next wave; false if there is none.
+    bool next(Wave& wave) {
+        wave.clear();
+        for (; sequence_ < a_.sequences; ++sequence_, row_ = 0)
+            for (; row_ < rows(); row_ += most_rows_, head_ = 0)
+                for (; head_ < a_.cache.num_kv_heads; ++head_) {
+                    const int64_t floats = wave.partials * partial_floats_ + wave.tiles.size() * query_floats_;
+                    if (floats * 4 >= kMostBytes) return true;
+                    add_pass(wave);
                 }
-                const int blocks = static_cast<int>(divide_up(longest, a.cache.block_size));
-                t.first = static_cast<int64_t>(splits.size());
-                t.splits = divide_up(blocks, blocks_per_split);
-                for (int block = 0; block < blocks; block += blocks_per_split)
-                    splits.push_back({static_cast<int64_t>(tiles.size()), block, std::min(blocks, block + blocks_per_split)});
-                tiles.push_back(t);
-            }
+        return !wave.passes.empty();
     }
-}
+
+  private:
+    const HaarkvAttention& a_;
+    const int64_t most_rows_, query_floats_, partial_floats_;
+    int64_t row_ = 0;
+    int sequence_ = 0, head_ = 0;
+
+    int group() const { return a_.num_heads / a_.cache.num_kv_heads; }
+    int64_t rows() const { return static_cast<int64_t>(a_.query_start[sequence_ + 1] - a_.query_start[sequence_]) * group(); }
+
+    void add_pass(Wave& wave) const {
+        const int blocks_per_split = std::max(1, kSplitKeys / a_.cache.block_size);
+        Pass pass{};
+        pass.first_tile = static_cast<int64_t>(wave.tiles.size());
+        pass.first_partial = wave.partials;
+        pass.kv_head = head_;
+        int longest = 0;
+        for (int64_t end = std::min(rows(), row_ + most_rows_), row = row_; row < end; row += kMaxRows, ++pass.tiles)
+            longest = std::max(longest, add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row))));
+        const int blocks = static_cast<int>(divide_up(longest, a_.cache.block_size));
+        for (int block = 0; block < blocks; block += blocks_per_split, ++pass.splits)
+            wave.splits.push_back({static_cast<int64_t>(wave.passes.size()), pass.splits, block,
+                                   std::min(blocks, block + blocks_per_split)});
+        wave.partials += static_cast<int64_t>(pass.splits) * pass.tiles;
+        wave.passes.push_back(pass);
+    }
+
+    // Returns how many keys its rows see at most.
+    int add_tile(Wave& wave, int64_t row, int rows) const {
+        RowTile t;
+        t.pass = static_cast<int64_t>(wave.passes.size());
+        t.tile.rows = rows, t.tile.kv_head = head_;
+        t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
+        t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
+        t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
+        int longest = 0;
+        for (int r = 0; r < rows; ++r) {
+            const int64_t token = a_.query_start[sequence_] + (row + r) / group();
+            t.row[r] = token * a_.num_heads + head_ * group() + (row + r) % group();
+            t.tile.own[r] = at(a_.q, a_.bf16, t.row[r] * a_.cache.head_dim);
+            t.tile.limits[r] = static_cast<int32_t>(a_.positions[token] + 1);
+            longest = std::max(longest, t.tile.limits[r]);
+        }
+        wave.tiles.push_back(t);
+        return longest;
+    }
+};
+
+// A buffer that grows and is used again.
+class Buffer {
+  public:
+    float* of(int64_t n) {
+        if (n > size_) numbers_.reset(), numbers_ = floats(n), size_ = n;
+        return numbers_.get();
+    }
+
+  private:
+    Floats numbers_;
+    int64_t size_ = 0;
+};
 
 // Adds up n numbers of a row of every split, each by its factor, over the row's total.
 void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
@@ -105,24 +175,26 @@ void add_up(const float* first, int64_t distance, const std::vector<float>& fact
     for (int64_t i = 0; i < n; ++i) sum[i] /= total;
 }
 
-// The output of a tile's rows, from what its splits left. Scratch: [kMaxRows, v.levels + 2 * head_dim].
-void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const RowTile& t, float* scratch) {
-    const int64_t dim = a.cache.head_dim, size = of.size();
+// The output of a tile's rows, from what its splits left: `splits` of them, from partial `first` on, `apart` from each other.
+// Scratch: [kMaxRows, v.levels + 2 * head_dim].
+void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const RowTile& t, int64_t first, int64_t apart,
+           int splits, float* scratch) {
+    const int64_t dim = a.cache.head_dim, size = of.size() * apart;
     float *merged = scratch, *out = merged + kMaxRows * of.levels, *exact = out + kMaxRows * dim;
     float share[kMaxRows];  // of the probabilities, that of packed values
-    std::vector<float> factors(t.splits);
+    std::vector<float> factors(splits);
     for (int r = 0; r < t.tile.rows; ++r) {
-        const float *maxima = of.maxima(t.first) + r, *totals = of.totals(t.first) + r;
+        const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
         float most = -std::numeric_limits<float>::infinity(), total = 0.0f, kept = 0.0f;
-        for (int64_t s = 0; s < t.splits; ++s) most = std::max(most, maxima[s * size]);
-        for (int64_t s = 0; s < t.splits; ++s) {
+        for (int64_t s = 0; s < splits; ++s) most = std::max(most, maxima[s * size]);
+        for (int64_t s = 0; s < splits; ++s) {
             factors[s] = std::exp(maxima[s * size] - most);
             total += totals[s * size] * factors[s];
-            if (of.kept) kept += of.kept_totals(t.first + s)[r] * factors[s];
+            if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
         }
         share[r] = 1.0f - kept / total;
-        add_up(of.sums(t.first) + r * of.levels, size, factors, total, of.levels, merged + r * of.levels);
-        if (of.kept) add_up(of.kept_sums(t.first) + r * dim, size, factors, total, dim, exact + r * dim);
+        add_up(of.sums(first) + r * of.levels, size, factors, total, of.levels, merged + r * of.levels);
+        if (of.kept) add_up(of.kept_sums(first) + r * dim, size, factors, total, dim, exact + r * dim);
     }
     if (a.rotation_back.numbers)
         kernels.rotate(merged, t.tile.rows, a.rotation_back, t.tile.kv_head, out);
@@ -142,6 +214,51 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     }
 }
 
+// The rotated queries of a tile.
+void rotate(const HaarkvAttention& a, const Kernels& kernels, const Tile& tile, float* scratch, float* rotated) {
+    const int64_t dim = a.cache.head_dim;
+    float* x = a.rotation.numbers ? scratch : rotated;
+    for (int r = 0; r < tile.rows; ++r) widen(tile.own[r], a.bf16, dim, x + r * dim);
+    if (a.rotation.numbers) kernels.rotate(x, tile.rows, a.rotation, tile.kv_head, rotated);
+}
+
+// Attends to one wave.
+void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const Partials& partials, float* queries,
+            float* scratch, int64_t scratch_size) {
+    const int64_t k_levels = a.cache.k.levels;
+    auto rotate_tile = [&](int64_t item, int thread) {
+        Tile& tile = wave.tiles[item].tile;
+        float* rotated = queries + item * kMaxRows * k_levels;
+        rotate(a, kernels, tile, scratch + thread * scratch_size, rotated);
+        for (int r = 0; r < tile.rows; ++r) tile.q[r] = rotated + r * k_levels;
+    };
+    parallel_for(a.threads, static_cast<int64_t>(wave.tiles.size()), rotate_tile);
+
+    auto attend_split = [&](int64_t item, int thread) {
+        const Split& split = wave.splits[item];
+        const Pass& pass = wave.passes[split.pass];
+        Tile tiles[kMaxTiles];
+        for (int t = 0; t < pass.tiles; ++t) {
+            const int64_t index = pass.first_partial + static_cast<int64_t>(split.number) * pass.tiles + t;
+            tiles[t] = wave.tiles[pass.first_tile + t].tile;
+            tiles[t].first_block = split.first_block, tiles[t].end_block = split.end_block;
+            tiles[t].maxima = partials.maxima(index), tiles[t].totals = partials.totals(index);
+            tiles[t].sums = partials.sums(index);
+            tiles[t].kept_totals = partials.kept_totals(index), tiles[t].kept_sums = partials.kept_sums(index);
+        }
+        kernels.attend(a.cache, tiles, pass.tiles, scratch + thread * scratch_size);
+    };
+    parallel_for(a.threads, static_cast<int64_t>(wave.splits.size()), attend_split);
+
+    auto merge_tile = [&](int64_t item, int thread) {
+        const RowTile& tile = wave.tiles[item];
+        const Pass& pass = wave.passes[tile.pass];
+        merge(a, kernels, partials, tile, pass.first_partial + item - pass.first_tile, pass.tiles, pass.splits,
+              scratch + thread * scratch_size);
+    };
+    parallel_for(a.threads, static_cast<int64_t>(wave.tiles.size()), merge_tile);
+}
+
 }  // namespace
 }  // namespace haarkv
 
@@ -149,44 +266,18 @@ extern "C" {
 
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
-    const int64_t dim = a->cache.head_dim, kv_heads = a->cache.num_kv_heads, group = a->num_heads / kv_heads;
-    const int64_t tokens = a->query_start[a->sequences], k_levels = a->cache.k.levels;
-    const Floats rotated = floats(tokens * a->num_heads * k_levels);
-    std::vector<RowTile> tiles;
-    std::vector<Split> splits;
-    cut(*a, rotated.get(), tiles, splits);
-
-    const Partials partials(a->cache, splits.size());
-    const int64_t scratch_size = std::max<int64_t>(kernels.scratch_floats(a->cache), kMaxRows * (a->cache.v.levels + 2 * dim));
+    const Cache& cache = a->cache;
+    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), kMaxRows * (cache.v.levels + 2 * cache.head_dim));
+    const int64_t scratch_size = divide_up(own, 16) * 16;
     const Floats scratch = floats(a->threads * scratch_size);
-
-    // Rows that are multiplied by one matrix lie together: all, or the query heads of a KV head of a token.
-    const int64_t rows_together = a->rotation.head_stride ? group : std::max<int64_t>(1, tokens * a->num_heads);
-    const int64_t tiles_together = divide_up(rows_together, kMaxRows);
-    auto rotate = [&](int64_t item, int thread) {
-        float* x = scratch.get() + thread * scratch_size;
-        const int64_t together = item / tiles_together, first = item % tiles_together * kMaxRows;
-        const int64_t row = together * rows_together + first, rows = std::min<int64_t>(kMaxRows, rows_together - first);
-        if (!a->rotation.numbers) return widen(at(a->q, a->bf16, row * dim), a->bf16, rows * dim, rotated.get() + row * dim);
-        widen(at(a->q, a->bf16, row * dim), a->bf16, rows * dim, x);
-        kernels.rotate(x, static_cast<int>(rows), a->rotation, static_cast<int>(together % kv_heads),
-                       rotated.get() + row * k_levels);
-    };
-    parallel_for(a->threads, tokens * a->num_heads / rows_together * tiles_together, rotate);
-
-    auto attend = [&](int64_t item, int thread) {
-        Tile tile = tiles[splits[item].tile].tile;
-        tile.first_block = splits[item].first_block, tile.end_block = splits[item].end_block;
-        tile.maxima = partials.maxima(item), tile.totals = partials.totals(item), tile.sums = partials.sums(item);
-        tile.kept_totals = partials.kept_totals(item), tile.kept_sums = partials.kept_sums(item);
-        kernels.attend(a->cache, tile, scratch.get() + thread * scratch_size);
-    };
-    parallel_for(a->threads, static_cast<int64_t>(splits.size()), attend);
-
-    auto merge_tile = [&](int64_t item, int thread) {
-        merge(*a, kernels, partials, tiles[item], scratch.get() + thread * scratch_size);
-    };
-    parallel_for(a->threads, static_cast<int64_t>(tiles.size()), merge_tile);
+    Cutter cutter(*a, kernels.tiles);
+    Wave wave;
+    Buffer numbers, queries;
+    while (cutter.next(wave)) {
+        const Partials partials(cache, numbers.of(wave.partials * Partials::size_of(cache)));
+        float* rotated = queries.of(static_cast<int64_t>(wave.tiles.size()) * kMaxRows * cache.k.levels);
+        attend(*a, kernels, wave, partials, rotated, scratch.get(), scratch_size);
+    }
 }
 
 }  // extern "C"

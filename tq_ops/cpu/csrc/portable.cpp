@@ -23,7 +23,7 @@ template <int R> using Products = FloatProducts<Portable, Portable, R>;
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>, quantize<Portable>, project<Portable>,
+        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>, quantize<Portable>, project<Portable>, 1,
     };
     return kernels;
 }

@@ -67,24 +67,7 @@ template <class Simd, int R> void rotate_rows(const float* x, const Matrix& matr
 }
 
 template <class Simd> void rotate(const float* x, int rows, const Matrix& matrix, int head, float* y) {
-    switch (rows) {
-        case 1:
-            return rotate_rows<Simd, 1>(x, matrix, head, y);
-        case 2:
-            return rotate_rows<Simd, 2>(x, matrix, head, y);
-        case 3:
-            return rotate_rows<Simd, 3>(x, matrix, head, y);
-        case 4:
-            return rotate_rows<Simd, 4>(x, matrix, head, y);
-        case 5:
-            return rotate_rows<Simd, 5>(x, matrix, head, y);
-        case 6:
-            return rotate_rows<Simd, 6>(x, matrix, head, y);
-        case 7:
-            return rotate_rows<Simd, 7>(x, matrix, head, y);
-        default:
-            return rotate_rows<Simd, 8>(x, matrix, head, y);
-    }
+    with_rows(rows, [&](auto r) { rotate_rows<Simd, decltype(r)::value>(x, matrix, head, y); });
 }
 
 // Writes x / ||x|| rounded to BF16 and returns the norm. Doubles neither underflow nor overflow here; the norm's mantissa is

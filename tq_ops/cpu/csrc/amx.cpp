@@ -1,0 +1,48 @@
+#include "intrinsics.h"
+
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "kernels.h"
+#include "numbers.h"
+
+namespace haarkv {
+namespace {
+#include "common.h"
+#include "exponential.h"
+#include "simd_avx2.h"
+#include "simd_avx512.h"
+#include "integers.h"
+#include "tiles.h"
+#include "unpacked.h"
+#include "kept.h"
+#include "attention.h"
+#include "tile_products.h"
+#include "tile_attention.h"
+
+bool in_tiles(const Cache& cache) {
+    auto fits = [](const Side& side) { return side.cell == kNibble && side.scales_per_vector == 1; };
+    return fits(cache.k) && fits(cache.v);
+}
+
+void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    if (tiles->bf16 && in_tiles(cache)) return attend_tiles(cache, tiles, count, scratch);
+    avx512bf16_kernels().attend(cache, tiles, count, scratch);
+}
+
+int64_t scratch_of_either(const Cache& cache) {
+    return larger(in_tiles(cache) ? scratch_of_tiles(cache) : 0, avx512bf16_kernels().scratch_floats(cache));
+}
+}  // namespace
+
+const Kernels& amx_kernels() {
+    static const Kernels kernels = [] {
+        Kernels made = avx512bf16_kernels();
+        made.scratch_floats = scratch_of_either, made.attend = attend_either, made.tiles = kMaxTiles;
+        return made;
+    }();
+    return kernels;
+}
+
+}  // namespace haarkv

@@ -1,0 +1,102 @@
+// Attention of the tiles of a pass, R rows each: codes are looked up once for all of them.
+
+template <int R> using TileRows = Attend<Avx512, TileProducts<R>, R>;
+
+inline int64_t tile_floats(const Cache& cache) {
+    const int64_t n = Pieces(cache, kMaxRows).end + TileProducts<kMaxRows>::floats(cache);
+    return (n + 15) / 16 * 16;
+}
+
+inline int64_t scratch_of_tiles(const Cache& cache) { return LookedUp::floats(cache) + kMaxTiles * tile_floats(cache); }
+
+template <int R> struct Together {
+    const Cache& cache;
+    const int count;
+    const LookedUp found;
+    alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
+    int seen[kMaxTiles][R];
+    bool mixes[kMaxTiles];
+
+    Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
+        : cache(cache), count(count), found(cache, scratch) {
+        for (int t = 0; t < count; ++t)
+            new (place_of[t])
+                TileRows<R>(cache, tiles[t], scratch + LookedUp::floats(cache) + t * tile_floats(cache));
+    }
+
+    TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }
+
+    // Logits of a block's first n keys.
+    void score(Place k, int base, int n, const uint8_t* values) {
+        bool packed = false;
+        for (int t = 0; t < count; ++t) packed = packed || rows(t).sees_packed_keys(base, n, seen[t]);
+        if (packed) {
+            if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
+            widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
+            look_up_keys(cache, k.codes, n, values, found.keys);
+            for (int key = 0; key < n; key += 32) {
+                const int8_t* keys = found.keys + key / 16 * chunks_of(cache.k.levels) * kPairBytes;
+                for (int t = 0; t < count; ++t) rows(t).products.score(keys, key, found.k_scale, rows(t).logits);
+            }
+        }
+        for (int t = 0; t < count; ++t) rows(t).score_exact(base, n, seen[t]);
+    }
+
+    // Adds the block's values.
+    void mix(Place v, int base, int n, const uint8_t* next_keys) {
+        bool any = false;
+        for (int t = 0; t < count; ++t) any = (mixes[t] = rows(t).weigh(v, base, n, seen[t])) || any;
+        for (int t = 0; t < count; ++t)
+            if (!mixes[t]) shrink_sums<R>(rows(t).shrink, rows(t).products.columns * 16, rows(t).products.sums);
+        if (!any) return;
+        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
+        float one[R];
+        for (int r = 0; r < R; ++r) one[r] = 1.0f;
+        for (int key = 0; key < n; key += kStretch) {
+            const int keys = smaller(n - key, kStretch);
+            look_up_values(cache, v.codes + key * nibble_bytes(cache.v), keys, next_keys + key * cache.k.bytes, found.values);
+            for (int t = 0; t < count; ++t)
+                if (mixes[t]) rows(t).products.weigh(rows(t).weights + key, keys);
+            for (int column = 0; column < columns_of(cache.v.levels); column += 2)
+                for (int t = 0; t < count; ++t)
+                    if (mixes[t]) rows(t).products.mix(found.values, column, keys, key ? one : rows(t).shrink);
+        }
+    }
+};
+
+template <int R> void attend_together(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    const Tiles shapes(shapes_of(R));
+    Together<R> together(cache, tiles, count, scratch);
+    int longest = 0;
+    for (int t = 0; t < count; ++t)
+        for (int r = 0; r < R; ++r) longest = larger(tiles[t].limits[r], longest);
+    for (int block = tiles->first_block; block < tiles->end_block; ++block) {
+        const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
+        if (n <= 0) break;
+        const int next = block + 1 < tiles->end_block ? block + 1 : block;
+        const Place k = place(cache.k, cache, tiles->block_table[block], tiles->kv_head);
+        const Place v = place(cache.v, cache, tiles->block_table[block], tiles->kv_head);
+        const Place next_k = place(cache.k, cache, tiles->block_table[next], tiles->kv_head);
+        for (int t = 0; t < count; ++t)
+            for (int r = 0; r < R; ++r) together.seen[t][r] = smaller(n, tiles[t].limits[r] - base);
+        fetch_scales(v, n);
+        together.score(k, base, n, v.codes);
+        fetch_scales(next_k, n);
+        together.mix(v, base, n, next_k.codes);
+    }
+    for (int t = 0; t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
+}
+
+// Of several tiles the last may have fewer rows: it repeats its first, which see nothing.
+inline void attend_tiles(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    if (count == 1)
+        return with_rows(tiles->rows,
+                         [&](auto rows) { attend_together<decltype(rows)::value>(cache, tiles, count, scratch); });
+    Tile filled[kMaxTiles];
+    for (int t = 0; t < count; ++t) {
+        filled[t] = tiles[t], filled[t].rows = kMaxRows;
+        for (int r = tiles[t].rows; r < kMaxRows; ++r)
+            filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
+    }
+    attend_together<kMaxRows>(cache, filled, count, scratch);
+}

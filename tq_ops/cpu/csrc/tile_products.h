@@ -1,0 +1,260 @@
+// Q.K and P.V of packed codes by tiles of signed bytes, for BF16 activations: the integers of integers.h and their exact sums,
+// so every bit is what `vpdpwssd` makes of them.
+//
+// A 16-bit integer is 256 * upper + lower, both signed bytes. Of R rows, a tile holds the upper bytes of all rows, then the
+// lower ones; it meets one tile with the upper bytes of centroids and one with the lower ones. Nibbles are looked up to such
+// bytes once for all rows of a pass, by `vpshufb`, and kept in scratch: a block of keys, and 128 values.
+
+constexpr int kTileBytes = 1024;          // 16 rows of 64 bytes
+constexpr int kChunk = 64;                // levels of a query, or weights, in a row of a tile
+constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same centroids
+
+inline int chunks_of(int n) { return (n + kChunk - 1) / kChunk; }
+// Tiles of 16 levels that a vector of V becomes. They are looked up 128 levels at a time, or 64.
+inline int columns_of(int levels) { return levels / 128 * 8 + (levels % 128 == 0 ? 0 : levels % 128 > 64 ? 8 : 4); }
+
+// Tables of the upper and lower bytes of 16 integers, for `vpshufb`.
+struct ByteTables {
+    __m512i upper, lower;
+
+    explicit ByteTables(const int16_t* integers) {
+        alignas(16) int8_t bytes[2][16];
+        for (int i = 0; i < 16; ++i) {
+            const int up = (integers[i] + 128) >> 8;
+            bytes[0][i] = static_cast<int8_t>(up), bytes[1][i] = static_cast<int8_t>(integers[i] - 256 * up);
+        }
+        upper = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
+        lower = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
+    }
+
+    // A row of both tiles, from the low nibbles of bytes.
+    void put(__m512i nibbles, int8_t* row) const {
+        _mm512_store_si512(row, _mm512_shuffle_epi8(upper, nibbles));
+        _mm512_store_si512(row + kTileBytes, _mm512_shuffle_epi8(lower, nibbles));
+    }
+};
+
+inline __m512i low_nibbles(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline __m512i high_nibbles(__m512i x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+
+// A block's first n keys as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last are
+// left as they are: they meet zeros. Prefetches `values`, the same of V.
+inline void look_up_keys(const Cache& cache, const uint8_t* codes, int n, const uint8_t* values, int8_t* out) {
+    const int words = cache.k.levels / 8, chunks = chunks_of(cache.k.levels);
+    const int64_t bytes = nibble_bytes(cache.k);
+    const ByteTables tables(cache.k.integers);
+    alignas(64) uint32_t turned[kMaxLevels / 8 * 16];
+    for (int key = 0; key < n; key += 16, out += chunks * kPairBytes) {
+        fetch_bytes(values + key * cache.v.bytes, 16 * cache.v.bytes);
+        Avx512::transpose(codes + key * bytes, words, smaller(n - key, 16), turned, 16);
+        for (int word = 0; word < words; ++word) {
+            const __m512i x = _mm512_load_si512(turned + word * 16);
+            int8_t* row = out + word / 8 * kPairBytes + word % 8 * 2 * kChunk;
+            tables.put(low_nibbles(x), row), tables.put(high_nibbles(x), row + kChunk);
+        }
+    }
+}
+
+// Nibbles of a query in that order: of a word the even levels, then the odd ones.
+inline void put_query(const float* q, int levels, __m512 inverse, int8_t* upper, int8_t* lower) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    auto put = [&](__m512i x, int i, int8_t* row) {
+        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), order);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i / kChunk * kTileBytes + i % kChunk), bytes);
+    };
+    for (int i = 0; i < levels; i += 16) {
+        const __m512i x = to_integers(_mm512_loadu_ps(q + i), inverse);
+        put(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8), i, upper), put(x, i, lower);
+    }
+}
+
+// Four vectors' bytes side by side, of up to 64 bytes each: `found[z]` holds bytes 4 * z ... 4 * z + 3 of each 16.
+inline void interleave(const __m512i (&x)[4], __m512i (&found)[4]) {
+    const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
+    found[0] = _mm512_unpacklo_epi16(a, c), found[1] = _mm512_unpackhi_epi16(a, c);
+    found[2] = _mm512_unpacklo_epi16(b, d), found[3] = _mm512_unpackhi_epi16(b, d);
+}
+
+// n values, up to kStretch, as pairs of tiles, [chunk of keys][16 levels]: each row holds 16 levels of four keys. Prefetches
+// `keys`, the next ones of K.
+inline void look_up_values(const Cache& cache, const uint8_t* codes, int n, const uint8_t* keys, int8_t* out) {
+    const int levels = cache.v.levels, columns = columns_of(levels);
+    const int64_t bytes = nibble_bytes(cache.v);
+    const ByteTables tables(cache.v.integers);
+    for (int key = 0; key < n; key += 4) {
+        fetch_bytes(keys + key * cache.k.bytes, 4 * cache.k.bytes);
+        int8_t* row = out + key / kChunk * columns * kPairBytes + key % kChunk * 16;
+        for (int level = 0; level < levels; level += 128) {
+            const int here = smaller(levels - level, 128) / 2;
+            const __mmask64 mask = here < 64 ? (uint64_t{1} << here) - 1 : ~uint64_t{0};
+            __m512i x[4], found[4];
+            for (int i = 0; i < 4; ++i)
+                x[i] = _mm512_maskz_loadu_epi8(key + i < n ? mask : 0, codes + (key + i) * bytes + level / 2);
+            interleave(x, found);
+            if (here <= 32) {  // the upper halves are empty
+                found[0] = _mm512_inserti64x4(found[0], _mm512_castsi512_si256(found[1]), 1);
+                found[1] = _mm512_inserti64x4(found[2], _mm512_castsi512_si256(found[3]), 1);
+            }
+            for (int z = 0; z < (here <= 32 ? 2 : 4); ++z, row += 2 * kPairBytes)
+                tables.put(low_nibbles(found[z]), row), tables.put(high_nibbles(found[z]), row + kPairBytes);
+        }
+    }
+}
+
+// Where column `lane` of tile `tile` of V lies among the levels of a vector, in plane order; -1 if it is none.
+inline int level_of(int levels, int tile, int lane) {
+    const int unit = tile / 8, here = smaller(levels - unit * 128, 128) / 2, z = tile % 8 / 2;
+    int byte = lane / 4 * 16 + z * 4 + lane % 4;
+    if (here <= 32) byte = lane / 4 % 2 * 16 + (2 * z + lane / 8) * 4 + lane % 4;
+    if (byte >= here) return -1;
+    byte += unit * 64;
+    return (byte % 4 * 2 + tile % 2) * (levels / 8) + byte / 4;
+}
+
+// Products of rows with two pairs of tiles, b and b + pair: tiles of 32-bit sums at `out`, [pair][upper and lower bytes of
+// centroids][16][16]. Rows are the upper bytes of R rows, then the lower ones, a tile a chunk.
+inline void multiply(const int8_t* rows, const int8_t* b, int64_t pair, int64_t next_chunk, int chunks, int32_t* out) {
+    asm volatile("" ::: "memory");  // compilers do not know what the intrinsics read, nor what they write
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int c = 0; c < chunks; ++c, rows += kTileBytes, b += next_chunk) {
+        _tile_loadd(4, rows, kChunk);
+        _tile_loadd(5, b, kChunk);
+        _tile_dpbssd(0, 4, 5);
+        _tile_loadd(6, b + kTileBytes, kChunk);
+        _tile_dpbssd(1, 4, 6);
+        _tile_loadd(5, b + pair, kChunk);
+        _tile_dpbssd(2, 4, 5);
+        _tile_loadd(6, b + pair + kTileBytes, kChunk);
+        _tile_dpbssd(3, 4, 6);
+    }
+    _tile_stored(0, out, kChunk);
+    _tile_stored(1, out + 256, kChunk);
+    _tile_stored(2, out + 512, kChunk);
+    _tile_stored(3, out + 768, kChunk);
+    asm volatile("" ::: "memory");
+}
+
+// Row r of R of one pair: 65,536 * upper.upper + 256 * (upper.lower + lower.upper) + lower.lower. What does not fit in 32 bits
+// meanwhile cancels out.
+template <int R> inline __m512 whole_sums(const int32_t* of, int r) {
+    auto at = [&](int side, int row) { return _mm512_load_si512(of + side * 256 + row * 16); };
+    const __m512i mixed = _mm512_add_epi32(at(0, R + r), at(1, r));
+    const __m512i above = _mm512_add_epi32(_mm512_slli_epi32(at(0, r), 8), mixed);
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(above, 8), at(1, R + r)));
+}
+
+// The tiles of `multiply`, for R rows.
+inline TileShapes shapes_of(int rows) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 7; ++tile) shapes.set(tile, tile < 5 ? 2 * rows : 16, kChunk);
+    return shapes;
+}
+
+// What R rows are multiplied by, and their sums: the products of a tile in a pass. The lookups are the pass's own.
+template <int R> struct TileProducts {
+    const Cache& cache;
+    const int stride, columns;
+    int8_t* const q;     // [chunk][R upper, R lower][kChunk]
+    int8_t* const p;     // likewise, a stretch's weights
+    float* const sums;   // [R, columns, 16]
+    float factor[R];     // of logits: the query's step, the centroids' unit and the softmax scale
+    float steps[R];
+
+    static int64_t floats(const Cache& cache) {
+        return (chunks_of(cache.k.levels) + kStretch / kChunk) * kTileBytes / 4 + R * columns_of(cache.v.levels) * 16;
+    }
+
+    TileProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
+        : cache(cache),
+          stride(stride),
+          columns(columns_of(cache.v.levels)),
+          q(reinterpret_cast<int8_t*>(scratch)),
+          p(q + chunks_of(cache.k.levels) * kTileBytes),
+          sums(reinterpret_cast<float*>(p + kStretch / kChunk * kTileBytes)) {
+        std::memset(q, 0, chunks_of(cache.k.levels) * kTileBytes);
+        std::memset(sums, 0, R * columns * 16 * sizeof(float));
+        const float most = most_total(cache.k.integers, cache.k.levels);
+        for (int r = 0; r < R; ++r) {
+            float inverse;
+            factor[r] = query_step(tile.q[r], cache.k.levels, most, &inverse) * cache.k.unit * tile.softmax_scale;
+            put_query(tile.q[r], cache.k.levels, _mm512_set1_ps(inverse), q + r * kChunk, q + (R + r) * kChunk);
+        }
+    }
+
+    // Logits [R, stride] of 32 keys from `key` on, looked up at `keys`.
+    void score(const int8_t* keys, int key, const float* scale, float* logits) const {
+        alignas(64) int32_t found[1024];
+        const int chunks = chunks_of(cache.k.levels);
+        multiply(q, keys, chunks * kPairBytes, kPairBytes, chunks, found);
+        for (int t = 0; t < 2; ++t) {
+            const __m512 own = Avx512::load(scale + key + t * 16);
+            for (int r = 0; r < R; ++r) {
+                const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+                Avx512::store(logits + r * stride + key + t * 16,
+                              Avx512::fma(whole_sums<R>(found + t * 512, r), by, Avx512::zero()));
+            }
+        }
+    }
+
+    // Takes the weights [R, stride] of the next n values, up to kStretch.
+    void weigh(const float* weights, int n) {
+        __m512 inverse[R];
+        weight_steps<R>(weights, stride, n, most_total(cache.v.integers, kStretch), steps, inverse);
+        for (int r = 0; r < R; ++r) steps[r] *= cache.v.unit;
+        for (int i = 0; i < chunks_of(n) * kChunk; i += 16)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i x = i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r])
+                                        : _mm512_setzero_si512();
+                int8_t* row = p + i / kChunk * kTileBytes + r * kChunk + i % kChunk;
+                const __m512i up = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+                _mm_store_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(up));
+                _mm_store_si128(reinterpret_cast<__m128i*>(row + R * kChunk), _mm512_cvtepi32_epi8(x));
+            }
+    }
+
+    // Adds n values' levels of columns `column` and the next by those weights, after sums shrink.
+    void mix(const int8_t* values, int column, int n, const float* shrink) {
+        alignas(64) int32_t found[1024];
+        multiply(p, values + column * kPairBytes, kPairBytes, columns * kPairBytes, chunks_of(n), found);
+        for (int t = 0; t < 2; ++t)
+            for (int r = 0; r < R; ++r) {
+                float* sum = sums + (r * columns + column + t) * 16;
+                const __m512 before = _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r]));
+                _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums<R>(found + t * 512, r), _mm512_set1_ps(steps[r]), before));
+            }
+    }
+
+    // The sums [R, v.levels] in plane order.
+    void finish(float* out) const {
+        for (int tile = 0; tile < columns; ++tile)
+            for (int lane = 0; lane < 16; ++lane) {
+                const int level = level_of(cache.v.levels, tile, lane);
+                for (int r = 0; level >= 0 && r < R; ++r)
+                    out[r * cache.v.levels + level] = sums[(r * columns + tile) * 16 + lane];
+            }
+    }
+};
+
+// What the tiles of a pass share, in scratch.
+struct LookedUp {
+    int8_t *keys, *values;
+    float* k_scale;
+    static int64_t key_bytes(const Cache& cache) {
+        return static_cast<int64_t>(padded(cache.block_size)) / 16 * chunks_of(cache.k.levels) * kPairBytes;
+    }
+    static int64_t value_bytes(const Cache& cache) {
+        return static_cast<int64_t>(kStretch / kChunk) * columns_of(cache.v.levels) * kPairBytes;
+    }
+    static int64_t floats(const Cache& cache) {
+        return (key_bytes(cache) + value_bytes(cache)) / 4 + padded(cache.block_size);
+    }
+    LookedUp(const Cache& cache, float* scratch)
+        : keys(reinterpret_cast<int8_t*>(scratch)),
+          values(keys + key_bytes(cache)),
+          k_scale(reinterpret_cast<float*>(values + value_bytes(cache))) {}
+};
