@@ -105,7 +105,7 @@ class Linear(_Structure):
 
     _fields_ = (
         ("weight", c_void_p), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
-        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
+        ("weight_bf16", c_int32), ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The op table of CPUs: attention over packed codes, quantize-append and BF16 projections in C++, the rest from the reference.
+"""The op table of CPUs: attention over packed codes, quantize-append and projections in C++, the rest from the reference.
 
 Signatures and rounding points are those of `tq_ops.reference`, except where a docstring says otherwise.
 """
@@ -22,8 +22,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.window import Window
 
-# With more tokens than this, torch's matrix product is faster than reading the weight row by row.
-_MOST_TOKENS_BY_ROWS = 64
 _BF16_CELL = 16
 
 
@@ -50,27 +48,29 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self._isa = library.ISAS.index(self.isa)
-        self._linear = library.Linear(weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self._isa, threads=0)
+        self._linear = library.Linear(
+            weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self._isa, threads=0
+        )
         self._caches: WeakKeyDictionary[PagedKVCache, dict[int, _Prepared]] = WeakKeyDictionary()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Projection `x @ weight.T`. Few tokens by a BF16 weight run in C++, which reads the weight once and never widens it.
+        """Projection `x @ weight.T`. The weight is read as it lies in memory and is never widened there.
 
         Args:
             x: [T, in] bf16 or fp32.
             weight: [out, in] of x's dtype.
         Returns:
-            [T, out] fp32.
-        Rounding points: the reference's, FP32 sums alone, in another order.
+            [T, out] fp32. The bits of a number depend on its token and its row of the weight alone, not on how many tokens
+            there are beside it, nor on the number of threads.
+        Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and `amx`
+            multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
         """
-        if weight.dtype != torch.bfloat16 or not 0 < x.shape[0] <= _MOST_TOKENS_BY_ROWS:
-            return reference.linear(x, weight)
         x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
         call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
         (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
-        call.bf16, call.threads = _is_bf16(x), torch.get_num_threads()
+        call.weight_bf16, call.bf16, call.threads = _is_bf16(weight), _is_bf16(x), torch.get_num_threads()
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 

@@ -20,6 +20,7 @@ namespace {
 #include "attention.h"
 #include "tile_products.h"
 #include "tile_attention.h"
+#include "tile_projection.h"
 
 bool in_tiles(const Cache& cache) {
     auto fits = [](const Side& side) { return side.cell == kNibble && side.scales_per_vector == 1; };
@@ -34,12 +35,30 @@ void attend_either(const Cache& cache, const Tile* tiles, int count, float* scra
 int64_t scratch_of_either(const Cache& cache) {
     return larger(in_tiles(cache) ? scratch_of_tiles(cache) : 0, avx512bf16_kernels().scratch_floats(cache));
 }
+
+// FP32 in the weight or in x stays what it is.
+bool all_bf16(const Projection& p) { return p.weight_bf16 && p.x_bf16; }
+
+int64_t prepared_amx(const Projection& p) {
+    return all_bf16(p) ? p.tokens * (whole_tiles(p.in) / 2) : avx512_kernels().prepared_floats(p);
+}
+
+void prepare_amx(const Projection& p, int64_t begin, int64_t end) {
+    if (all_bf16(p)) return prepare_tiles(p, begin, end);
+    avx512_kernels().prepare(p, begin, end);
+}
+
+void project_amx(const Projection& p, int64_t begin, int64_t end, float* aside) {
+    if (all_bf16(p)) return project_tiles(p, begin, end, aside);
+    avx512_kernels().project(p, begin, end, aside);
+}
 }  // namespace
 
 const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels made = avx512bf16_kernels();
         made.scratch_floats = scratch_of_either, made.attend = attend_either, made.tiles = kMaxTiles;
+        made.prepared_floats = prepared_amx, made.prepare = prepare_amx, made.project = project_amx;
         return made;
     }();
     return kernels;

@@ -22,7 +22,8 @@ template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
 
 const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Avx2, Products>, rotate<Avx2>, quantize<Avx2>, project<Avx2>, 1,
+        scratch_floats<Products>, attend<Avx2, Products>, rotate<Avx2>,  quantize<Avx2>,
+        prepared_floats<Avx2>,    prepare<Avx2>,          project<Avx2>, 1,
     };
     return kernels;
 }

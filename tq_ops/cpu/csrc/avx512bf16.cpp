@@ -1,11 +1,56 @@
 #include "intrinsics.h"
 
+#include <cstring>
+
 #include "kernels.h"
+#include "numbers.h"
 
 namespace haarkv {
+namespace {
+#include "projection.h"
+
+// `vdpbf16ps`: in each lane two products of BF16 numbers, the odd one first, each added with one rounding. It takes numbers
+// below 2^-126 for zero and makes none. x stays in BF16.
+struct Bf16Pairs {
+    typedef uint16_t Weight;
+    typedef uint16_t X;
+    typedef __m512 F;
+    typedef __m512bh W;
+    static constexpr int step = 32, registers = 32;
+
+    static F zero() { return _mm512_setzero_ps(); }
+    static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static W load(const uint16_t* p) { return (W)_mm512_loadu_si512(p); }
+    static F add(W w, const X* x, F sum) { return _mm512_dpbf16_ps(sum, w, load(x)); }
+    static void put(const float* x, X* to) {
+        for (int i = 0; i < step; ++i) to[i] = static_cast<uint16_t>(bits_of(x[i]) >> 16);
+    }
+};
+
+// FP32 in the weight or in x stays what it is.
+bool all_bf16(const Projection& p) { return p.weight_bf16 && p.x_bf16; }
+
+int64_t prepared_bf16(const Projection& p) {
+    return all_bf16(p) ? (p.tokens * whole_steps<Bf16Pairs>(p.in) + 1) / 2 : avx512_kernels().prepared_floats(p);
+}
+
+void prepare_bf16(const Projection& p, int64_t begin, int64_t end) {
+    if (all_bf16(p)) return prepare_tokens<Bf16Pairs>(p, begin, end);
+    avx512_kernels().prepare(p, begin, end);
+}
+
+void project_bf16(const Projection& p, int64_t begin, int64_t end, float* sums) {
+    if (all_bf16(p)) return project_by<Bf16Pairs>(p, begin, end);
+    avx512_kernels().project(p, begin, end, sums);
+}
+}  // namespace
 
 const Kernels& avx512bf16_kernels() {
-    static const Kernels kernels = avx512vnni_kernels();
+    static const Kernels kernels = [] {
+        Kernels k = avx512vnni_kernels();
+        k.prepared_floats = prepared_bf16, k.prepare = prepare_bf16, k.project = project_bf16;
+        return k;
+    }();
     return kernels;
 }
 

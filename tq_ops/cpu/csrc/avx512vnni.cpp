@@ -33,9 +33,11 @@ int64_t scratch_of_either(const Cache& cache) {
 }  // namespace
 
 const Kernels& avx512vnni_kernels() {
-    static const Kernels kernels = {
-        scratch_of_either, attend_either, avx512_kernels().rotate, avx512_kernels().quantize, avx512_kernels().project, 1,
-    };
+    static const Kernels kernels = [] {
+        Kernels k = avx512_kernels();
+        k.scratch_floats = scratch_of_either, k.attend = attend_either;
+        return k;
+    }();
     return kernels;
 }
 

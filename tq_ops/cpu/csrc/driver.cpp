@@ -12,8 +12,6 @@ namespace haarkv {
 
 namespace {
 
-constexpr int64_t kWeightBytesPerItem = 128 * 1024;
-
 // Whether n numbers, given as bits, are finite: `exponent` masks the bits that are all ones in an infinity or a NaN.
 template <class T> bool finite(const T* x, int64_t n, T exponent) {
     T bad = 0;
@@ -33,6 +31,8 @@ void keep(const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t po
     if (kept.ring) put_bf16(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
     if (position < kept.sink) put_bf16(x, dim, of_head + position * dim);
 }
+
+int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 }  // namespace
 }  // namespace haarkv
@@ -63,12 +63,21 @@ struct HaarkvStore {
 };
 
 struct HaarkvLinear {
-    const uint16_t* weight;  // [out, in] BF16
-    const void* x;           // [T, in] BF16 or FP32
-    float* y;                // [T, out]
+    const void* weight;  // [out, in] BF16 or FP32
+    const void* x;       // [T, in] BF16 or FP32
+    float* y;            // [T, out]
     int64_t tokens, in, out;
-    int32_t bf16, isa, threads;
+    int32_t weight_bf16, bf16, isa, threads;
 };
+
+// Rows of the weight that a thread takes at a time: few enough that all threads have work to the end. Of a weight that each
+// token needs once it is what memory yields in 10 microseconds; for many tokens, what stays in the L2 cache beside them.
+static int64_t rows_per_item(const HaarkvLinear& l) {
+    constexpr int64_t kBytesOfFew = 128 * 1024, kRowsOfMany = 256, kItemsPerThread = 4;
+    const int64_t fair = divide_up(l.out, l.threads * kItemsPerThread);
+    const int64_t most = l.tokens > kTokensTogether ? kRowsOfMany : kBytesOfFew / (l.in * (l.weight_bf16 ? 2 : 4));
+    return round_up(std::max<int64_t>(1, std::min(fair, most)), kRowsTogether);
+}
 
 __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
 
@@ -128,21 +137,27 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     return 0;
 }
 
-__attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* p) {
-    const Kernels& kernels = kernels_of(p->isa);
-    const int64_t half = p->in / 2;
-    const Floats numbers = floats(p->tokens * (p->in + 2 * half));
-    float *x = numbers.get(), *even = x + p->tokens * p->in, *odd = even + p->tokens * half;
-    widen(p->x, p->bf16, p->tokens * p->in, x);
-    for (int64_t t = 0; t < p->tokens; ++t)
-        for (int64_t i = 0; i < half; ++i) {
-            even[t * half + i] = x[t * p->in + 2 * i];
-            odd[t * half + i] = x[t * p->in + 2 * i + 1];
-        }
-    const Projection projection{p->weight, even, odd, x, p->y, p->in, p->out, static_cast<int32_t>(p->tokens)};
-    const int64_t rows = std::max<int64_t>(8, kWeightBytesPerItem / (2 * p->in) / 8 * 8);
-    auto project = [&](int64_t item, int) { kernels.project(projection, item * rows, std::min(p->out, (item + 1) * rows)); };
-    parallel_for(p->threads, divide_up(p->out, rows), project);
+__attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* l) {
+    const Kernels& kernels = kernels_of(l->isa);
+    Projection p{l->weight, l->x, nullptr, l->y, l->in, l->out, std::min(l->tokens, kMostTokens), l->weight_bf16, l->bf16};
+    const int64_t rows = rows_per_item(*l), items = divide_up(l->out, rows);
+    const int64_t aside = round_up(rows, kRowsTogether) * round_up(p.tokens, kTokensTogether);
+    const int threads = static_cast<int>(std::min<int64_t>(l->threads, items));
+    static thread_local Scratch prepared, sums;
+    float* const scratch = sums.of(threads * aside);
+    p.prepared = prepared.of(kernels.prepared_floats(p));
+    for (int64_t first = 0; first < l->tokens; first += kMostTokens) {
+        p.tokens = std::min(l->tokens - first, kMostTokens);
+        p.x = at(l->x, l->bf16, first * l->in), p.y = l->y + first * l->out;
+        auto prepare = [&](int64_t item, int) {
+            kernels.prepare(p, item * kTokensTogether, std::min(p.tokens, (item + 1) * kTokensTogether));
+        };
+        auto project = [&](int64_t item, int thread) {
+            kernels.project(p, item * rows, std::min(p.out, (item + 1) * rows), scratch + thread * aside);
+        };
+        parallel_for(threads, divide_up(p.tokens, kTokensTogether), prepare);
+        parallel_for(threads, items, project);
+    }
 }
 
 }  // extern "C"

@@ -37,6 +37,19 @@ inline Floats floats(int64_t n) {
     return Floats(static_cast<float*>(p));
 }
 
+// Memory that grows and is not given back: fresh pages, which the system has to clear, would take as long as a small op.
+class Scratch {
+  public:
+    float* of(int64_t n) {
+        if (n > size_) size_ = 0, numbers_.reset(), numbers_ = floats(n), size_ = n;
+        return numbers_.get();
+    }
+
+  private:
+    Floats numbers_;
+    int64_t size_ = 0;
+};
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace

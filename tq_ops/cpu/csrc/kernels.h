@@ -103,15 +103,18 @@ struct Quantizer {
     int32_t planes[2], bytes;  // as in Side
 };
 
-// Projections of tokens by rows of a BF16 weight.
+constexpr int64_t kMostTokens = 512;  // that one projection takes
+constexpr int64_t kTokensTogether = 32, kRowsTogether = 32;
+
+// Tokens times rows of a weight: y = x @ weight.T. The bits of a number of y depend on its token and its row alone, not on how
+// many tokens or rows there are beside them.
 struct Projection {
-    const uint16_t* weight;  // [out, in] BF16
-    const float* even;       // [tokens, in / 2]: x[0], x[2], ...
-    const float* odd;        // [tokens, in / 2]: x[1], x[3], ...
-    const float* x;          // [tokens, in]
-    float* y;                // [tokens, out]
-    int64_t in, out;
-    int32_t tokens;
+    const void* weight;  // [out, in] BF16 or FP32
+    const void* x;       // [tokens, in] BF16 or FP32
+    void* prepared;      // x as the kernels read it
+    float* y;            // [tokens, out]
+    int64_t in, out, tokens;
+    int32_t weight_bf16, x_bf16;
 };
 
 struct Kernels {
@@ -125,7 +128,13 @@ struct Kernels {
     // kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
-    void (*project)(const Projection&, int64_t begin, int64_t end);
+    // Floats of `prepared`.
+    int64_t (*prepared_floats)(const Projection&);
+    // Prepares tokens begin ... end - 1; begin is a multiple of kTokensTogether.
+    void (*prepare)(const Projection&, int64_t begin, int64_t end);
+    // All tokens, which are prepared, by rows begin ... end - 1; begin is a multiple of kRowsTogether. Scratch of [rows,
+    // tokens], both rounded up to these.
+    void (*project)(const Projection&, int64_t begin, int64_t end, float* scratch);
     int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 

@@ -127,8 +127,8 @@ class Cutter {
             longest = std::max(longest, add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row))));
         const int blocks = static_cast<int>(divide_up(longest, a_.cache.block_size));
         for (int block = 0; block < blocks; block += blocks_per_split, ++pass.splits)
-            wave.splits.push_back({static_cast<int64_t>(wave.passes.size()), pass.splits, block,
-                                   std::min(blocks, block + blocks_per_split)});
+            wave.splits.push_back(
+                {static_cast<int64_t>(wave.passes.size()), pass.splits, block, std::min(blocks, block + blocks_per_split)});
         wave.partials += static_cast<int64_t>(pass.splits) * pass.tiles;
         wave.passes.push_back(pass);
     }
@@ -177,8 +177,8 @@ void add_up(const float* first, int64_t distance, const std::vector<float>& fact
 
 // The output of a tile's rows, from what its splits left: `splits` of them, from partial `first` on, `apart` from each other.
 // Scratch: [kMaxRows, v.levels + 2 * head_dim].
-void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const RowTile& t, int64_t first, int64_t apart,
-           int splits, float* scratch) {
+void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const RowTile& t, int64_t first,
+           int64_t apart, int splits, float* scratch) {
     const int64_t dim = a.cache.head_dim, size = of.size() * apart;
     float *merged = scratch, *out = merged + kMaxRows * of.levels, *exact = out + kMaxRows * dim;
     float share[kMaxRows];  // of the probabilities, that of packed values

@@ -23,7 +23,8 @@ template <int R> using Products = FloatProducts<Portable, Portable, R>;
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>, quantize<Portable>, project<Portable>, 1,
+        scratch_floats<Products>,  attend<Portable, Products>, rotate<Portable>,  quantize<Portable>,
+        prepared_floats<Portable>, prepare<Portable>,          project<Portable>, 1,
     };
     return kernels;
 }

@@ -20,8 +20,7 @@ template <int R> struct Together {
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
         : cache(cache), count(count), found(cache, scratch) {
         for (int t = 0; t < count; ++t)
-            new (place_of[t])
-                TileRows<R>(cache, tiles[t], scratch + LookedUp::floats(cache) + t * tile_floats(cache));
+            new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + LookedUp::floats(cache) + t * tile_floats(cache));
     }
 
     TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }

@@ -5,8 +5,8 @@
 // lower ones; it meets one tile with the upper bytes of centroids and one with the lower ones. Nibbles are looked up to such
 // bytes once for all rows of a pass, by `vpshufb`, and kept in scratch: a block of keys, and 128 values.
 
-constexpr int kTileBytes = 1024;          // 16 rows of 64 bytes
-constexpr int kChunk = 64;                // levels of a query, or weights, in a row of a tile
+constexpr int kTileBytes = 1024;            // 16 rows of 64 bytes
+constexpr int kChunk = 64;                  // levels of a query, or weights, in a row of a tile
 constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same centroids
 
 inline int chunks_of(int n) { return (n + kChunk - 1) / kChunk; }
@@ -158,10 +158,10 @@ inline TileShapes shapes_of(int rows) {
 template <int R> struct TileProducts {
     const Cache& cache;
     const int stride, columns;
-    int8_t* const q;     // [chunk][R upper, R lower][kChunk]
-    int8_t* const p;     // likewise, a stretch's weights
-    float* const sums;   // [R, columns, 16]
-    float factor[R];     // of logits: the query's step, the centroids' unit and the softmax scale
+    int8_t* const q;    // [chunk][R upper, R lower][kChunk]
+    int8_t* const p;    // likewise, a stretch's weights
+    float* const sums;  // [R, columns, 16]
+    float factor[R];    // of logits: the query's step, the centroids' unit and the softmax scale
     float steps[R];
 
     static int64_t floats(const Cache& cache) {
@@ -208,8 +208,8 @@ template <int R> struct TileProducts {
         for (int i = 0; i < chunks_of(n) * kChunk; i += 16)
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const __m512i x = i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r])
-                                        : _mm512_setzero_si512();
+                const __m512i x =
+                    i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
                 int8_t* row = p + i / kChunk * kTileBytes + r * kChunk + i % kChunk;
                 const __m512i up = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
                 _mm_store_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(up));

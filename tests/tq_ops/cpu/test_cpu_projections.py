@@ -1,0 +1,97 @@
+"""Projections in C++: the bits of a number depend on its token and its row alone, and its error is bounded."""
+
+import numpy as np
+import pytest
+import torch
+from op_tables import CPU, every_table, opened
+
+DTYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(1, 1), (33, 17), (96, 70), (1040, 70), (2063, 33)]
+"""[inputs, outputs]: tiles and registers that are full, cut short, and several stretches of inputs."""
+MOST = 530  # tokens: more than one pass takes
+
+
+def drawn(inputs, outputs, dtype):
+    generator = torch.Generator().manual_seed(inputs)
+    x, weight = torch.randn(MOST, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    return x.to(dtype), weight.to(dtype)
+
+
+@every_table
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, dtype, inputs, outputs):
+    ops, (x, weight), before = table.open(), drawn(inputs, outputs, dtype), torch.get_num_threads()
+    alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(40)])
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(together := ops.linear(x, weight), ops.linear(x.clone(), weight))
+            assert torch.equal(together[:40], alone)
+            for count in (2, 3, 15, 16, 17, 31, 32, 33, 50, 64, 100, 512):
+                begin = MOST - count if count % 2 else 7
+                assert torch.equal(ops.linear(x[begin : begin + count], weight), together[begin : begin + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+@every_table
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_row_of_the_weight_gives_the_same_bits_beside_any_others(table, dtype, inputs, outputs):
+    ops, (x, weight) = table.open(), drawn(inputs, outputs, dtype)
+    for tokens in (1, 5, 40):
+        whole = ops.linear(x[:tokens], weight)
+        for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
+            assert torch.equal(ops.linear(x[:tokens], weight[begin:end]), whole[:, begin:end])
+
+
+@every_table
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(a, b) for a in DTYPES for b in DTYPES], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_error_of_a_sum_is_that_of_so_many_additions(table, x_dtype, dtype, inputs, outputs):
+    """Each number takes part in at most inputs / 8 + 24 roundings, each of half a step of FP32."""
+    x, weight = drawn(inputs, outputs, torch.float32)
+    x, weight = x[:20].to(x_dtype), weight.to(dtype)
+    exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    ours = table.open().linear(x, weight).double()
+    assert ((ours - exact).abs() <= (inputs / 8 + 24) * 2**-24 * sizes).all()
+
+
+def fused(a, b, c):
+    """c + a * b rounded once to FP32, of BF16 a and b: FP64 holds their sum but for bits that cannot decide a rounding."""
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_tiles_add_even_inputs_then_odd_ones_then_both_to_the_sum(tokens):
+    """What `tdpbf16ps` is said to do, 32 inputs at a time."""
+    ops, (x, weight) = opened(CPU[-1]), drawn(2063, 33, torch.bfloat16)
+    x = x[:tokens]
+    a, b = (torch.nn.functional.pad(m.float(), (0, 2080 - 2063)).numpy() for m in (x, weight))
+    sums = np.zeros((tokens, 33), np.float32)
+    for first in range(0, 2080, 32):
+        halves = np.zeros((2, tokens, 33), np.float32)
+        for i in range(first, first + 32):
+            halves[i % 2] = fused(a[:, None, i], b[None, :, i], halves[i % 2])
+        sums = sums + (halves[0] + halves[1])
+    assert torch.equal(ops.linear(x, weight), torch.from_numpy(sums))
+
+
+@every_table
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_are_none_reach_their_own_token_alone(table, dtype):
+    x, weight = drawn(96, 33, dtype)
+    x = x[:40].clone()
+    whole = table.open().linear(x, weight)
+    x[3, 17], x[21, 95] = float("nan"), float("inf")
+    found = table.open().linear(x, weight)
+    assert found[3].isnan().all()
+    assert not found[21].isfinite().any()
+    others = [t for t in range(40) if t not in (3, 21)]
+    assert torch.equal(found[others], whole[others])
+
+
+@every_table
+def test_no_tokens_are_no_numbers(table):
+    assert table.open().linear(torch.zeros(0, 32), torch.zeros(5, 32)).shape == (0, 5)
