@@ -15,7 +15,6 @@ template <int R> struct Together {
     const LookedUp found;
     alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
     int seen[kMaxTiles][R];
-    bool mixes[kMaxTiles];
 
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
         : cache(cache), count(count), found(cache, scratch) {
@@ -32,10 +31,14 @@ template <int R> struct Together {
         if (packed) {
             if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
             widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
-            look_up_keys(cache, k.codes, n, values, found.keys);
-            for (int key = 0; key < n; key += 32) {
-                const int8_t* keys = found.keys + key / 16 * chunks_of(cache.k.levels) * kPairBytes;
-                for (int t = 0; t < count; ++t) rows(t).products.score(keys, key, found.k_scale, rows(t).logits);
+            const int chunks = chunks_of(cache.k.levels);
+            for (int key = 0; key < n; key += kSlabKeys) {
+                fetch_bytes(values + key * cache.v.bytes, kSlabKeys * cache.v.bytes);
+                look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), smaller(n - key, kSlabKeys), found.bytes);
+                auto each = [&](int i) { return Product{rows(i / 2).products.q, found.bytes + i % 2 * chunks * kPairBytes}; };
+                multiply_all(2 * count, chunks, each, [&](int i, const int32_t* sums) {
+                    rows(i / 2).products.score(sums, key + i % 2 * 16, found.k_scale, rows(i / 2).logits);
+                });
             }
         }
         for (int t = 0; t < count; ++t) rows(t).score_exact(base, n, seen[t]);
@@ -43,22 +46,33 @@ template <int R> struct Together {
 
     // Adds the block's values.
     void mix(Place v, int base, int n, const uint8_t* next_keys) {
-        bool any = false;
-        for (int t = 0; t < count; ++t) any = (mixes[t] = rows(t).weigh(v, base, n, seen[t])) || any;
-        for (int t = 0; t < count; ++t)
-            if (!mixes[t]) shrink_sums<R>(rows(t).shrink, rows(t).products.columns * 16, rows(t).products.sums);
-        if (!any) return;
+        int some = 0, mixing[kMaxTiles];  // tiles that see a packed value
+        for (int t = 0; t < count; ++t) {
+            if (rows(t).weigh(v, base, n, seen[t]))
+                mixing[some++] = t;
+            else
+                shrink_sums<R>(rows(t).shrink, rows(t).products.columns * 16, rows(t).products.sums);
+        }
+        if (!some) return;
         if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
+        const ByteTables tables(cache.v.integers);
         float one[R];
         for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
-            look_up_values(cache, v.codes + key * nibble_bytes(cache.v), keys, next_keys + key * cache.k.bytes, found.values);
-            for (int t = 0; t < count; ++t)
-                if (mixes[t]) rows(t).products.weigh(rows(t).weights + key, keys);
-            for (int column = 0; column < columns_of(cache.v.levels); column += 2)
-                for (int t = 0; t < count; ++t)
-                    if (mixes[t]) rows(t).products.mix(found.values, column, keys, key ? one : rows(t).shrink);
+            interleave_values(cache, v.codes + key * nibble_bytes(cache.v), keys, next_keys + key * cache.k.bytes,
+                              found.values);
+            for (int i = 0; i < some; ++i) rows(mixing[i]).products.weigh(rows(mixing[i]).weights + key, keys);
+            for (int column = 0; column < columns_of(cache.v.levels); column += 2) {
+                look_up_values(tables, found.values + column / 2 * kStretch * 16, keys, found.bytes);
+                auto each = [&](int i) {
+                    return Product{rows(mixing[i / 2]).products.p, found.bytes + i % 2 * kStretch / kChunk * kPairBytes};
+                };
+                multiply_all(2 * some, chunks_of(keys), each, [&](int i, const int32_t* sums) {
+                    TileRows<R>& of = rows(mixing[i / 2]);
+                    of.products.mix(sums, column + i % 2, key ? one : of.shrink);
+                });
+            }
         }
     }
 };

@@ -3,7 +3,8 @@
 //
 // A 16-bit integer is 256 * upper + lower, both signed bytes. Of R rows, a tile holds the upper bytes of all rows, then the
 // lower ones; it meets one tile with the upper bytes of centroids and one with the lower ones. Nibbles are looked up to such
-// bytes once for all rows of a pass, by `vpshufb`, and kept in scratch: a block of keys, and 128 values.
+// bytes once for all rows of a pass, by `vpshufb`, 32 keys at a time, or two tiles' levels of 128 values: 8 KB, which stay in
+// the nearest cache beside the rows.
 
 constexpr int kTileBytes = 1024;            // 16 rows of 64 bytes
 constexpr int kChunk = 64;                  // levels of a query, or weights, in a row of a tile
@@ -37,15 +38,16 @@ struct ByteTables {
 inline __m512i low_nibbles(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline __m512i high_nibbles(__m512i x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 
-// A block's first n keys as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last are
-// left as they are: they meet zeros. Prefetches `values`, the same of V.
-inline void look_up_keys(const Cache& cache, const uint8_t* codes, int n, const uint8_t* values, int8_t* out) {
+constexpr int kSlabKeys = 32;  // looked up at a time
+
+// n keys, up to kSlabKeys, as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last
+// are left as they are: they meet zeros.
+inline void look_up_keys(const Cache& cache, const uint8_t* codes, int n, int8_t* out) {
     const int words = cache.k.levels / 8, chunks = chunks_of(cache.k.levels);
     const int64_t bytes = nibble_bytes(cache.k);
     const ByteTables tables(cache.k.integers);
     alignas(64) uint32_t turned[kMaxLevels / 8 * 16];
     for (int key = 0; key < n; key += 16, out += chunks * kPairBytes) {
-        fetch_bytes(values + key * cache.v.bytes, 16 * cache.v.bytes);
         Avx512::transpose(codes + key * bytes, words, smaller(n - key, 16), turned, 16);
         for (int word = 0; word < words; ++word) {
             const __m512i x = _mm512_load_si512(turned + word * 16);
@@ -76,15 +78,18 @@ inline void interleave(const __m512i (&x)[4], __m512i (&found)[4]) {
     found[2] = _mm512_unpacklo_epi16(b, d), found[3] = _mm512_unpackhi_epi16(b, d);
 }
 
-// n values, up to kStretch, as pairs of tiles, [chunk of keys][16 levels]: each row holds 16 levels of four keys. Prefetches
-// `keys`, the next ones of K.
-inline void look_up_values(const Cache& cache, const uint8_t* codes, int n, const uint8_t* keys, int8_t* out) {
-    const int levels = cache.v.levels, columns = columns_of(levels);
+// Where the four weights from key 4 * four on lie among those of 64, in fours.
+inline int row_of(int four) { return four % 4 * 4 + four / 4; }
+
+// The codes of n values, up to kStretch, four beside each other: [two tiles][n / 4, 64 bytes]. Prefetches `keys`, the next
+// ones of K.
+inline void interleave_values(const Cache& cache, const uint8_t* codes, int n, const uint8_t* keys, uint8_t* out) {
+    constexpr int64_t kApart = kStretch * 16;
+    const int levels = cache.v.levels;
     const int64_t bytes = nibble_bytes(cache.v);
-    const ByteTables tables(cache.v.integers);
-    for (int key = 0; key < n; key += 4) {
+    for (int key = 0; key < n; key += 4, out += 64) {
         fetch_bytes(keys + key * cache.k.bytes, 4 * cache.k.bytes);
-        int8_t* row = out + key / kChunk * columns * kPairBytes + key % kChunk * 16;
+        uint8_t* row = out;
         for (int level = 0; level < levels; level += 128) {
             const int here = smaller(levels - level, 128) / 2;
             const __mmask64 mask = here < 64 ? (uint64_t{1} << here) - 1 : ~uint64_t{0};
@@ -96,9 +101,18 @@ inline void look_up_values(const Cache& cache, const uint8_t* codes, int n, cons
                 found[0] = _mm512_inserti64x4(found[0], _mm512_castsi512_si256(found[1]), 1);
                 found[1] = _mm512_inserti64x4(found[2], _mm512_castsi512_si256(found[3]), 1);
             }
-            for (int z = 0; z < (here <= 32 ? 2 : 4); ++z, row += 2 * kPairBytes)
-                tables.put(low_nibbles(found[z]), row), tables.put(high_nibbles(found[z]), row + kPairBytes);
+            for (int z = 0; z < (here <= 32 ? 2 : 4); ++z, row += kApart) _mm512_store_si512(row, found[z]);
         }
+    }
+}
+
+// Two tiles' levels of those values as pairs of tiles, [tile][chunk of keys]: each row holds 16 levels of four keys.
+inline void look_up_values(const ByteTables& tables, const uint8_t* codes, int n, int8_t* out) {
+    constexpr int64_t kApart = kStretch / kChunk * kPairBytes;
+    for (int key = 0; key < n; key += 4) {
+        const __m512i x = _mm512_load_si512(codes + key * 16);
+        int8_t* row = out + key / kChunk * kPairBytes + row_of(key % kChunk / 4) * kChunk;
+        tables.put(low_nibbles(x), row), tables.put(high_nibbles(x), row + kApart);
     }
 }
 
@@ -112,30 +126,76 @@ inline int level_of(int levels, int tile, int lane) {
     return (byte % 4 * 2 + tile % 2) * (levels / 8) + byte / 4;
 }
 
-// Products of rows with two pairs of tiles, b and b + pair: tiles of 32-bit sums at `out`, [pair][upper and lower bytes of
-// centroids][16][16]. Rows are the upper bytes of R rows, then the lower ones, a tile a chunk.
-inline void multiply(const int8_t* rows, const int8_t* b, int64_t pair, int64_t next_chunk, int chunks, int32_t* out) {
-    asm volatile("" ::: "memory");  // compilers do not know what the intrinsics read, nor what they write
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int c = 0; c < chunks; ++c, rows += kTileBytes, b += next_chunk) {
-        _tile_loadd(4, rows, kChunk);
-        _tile_loadd(5, b, kChunk);
-        _tile_dpbssd(0, 4, 5);
-        _tile_loadd(6, b + kTileBytes, kChunk);
-        _tile_dpbssd(1, 4, 6);
-        _tile_loadd(5, b + pair, kChunk);
-        _tile_dpbssd(2, 4, 5);
-        _tile_loadd(6, b + pair + kTileBytes, kChunk);
-        _tile_dpbssd(3, 4, 6);
+// The instructions, of tiles that templates name: GCC's intrinsics take literals alone, and do not say what memory they use.
+template <int T> inline void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
+template <int T> inline void load_tile(const int8_t* p) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+}
+template <int T> inline void store_tile(int32_t* p) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+}
+template <int SUM, int A, int B> inline void add_products() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
+}
+
+// What a pair of tiles is multiplied by: a tile a chunk, the upper bytes of R rows and then the lower ones.
+struct Product {
+    const int8_t *rows, *pair;
+};
+
+// Sums one product in tiles FIRST and FIRST + 1: with upper bytes of centroids, and with lower ones. Of up to two chunks the
+// rows stay in tiles 4 and 5 as long as they are the same.
+template <int FIRST> inline void multiply(const Product& of, int chunks, const int8_t*& rows) {
+    zero_tile<FIRST>();
+    zero_tile<FIRST + 1>();
+    if (chunks <= 2) {
+        if (of.rows != rows) {
+            rows = of.rows;
+            load_tile<4>(rows);
+            if (chunks == 2) load_tile<5>(rows + kTileBytes);
+        }
+        load_tile<6>(of.pair);
+        add_products<FIRST, 4, 6>();
+        load_tile<7>(of.pair + kTileBytes);
+        add_products<FIRST + 1, 4, 7>();
+        if (chunks < 2) return;
+        load_tile<6>(of.pair + kPairBytes);
+        add_products<FIRST, 5, 6>();
+        load_tile<7>(of.pair + kPairBytes + kTileBytes);
+        add_products<FIRST + 1, 5, 7>();
+        return;
     }
-    _tile_stored(0, out, kChunk);
-    _tile_stored(1, out + 256, kChunk);
-    _tile_stored(2, out + 512, kChunk);
-    _tile_stored(3, out + 768, kChunk);
-    asm volatile("" ::: "memory");
+    for (int c = 0; c < chunks; ++c) {
+        load_tile<4>(of.rows + c * kTileBytes);
+        load_tile<6>(of.pair + c * kPairBytes);
+        add_products<FIRST, 4, 6>();
+        load_tile<7>(of.pair + c * kPairBytes + kTileBytes);
+        add_products<FIRST + 1, 4, 7>();
+    }
+}
+
+// Of n products each(i), an even number: done(i, sums), with sums [upper, lower bytes of centroids][16][16] in 32 bits. A
+// product's sums are stored while the next one runs.
+template <class Each, class Done> inline void multiply_all(int n, int chunks, Each each, Done done) {
+    alignas(64) int32_t sums[2][512];
+    const int8_t* rows = nullptr;
+    auto finish = [&](int i) __attribute__((always_inline)) {
+        if (i % 2) {
+            store_tile<2>(sums[1]);
+            store_tile<3>(sums[1] + 256);
+        } else {
+            store_tile<0>(sums[0]);
+            store_tile<1>(sums[0] + 256);
+        }
+        done(i, sums[i % 2]);
+    };
+    for (int i = 0; i < n; i += 2) {
+        multiply<0>(each(i), chunks, rows);
+        if (i) finish(i - 1);
+        multiply<2>(each(i + 1), chunks, rows);
+        finish(i);
+    }
+    finish(n - 1);
 }
 
 // Row r of R of one pair: 65,536 * upper.upper + 256 * (upper.lower + lower.upper) + lower.lower. What does not fit in 32 bits
@@ -147,10 +207,10 @@ template <int R> inline __m512 whole_sums(const int32_t* of, int r) {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(above, 8), at(1, R + r)));
 }
 
-// The tiles of `multiply`, for R rows.
+// The tiles of `multiply`, for so many rows.
 inline TileShapes shapes_of(int rows) {
     TileShapes shapes;
-    for (int tile = 0; tile < 7; ++tile) shapes.set(tile, tile < 5 ? 2 * rows : 16, kChunk);
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 6 ? 2 * rows : 16, kChunk);
     return shapes;
 }
 
@@ -185,48 +245,42 @@ template <int R> struct TileProducts {
         }
     }
 
-    // Logits [R, stride] of 32 keys from `key` on, looked up at `keys`.
-    void score(const int8_t* keys, int key, const float* scale, float* logits) const {
-        alignas(64) int32_t found[1024];
-        const int chunks = chunks_of(cache.k.levels);
-        multiply(q, keys, chunks * kPairBytes, kPairBytes, chunks, found);
-        for (int t = 0; t < 2; ++t) {
-            const __m512 own = Avx512::load(scale + key + t * 16);
-            for (int r = 0; r < R; ++r) {
-                const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
-                Avx512::store(logits + r * stride + key + t * 16,
-                              Avx512::fma(whole_sums<R>(found + t * 512, r), by, Avx512::zero()));
-            }
+    // Logits [R, stride] of 16 keys from `key` on, of their products.
+    void score(const int32_t* found, int key, const float* scale, float* logits) const {
+        const __m512 own = Avx512::load(scale + key);
+        for (int r = 0; r < R; ++r) {
+            const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+            Avx512::store(logits + r * stride + key, Avx512::fma(whole_sums<R>(found, r), by, Avx512::zero()));
         }
     }
 
-    // Takes the weights [R, stride] of the next n values, up to kStretch.
+    // Takes the weights [R, stride] of the next n values, up to kStretch. Packing leaves them in the order of `row_of`.
     void weigh(const float* weights, int n) {
         __m512 inverse[R];
         weight_steps<R>(weights, stride, n, most_total(cache.v.integers, kStretch), steps, inverse);
         for (int r = 0; r < R; ++r) steps[r] *= cache.v.unit;
-        for (int i = 0; i < chunks_of(n) * kChunk; i += 16)
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const __m512i x =
-                    i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
-                int8_t* row = p + i / kChunk * kTileBytes + r * kChunk + i % kChunk;
-                const __m512i up = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-                _mm_store_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(up));
-                _mm_store_si128(reinterpret_cast<__m128i*>(row + R * kChunk), _mm512_cvtepi32_epi8(x));
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < chunks_of(n); ++c) {
+                auto of = [&](int i) {
+                    i += c * kChunk;
+                    return i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
+                };
+                const __m512i a = _mm512_packs_epi32(of(0), of(16)), b = _mm512_packs_epi32(of(32), of(48));
+                auto up = [](__m512i x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); };
+                auto low = [](__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); };
+                int8_t* row = p + c * kTileBytes + r * kChunk;
+                _mm512_store_si512(row, _mm512_packs_epi16(up(a), up(b)));
+                _mm512_store_si512(row + R * kChunk, _mm512_packs_epi16(low(a), low(b)));
             }
     }
 
-    // Adds n values' levels of columns `column` and the next by those weights, after sums shrink.
-    void mix(const int8_t* values, int column, int n, const float* shrink) {
-        alignas(64) int32_t found[1024];
-        multiply(p, values + column * kPairBytes, kPairBytes, columns * kPairBytes, chunks_of(n), found);
-        for (int t = 0; t < 2; ++t)
-            for (int r = 0; r < R; ++r) {
-                float* sum = sums + (r * columns + column + t) * 16;
-                const __m512 before = _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r]));
-                _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums<R>(found + t * 512, r), _mm512_set1_ps(steps[r]), before));
-            }
+    // Adds the products of values and those weights to the sums of tile `column`, which shrink first.
+    void mix(const int32_t* found, int column, const float* shrink) {
+        for (int r = 0; r < R; ++r) {
+            float* sum = sums + (r * columns + column) * 16;
+            const __m512 before = _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r]));
+            _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums<R>(found, r), _mm512_set1_ps(steps[r]), before));
+        }
     }
 
     // The sums [R, v.levels] in plane order.
@@ -242,19 +296,22 @@ template <int R> struct TileProducts {
 
 // What the tiles of a pass share, in scratch.
 struct LookedUp {
-    int8_t *keys, *values;
+    int8_t* bytes;    // of keys or values
+    uint8_t* values;  // interleaved
     float* k_scale;
-    static int64_t key_bytes(const Cache& cache) {
-        return static_cast<int64_t>(padded(cache.block_size)) / 16 * chunks_of(cache.k.levels) * kPairBytes;
+
+    static int64_t size_of_bytes(const Cache& cache) {
+        return kPairBytes * 2 * larger(chunks_of(cache.k.levels), kStretch / kChunk);
     }
-    static int64_t value_bytes(const Cache& cache) {
-        return static_cast<int64_t>(kStretch / kChunk) * columns_of(cache.v.levels) * kPairBytes;
+    static int64_t size_of_values(const Cache& cache) {
+        return static_cast<int64_t>(columns_of(cache.v.levels)) / 2 * kStretch * 16;
     }
     static int64_t floats(const Cache& cache) {
-        return (key_bytes(cache) + value_bytes(cache)) / 4 + padded(cache.block_size);
+        return (size_of_bytes(cache) + size_of_values(cache)) / 4 + padded(cache.block_size);
     }
+
     LookedUp(const Cache& cache, float* scratch)
-        : keys(reinterpret_cast<int8_t*>(scratch)),
-          values(keys + key_bytes(cache)),
-          k_scale(reinterpret_cast<float*>(values + value_bytes(cache))) {}
+        : bytes(reinterpret_cast<int8_t*>(scratch)),
+          values(reinterpret_cast<uint8_t*>(bytes + size_of_bytes(cache))),
+          k_scale(reinterpret_cast<float*>(values + size_of_values(cache))) {}
 };

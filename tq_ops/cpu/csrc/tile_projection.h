@@ -5,10 +5,10 @@
 // one order whatever tokens and rows share the tiles. Where a sum is set aside between two stretches of inputs it loses
 // nothing.
 
-constexpr int kSide = 16;           // rows or columns of a tile
-constexpr int kInputs = 32;         // inputs that one instruction takes
+constexpr int kSide = 16;                // rows or columns of a tile
+constexpr int kInputs = 32;              // inputs that one instruction takes
 constexpr int64_t kInputsAtOnce = 1024;  // inputs at a time where tokens are many, so that their x stays in the L2 cache
-constexpr int64_t kAhead = 256;     // inputs that a row is fetched ahead where tokens are few
+constexpr int64_t kAhead = 256;          // inputs that a row is fetched ahead where tokens are few
 
 inline int64_t whole_tiles(int64_t in) { return (in + kInputs - 1) / kInputs * kInputs; }
 
