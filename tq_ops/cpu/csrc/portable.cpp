@@ -17,6 +17,7 @@ namespace {
 #include "kept.h"
 #include "attention.h"
 #include "projection.h"
+#include "elementwise.h"
 #include "vectors.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
 }  // namespace
@@ -25,6 +26,7 @@ const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
         scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>,  quantize<Portable>,
         prepared_floats<Portable>,     prepare<Portable>,          project<Portable>,
+        rms_norm<Portable>, rope, silu_mul<Portable>,
     };
     return kernels;
 }
