@@ -30,7 +30,6 @@ from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -143,9 +142,7 @@ def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan, on
         return catalog.create(name, model, plan, device, lambda program: on_turn(f"the compilation of {program}"))
     if name != CpuExecutor.name:
         raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
-    executor = CpuExecutor(model)
-    executor.ops = CpuOps(request.isa)
-    return executor
+    return CpuExecutor(model, request.isa)
 
 
 def _call_rows(

@@ -206,6 +206,9 @@ def _last_with_weight(weights: Tensor, place: Tensor) -> Tensor:
 
 def _lowest_of_largest(logits: Tensor) -> Tensor:
     """[n] int64, the first of the largest logits of each row [n, vocab]. Not argmax, of which a GPU promises no order."""
+    if not logits.is_cuda:
+        # NumPy promises the first, and wakes no threads that would spin into the next step.
+        return torch.from_numpy(logits.numpy().argmax(-1))
     vocab = logits.shape[1]
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
     return torch.where(logits == logits.amax(-1, keepdim=True), ids, vocab - 1).amin(-1).long()

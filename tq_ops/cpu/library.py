@@ -109,6 +109,39 @@ class Linear(_Structure):
     )  # fmt: skip
 
 
+class RmsNorm(_Structure):
+    """One call of `haarkv_rms_norm`."""
+
+    _fields_ = (
+        ("x", c_void_p), ("weight", c_void_p), ("y", c_void_p), ("rows", c_int64), ("width", c_int64), ("eps", c_float),
+        ("bf16", c_int32), ("weight_bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
+    )  # fmt: skip
+
+
+class Rope(_Structure):
+    """One call of `haarkv_rope`."""
+
+    _fields_ = (
+        ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("y", c_void_p), ("rows", c_int64), ("heads", c_int64),
+        ("half", c_int64), ("isa", c_int32), ("threads", c_int32),
+    )  # fmt: skip
+
+
+class SiluMul(_Structure):
+    """One call of `haarkv_silu_mul`."""
+
+    _fields_ = (
+        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("bf16", c_int32), ("isa", c_int32),
+        ("threads", c_int32),
+    )  # fmt: skip
+
+
+_CALLS = {
+    "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
+    "haarkv_rope": Rope, "haarkv_silu_mul": SiluMul,
+}  # fmt: skip
+
+
 class KernelsMissingError(InputError):
     """The C++ kernels are not built, or cannot be loaded here."""
 
@@ -127,11 +160,11 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
-    if not hasattr(library, "haarkv_best_isa"):
+    if not all(hasattr(library, name) for name in ("haarkv_best_isa", *_CALLS)):
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
-    for name, structure in (("haarkv_attention", Attention), ("haarkv_store", Store), ("haarkv_linear", Linear)):
-        getattr(library, name).argtypes = [ctypes.POINTER(structure)]
-    library.haarkv_attention.restype = library.haarkv_linear.restype = None
+    for name, structure in _CALLS.items():
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
+    library.haarkv_store.restype = c_int32
     return library
 
 

@@ -1,4 +1,4 @@
-"""The op table of CPUs: attention over packed codes, quantize-append and projections in C++, the rest from the reference.
+"""The op table of CPUs, in C++.
 
 Signatures and rounding points are those of `tq_ops.reference`, except where a docstring says otherwise.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -37,10 +40,6 @@ class CpuOps:
         InputError: this CPU does not have that instruction set.
     """
 
-    rms_norm = staticmethod(reference.rms_norm)
-    rope = staticmethod(reference.rope)
-    silu_mul = staticmethod(reference.silu_mul)
-
     def __init__(self, isa: str | None = None) -> None:
         self._library = library.load()
         available = library.isas()
@@ -51,7 +50,82 @@ class CpuOps:
         self._linear = library.Linear(
             weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self._isa, threads=0
         )
+        self._given = threading.local()
         self._caches: WeakKeyDictionary[PagedKVCache, dict[int, _Prepared]] = WeakKeyDictionary()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it is open, torch has one thread here, and the kernels have all that it had.
+
+        After each of its loops torch's threads spin for milliseconds, on the cores that the kernels' own threads need, and no
+        call ends it. The kernels' threads spin for some microseconds and then sleep.
+        """
+        threads, before = torch.get_num_threads(), getattr(self._given, "threads", None)
+        if before is not None or threads == 1:
+            yield
+            return
+        self._given.threads = threads
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            del self._given.threads
+
+    @property
+    def _threads(self) -> int:
+        return getattr(self._given, "threads", None) or torch.get_num_threads()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis; arguments, result and rounding points as the reference's.
+
+        FP32 sums are in another order, the same for every row.
+        """
+        if weight.dtype not in _IS_BF16:
+            return reference.rms_norm(x, weight, eps)
+        x, weight = x.contiguous(), weight.contiguous()
+        y, width = torch.empty_like(x), weight.shape[0]
+        call = library.RmsNorm.__new__(library.RmsNorm)
+        call.x, call.weight, call.y, call.rows, call.width = (
+            x.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            x.numel() // width,
+            width,
+        )
+        call.eps, call.bf16, call.weight_bf16, call.isa, call.threads = (
+            eps,
+            _is_bf16(x),
+            _is_bf16(weight),
+            self._isa,
+            self._threads,
+        )
+        self._library.haarkv_rms_norm(ctypes.byref(call))
+        return y
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Half-split rotary embedding; arguments and result as the reference's."""
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        y = torch.empty_like(x)
+        call = library.Rope.__new__(library.Rope)
+        call.x, call.cos, call.sin, call.y = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        call.rows, call.heads, call.half = x.shape[0] * x.shape[1], x.shape[1], x.shape[2] // 2
+        call.isa, call.threads = self._isa, self._threads
+        self._library.haarkv_rope(ctypes.byref(call))
+        return y
+
+    def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        """SwiGLU's product `silu(gate) * up`; arguments, result and rounding points as the reference's.
+
+        A gate below -87.3 counts as that: its silu is -1e-36 or less in size, where the reference's is smaller still.
+        """
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty(gate.shape, dtype=dtype)
+        call = library.SiluMul.__new__(library.SiluMul)
+        call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
+        call.bf16, call.isa, call.threads = _is_bf16(y), self._isa, self._threads
+        self._library.haarkv_silu_mul(ctypes.byref(call))
+        return y
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Projection `x @ weight.T`. The weight is read as it lies in memory and is never widened there.
@@ -62,15 +136,15 @@ class CpuOps:
         Returns:
             [T, out] fp32. The bits of a number depend on its token and its row of the weight alone, not on how many tokens
             there are beside it, nor on the number of threads.
-        Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and `amx`
-            multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
+        Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and
+            `amx` multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
         """
         x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
         call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
         (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
-        call.weight_bf16, call.bf16, call.threads = _is_bf16(weight), _is_bf16(x), torch.get_num_threads()
+        call.weight_bf16, call.bf16, call.threads = _is_bf16(weight), _is_bf16(x), self._threads
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 
@@ -94,7 +168,7 @@ class CpuOps:
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-        call.k.bf16, call.v.bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], torch.get_num_threads()
+        call.k.bf16, call.v.bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], self._threads
         positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
         call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
         call.sequences = len(rows)
@@ -154,7 +228,7 @@ class CpuOps:
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
         rows = batch.rows.contiguous()
-        call.bf16, call.softmax_scale, call.threads = _is_bf16(q), softmax_scale, torch.get_num_threads()
+        call.bf16, call.softmax_scale, call.threads = _is_bf16(q), softmax_scale, self._threads
         call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
         return out

@@ -117,6 +117,31 @@ struct Projection {
     int32_t weight_bf16, x_bf16;
 };
 
+// y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+struct RmsNorm {
+    const void *x, *weight;  // [rows, width], [width]
+    void* y;                 // as x
+    int64_t rows, width;
+    float eps;
+    int32_t bf16, weight_bf16, isa, threads;
+};
+
+// Half-split rotary embedding of rows [heads of a token], each [2 * half].
+struct Rope {
+    const float *x, *cos, *sin;  // [tokens * heads, 2 * half], [tokens, half] each
+    float* y;                    // as x
+    int64_t rows, heads, half;
+    int32_t isa, threads;
+};
+
+// y = silu(gate) * up.
+struct SiluMul {
+    const float *gate, *up;
+    void* y;  // BF16 or FP32
+    int64_t count;
+    int32_t bf16, isa, threads;
+};
+
 struct Kernels {
     // Floats of scratch that `attend` needs, for any activations.
     int64_t (*scratch_floats)(const Cache&);
@@ -135,6 +160,10 @@ struct Kernels {
     // All tokens, which are prepared, by rows begin ... end - 1; begin is a multiple of kRowsTogether. Scratch of [rows,
     // tokens], both rounded up to these.
     void (*project)(const Projection&, int64_t begin, int64_t end, float* scratch);
+    // Rows, or of the last numbers, begin ... end - 1.
+    void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
+    void (*rope)(const Rope&, int64_t begin, int64_t end);
+    void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);
     int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 

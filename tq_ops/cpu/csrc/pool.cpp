@@ -17,7 +17,8 @@
 namespace haarkv {
 namespace {
 
-// A worker polls this long for the next op of a layer before it sleeps; waking it would take about as long.
+// How long a thread polls before it sleeps: a worker for the next op of a layer, the caller for the last items of its own.
+// Waking a thread takes about as long. Beside a busy neighbour no thread polls away the time that another one needs.
 constexpr auto kAwake = std::chrono::microseconds(60);
 
 inline void pause() {
@@ -28,23 +29,34 @@ inline void pause() {
 #endif
 }
 
+template <class F> void poll(F done) {
+    const auto until = std::chrono::steady_clock::now() + kAwake;
+    while (!done() && std::chrono::steady_clock::now() < until) pause();
+}
+
 class Pool {
   public:
     void run(int threads, int64_t items, Body body, void* context) {
         std::lock_guard<std::mutex> turn(turn_);
         grow(threads - 1);
+        bool asleep;
         {
             std::lock_guard<std::mutex> lock(mutex_);
             body_ = body, context_ = context, items_ = items, next_ = 0;
             seats_ = threads - 1;
             open_.store(open_.load() + 1);
+            asleep = asleep_ > 0;
         }
-        work_.notify_all();
+        if (asleep) work_.notify_all();
         take(0);
-        // A worker that has not woken by now gets no seat, and nobody waits for it.
+        {
+            // A worker that has not woken by now gets no seat, and nobody waits for it.
+            std::lock_guard<std::mutex> lock(mutex_);
+            seats_ = 0;
+        }
+        poll([this] { return active_.load(std::memory_order_acquire) == 0; });
         std::unique_lock<std::mutex> lock(mutex_);
-        seats_ = 0;
-        done_.wait(lock, [this] { return active_ == 0; });
+        done_.wait(lock, [this] { return active_.load() == 0; });
     }
 
   private:
@@ -59,20 +71,22 @@ class Pool {
     [[noreturn]] void live() {
         uint64_t seen = 0;
         for (;;) {
-            const auto until = std::chrono::steady_clock::now() + kAwake;
-            while (open_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < until) pause();
+            poll([&] { return open_.load(std::memory_order_relaxed) != seen; });
             int thread = 0;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
+                ++asleep_;
                 work_.wait(lock, [&] { return open_.load() != seen; });
+                --asleep_;
                 seen = open_.load();
-                if (seats_ > 0) thread = seats_--, ++active_;
+                if (seats_ > 0) thread = seats_--, active_.store(active_.load() + 1);
             }
             if (thread == 0) continue;
             take(thread);
             {
                 std::lock_guard<std::mutex> lock(mutex_);
-                if (--active_ == 0) done_.notify_one();
+                active_.store(active_.load() - 1, std::memory_order_release);
+                if (active_.load() == 0) done_.notify_one();
             }
         }
     }
@@ -82,32 +96,35 @@ class Pool {
     std::vector<std::thread> workers_;
     std::atomic<uint64_t> open_{0};
     std::atomic<int64_t> next_{0};
+    std::atomic<int> active_{0};
     int64_t items_ = 0;
     Body body_ = nullptr;
     void* context_ = nullptr;
-    int seats_ = 0, active_ = 0;
+    int seats_ = 0, asleep_ = 0;
 };
 
-// GNU OpenMP's entry to a parallel region, as compilers call it.
-using Region = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+// GNU OpenMP, under whatever name torch has loaded it: its entry to a parallel region, as compilers call it, and how many
+// threads the caller's loops may have.
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags) = nullptr;
+    int (*most_threads)() = nullptr;
+};
 
-// The entry of the OpenMP library that torch has loaded, under whatever name. Its threads spin for milliseconds after each of
-// torch's loops, so a second set of threads on the same cores would get half of the time.
-Region loaded_openmp() {
+OpenMP loaded_openmp() {
+    OpenMP found;
 #ifdef __linux__
-    auto find = [](dl_phdr_info* info, size_t, void* region) -> int {
+    auto find = [](dl_phdr_info* info, size_t, void* found) -> int {
         if (std::strstr(info->dlpi_name, "libgomp") == nullptr) return 0;
         void* library = dlopen(info->dlpi_name, RTLD_NOLOAD | RTLD_NOW);
         if (library == nullptr) return 0;
-        *static_cast<Region*>(region) = reinterpret_cast<Region>(dlsym(library, "GOMP_parallel"));
-        return *static_cast<Region*>(region) != nullptr;
+        OpenMP& openmp = *static_cast<OpenMP*>(found);
+        openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(dlsym(library, "GOMP_parallel"));
+        openmp.most_threads = reinterpret_cast<decltype(openmp.most_threads)>(dlsym(library, "omp_get_max_threads"));
+        return openmp.parallel != nullptr && openmp.most_threads != nullptr;
     };
-    Region region = nullptr;
-    dl_iterate_phdr(find, &region);
-    return region;
-#else
-    return nullptr;
+    if (!dl_iterate_phdr(find, &found)) found = OpenMP();
 #endif
+    return found;
 }
 
 struct Loop {
@@ -132,10 +149,12 @@ void parallel_for(int threads, int64_t items, Body body, void* context) {
         for (int64_t item = 0; item < items; ++item) body(context, item, 0);
         return;
     }
-    static const Region openmp = loaded_openmp();
-    if (openmp != nullptr) {
+    // Where torch has threads, they spin for milliseconds after each of its loops: a second set on the same cores would get
+    // half of the time. Where it has none, ours are better neighbours.
+    static const OpenMP openmp = loaded_openmp();
+    if (openmp.parallel != nullptr && openmp.most_threads() > 1) {
         Loop loop{body, context, items};
-        openmp(take_part, &loop, static_cast<unsigned>(threads), 0);
+        openmp.parallel(take_part, &loop, static_cast<unsigned>(threads), 0);
         return;
     }
     // Never destroyed: its threads live as long as the process. A forked child has no threads and gets a pool of its own.

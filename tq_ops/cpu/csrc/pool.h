@@ -1,4 +1,4 @@
-// Parallel loops of microseconds, on the threads of torch's OpenMP if it is loaded, otherwise on threads of our own.
+// Parallel loops of microseconds: on the threads of torch's OpenMP where torch may use several, else on threads of our own.
 #pragma once
 
 #include <cstdint>

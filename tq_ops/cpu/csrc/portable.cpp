@@ -17,14 +17,24 @@ namespace {
 #include "kept.h"
 #include "attention.h"
 #include "projection.h"
+#include "elementwise.h"
 #include "vectors.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
 }  // namespace
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>,  attend<Portable, Products>, rotate<Portable>,  quantize<Portable>,
-        prepared_floats<Portable>, prepare<Portable>,          project<Portable>, 1,
+        scratch_floats<Products>,
+        attend<Portable, Products>,
+        rotate<Portable>,
+        quantize<Portable>,
+        prepared_floats<Portable>,
+        prepare<Portable>,
+        project<Portable>,
+        rms_norm<Portable>,
+        rope,
+        silu_mul<Portable>,
+        1,
     };
     return kernels;
 }

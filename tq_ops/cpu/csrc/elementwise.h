@@ -1,0 +1,71 @@
+// What a layer does number by number. A row's bits depend on that row alone.
+
+// Numbers x [n], BF16 or FP32, from index `from` on.
+inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
+    if (!bf16) {
+        std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[from + i]);
+}
+
+inline void write(const float* x, bool bf16, int64_t to, int64_t n, void* out) {
+    if (!bf16) {
+        std::memcpy(static_cast<float*>(out) + to, x, n * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(out)[to + i] = float_to_bf16(x[i]);
+}
+
+constexpr int64_t kPiece = 64;  // numbers at a time, a multiple of every register's lanes
+
+template <class Simd> void rms_norm(const RmsNorm& o, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        typename Simd::F sums = Simd::zero();
+        alignas(64) float x[kPiece], weight[kPiece];
+        for (int64_t i = 0; i < o.width; i += kPiece) {
+            const int64_t n = o.width - i < kPiece ? o.width - i : kPiece;
+            for (int64_t j = n; j < kPiece; ++j) x[j] = 0.0f;
+            read(o.x, o.bf16, row * o.width + i, n, x);
+            for (int64_t j = 0; j < kPiece; j += Simd::width) {
+                const typename Simd::F value = Simd::load(x + j);
+                sums = Simd::fma(value, value, sums);
+            }
+        }
+        const float scale = 1.0f / std::sqrt(Simd::reduce_add(sums) / static_cast<float>(o.width) + o.eps);
+        for (int64_t i = 0; i < o.width; i += kPiece) {
+            const int64_t n = o.width - i < kPiece ? o.width - i : kPiece;
+            read(o.x, o.bf16, row * o.width + i, n, x);
+            read(o.weight, o.weight_bf16, i, n, weight);
+            for (int64_t j = 0; j < n; ++j) x[j] = x[j] * scale * weight[j];
+            write(x, o.bf16, row * o.width + i, n, o.y);
+        }
+    }
+}
+
+// Rows are heads of tokens.
+inline void rope(const Rope& o, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const float *low = o.x + row * 2 * o.half, *high = low + o.half;
+        const float *cos = o.cos + row / o.heads * o.half, *sin = o.sin + row / o.heads * o.half;
+        float *new_low = o.y + row * 2 * o.half, *new_high = new_low + o.half;
+        for (int64_t i = 0; i < o.half; ++i) {
+            new_low[i] = low[i] * cos[i] - high[i] * sin[i];
+            new_high[i] = high[i] * cos[i] + low[i] * sin[i];
+        }
+    }
+}
+
+// silu(gate) * up, with exp of what is not positive: g / (1 + exp(-g)) is g * exp(g) / (1 + exp(g)) where g is negative.
+template <class Simd> void silu_mul(const SiluMul& o, int64_t begin, int64_t end) {
+    alignas(64) float e[kPiece], y[kPiece];
+    for (int64_t i = begin; i < end; i += kPiece) {
+        const int64_t n = end - i < kPiece ? end - i : kPiece;
+        const float *gate = o.gate + i, *up = o.up + i;
+        for (int64_t j = 0; j < n; ++j) e[j] = gate[j] > 0.0f ? -gate[j] : gate[j];
+        for (int64_t j = n; j < kPiece; ++j) e[j] = 0.0f;
+        for (int64_t j = 0; j < kPiece; j += Simd::width) Simd::store(e + j, Simd::expf(Simd::load(e + j)));
+        for (int64_t j = 0; j < n; ++j) y[j] = gate[j] * (gate[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]) * up[j];
+        write(y, o.bf16, i, n, o.y);
+    }
+}
