@@ -19,11 +19,14 @@ class LevelComparison:
         total: coordinates compared.
         different: coordinates with another level.
         unexplained: those that differ by more than one, or whose rotated value is not near the boundary between.
+        guilty: along the first axis, where there are unexplained ones or a tenth as many other levels as where there are most:
+            KV heads, of fields that have these first.
     """
 
     total: int
     different: int
     unexplained: int
+    guilty: tuple[int, ...] = ()
 
     @property
     def match(self) -> float:
@@ -51,7 +54,16 @@ def compare_levels(
     between = boundaries[ours.int().minimum(theirs.int()).clamp(max=len(boundaries) - 1)]
     near = (rotated - between).abs() <= atol + rtol * between.abs()
     unexplained = different & ~((gap.abs() == 1) & near)
-    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()))
+    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained, different))
+
+
+def _where(unexplained: Tensor, different: Tensor) -> tuple[int, ...]:
+    """Places along the first axis where something is wrong."""
+    if unexplained.ndim < 2:
+        return ()
+    count = different.flatten(1).sum(-1)
+    wrong = unexplained.flatten(1).any(-1) | (10 * count >= count.max().clamp(min=1))
+    return tuple(wrong.nonzero().flatten().tolist())
 
 
 def compare_numbers(ours: Tensor, theirs: Tensor, x: Tensor, noise: float | Tensor) -> LevelComparison:
@@ -67,7 +79,8 @@ def compare_numbers(ours: Tensor, theirs: Tensor, x: Tensor, noise: float | Tens
     different = ours != theirs
     half_step = torch.finfo(ours.dtype).eps / 2 * torch.maximum(x.abs(), theirs.float().abs())
     near = (theirs.float() - x).abs() <= half_step + noise * x.norm(dim=-1, keepdim=True)
-    return LevelComparison(different.numel(), int(different.sum()), int((different & ~near).sum()))
+    unexplained = different & ~near
+    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained, different))
 
 
 def compare_stored(
@@ -88,13 +101,14 @@ def compare_stored(
     if levels is None or other is None or choice is None:
         parts = [compare_numbers(ours[name], theirs[name], x, noise) for name in ours]
         compared = LevelComparison(
-            sum(p.total for p in parts), sum(p.different for p in parts), sum(p.unexplained for p in parts)
-        )
+            sum(p.total for p in parts), sum(p.different for p in parts), sum(p.unexplained for p in parts),
+            tuple(sorted({head for p in parts for head in p.guilty})),
+        )  # fmt: skip
     else:
         # A level that refines another follows from the one that they chose there, which may be a tie.
         expected = torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True)
-        unexplained = compare_levels(expected, other, choice.value, choice.boundaries, choice.reach).unexplained
-        compared = LevelComparison(levels.numel(), int((levels != other).sum()), unexplained)
+        found = compare_levels(expected, other, choice.value, choice.boundaries, choice.reach)
+        compared = LevelComparison(levels.numel(), int((levels != other).sum()), found.unexplained, found.guilty)
     lengths = [kv_format.lengths(fields, layer) for fields in (ours, theirs)]
     return compared, float(_ratio((lengths[1] - lengths[0]).abs(), lengths[0]).max())
 

@@ -39,6 +39,8 @@ class Fault:
         stage: the op that is wrong, as a recorded op table shows it.
         seen_as: the same where only whole layers can be run.
         ops: what replaces the reference's ops.
+        model: what replaces the model, where its shapes or tables are wrong.
+        head: the KV head that is wrong, if it is one.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Fault:
     stage: str
     seen_as: str
     ops: Table
+    model: DecoderModel | None = None
+    head: int | None = None
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
+from haarkv.validation.layers.causes import explain
 from haarkv.validation.layers.chance import Chances, chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
@@ -55,13 +57,15 @@ class Forced:
         trial: the candidate.
         ops: its op table; None if its layers are programs.
         repeats: runs of each layer beside the first, to be held against it.
+        explains: layers whose faults are explained, the first that are found.
     """
 
     def __init__(
-        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger, repeats: int
-    ) -> None:
+        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger, repeats: int = 0,
+        explains: int = 0,
+    ) -> None:  # fmt: skip
         self.reference, self.trial, self.ops, self.limits, self.ledger = reference, trial, ops, limits, ledger
-        self.repeats = Repeats(repeats)
+        self.repeats, self.explains = Repeats(repeats), explains
 
     def layer(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Judged:
         """Run and judge one layer.
@@ -80,6 +84,12 @@ class Forced:
         if unstable is not None:
             stage = next((v.stage for v in judged.verdicts if v.fails), unstable.stage)
             return replace(judged, verdicts=[*verdicts, replace(unstable, stage=stage)])
+        failing = first(judged.verdicts)
+        alone = self.reference.records and not run.strays and not run.outcome.problem
+        if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
+            self.explains -= 1
+            because = explain(self.reference, index, made, run, forward, failing, partial(self._far, index, run, forward))
+            judged = replace(judged, verdicts=[because if one is failing else one for one in judged.verdicts])
         return replace(judged, verdicts=[*verdicts, *judged.verdicts])
 
     def run(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Run:
@@ -91,7 +101,7 @@ class Forced:
         """What a run of a layer got right."""
         cache, outcome = self.reference.cache, run.outcome
         compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.kv_noise)
-        verdicts = judge_stored(compared, run.strays, index, self.limits)
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if outcome.problem:
             verdicts.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
         expected = made.hidden_out
@@ -105,6 +115,15 @@ class Forced:
         if hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
             hidden = self._numbers(index, made, run, forward, expected) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
+
+    def _far(self, index: int, run: Run, forward: Forward, altered: Reference, other: MadeLayer) -> float | None:
+        """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
+        judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(index, other, run, forward)
+        if any(verdict.fails for verdict in judged.verdicts):
+            return None
+        expected, sides = judged.expected.double(), (judged.compared.k, judged.compared.v)
+        distance = float((judged.result.double() - expected).norm() / expected.norm())
+        return distance + sum(side.different / side.total for side in sides)
 
     def _chances(self, index: int, made: MadeLayer, forward: Forward) -> Chances:
         model, cache = self.reference.model, self.reference.cache
@@ -159,7 +178,7 @@ class Forced:
             return [verdict]
         compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.same_kv_noise)
         refused = [] if result is None and run.intact else [judge_op(call, result, run.intact, self.limits)]
-        verdicts = judge_stored(compared, run.strays, index, self.limits)
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if any(verdict.fails for verdict in (*refused, *verdicts)):
             return [*refused, *verdicts]
         rates = self.ledger.stored(

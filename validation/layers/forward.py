@@ -10,6 +10,7 @@ from torch import Tensor
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.base import Executor
+from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
@@ -138,6 +139,16 @@ class Reference:
             self._require_something(f"{what} of layer {index}", tensor, forward)
         stored = take(self.cache, index, batch.slot_mapping)
         return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
+
+    def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
+        """Another reference, with an empty cache of its own; of the same model unless one is given."""
+        changed = model or self.model
+        return Reference(ReferenceExecutor(changed, ops), changed, new_cache_like(self.cache, self.cache.device))
+
+    def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
+        """Run a layer on what another reference ran it on; raises as `layer`."""
+        load(self.cache, index, made.before)
+        return self.layer(index, made.hidden_in, forward)
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""

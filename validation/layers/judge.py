@@ -95,7 +95,17 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verd
     if call.op == "paged_attention":
         bound = limits.attention
     compared = compare_vectors(ours, result)
-    return _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
+    verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
+    if verdict.reason == "fault" and call.op == "paged_attention":
+        return replace(verdict, head=_guilty_head(ours, result, call.args[1].num_kv_heads, bound))
+    return verdict
+
+
+def _guilty_head(ours: Tensor, result: Tensor, kv_heads: int, bound: float) -> int | None:
+    """The one KV head of attention [T, Hq, D] that is wrong; None if several are, or if there is one."""
+    pairs = zip(ours.chunk(kv_heads, 1), result.chunk(kv_heads, 1), strict=True)
+    wrong = [head for head, (a, b) in enumerate(pairs) if not compare_vectors(a, b).rel_l2 <= bound]
+    return wrong[0] if len(wrong) == 1 < kv_heads else None
 
 
 def _judge_error(stage: str, identical: bool, error: float, bound: float, what: str) -> Verdict:
@@ -119,7 +129,9 @@ def compare_both(
     return StoredComparison(k_compared, v_compared, k_length, v_length)
 
 
-def judge_stored(compared: StoredComparison, strays: dict[int, list[int]], layer: int, limits: LayerBounds) -> list[Verdict]:
+def judge_stored(
+    compared: StoredComparison, strays: dict[int, list[int]], layer: int, limits: LayerBounds, kv_heads: int = 1
+) -> list[Verdict]:
     """What a layer stored: slots that it had no business with, then K, then V."""
     verdicts = []
     if strays:
@@ -136,7 +148,8 @@ def judge_stored(compared: StoredComparison, strays: dict[int, list[int]], layer
             f"length off by {length:.1e}, bound {limits.length:.1e}"
         )
         error = torch.inf if levels.unexplained else length
-        verdicts.append(Verdict(f"store_kv.{side}", reason, error, limits.length, "" if same else detail))
+        head = levels.guilty[0] if reason == "fault" and len(levels.guilty) == 1 < kv_heads else None
+        verdicts.append(Verdict(f"store_kv.{side}", reason, error, limits.length, "" if same else detail, head=head))
     return verdicts
 
 

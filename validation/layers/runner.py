@@ -49,6 +49,7 @@ def validate(
     on_row: OnRow | None = None,
     modes: Sequence[Mode] = ("teacher-forced", "free-running"),
     repeats: int = 0,
+    explains: int = 0,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -62,11 +63,15 @@ def validate(
         modes: one of them, or both. The head and the whole forward belong to free-running.
         repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
             What is found to be wrong is run again in any case.
+        explains: layers without visible ops whose faults are explained: likely causes are put into the reference, a few dozen
+            runs of the layer, and `Finding.causes` says which of them give the same output.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats).run()
+    return _Validation(
+        reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats, explains
+    ).run()
 
 
 @torch.inference_mode()
@@ -84,7 +89,7 @@ def validate_layer(
         InputError: as `validate`.
     """
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
-    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0)
+    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0, 0)
     return run.layer(index, hidden, before, forward)
 
 
@@ -96,7 +101,7 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, mo
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode], repeats: int,
+        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode], repeats: int, explains: int,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes = frozenset(modes)
@@ -109,7 +114,7 @@ class _Validation:
         self.ops = candidate.ops if self.reference.records else None
         self.free, self.whole = (Trial(candidate, cache) for _ in range(2))
         self.ledger = Ledger(cache)
-        self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats)
+        self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats, explains)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []

@@ -1,0 +1,97 @@
+"""Validations in which nothing is wrong: other prompts, formats, dtypes, executors and ways of driving. None may be red.
+
+python tests/support/clean_runs.py 0 1000      # prints what is red, and how near the rest came to being so
+"""
+
+import json
+import random
+import sys
+import time
+from functools import cache
+
+import torch
+from bases import calibration
+from small_models import CONFIGS, random_tokens, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.models.text import load_tokenizer
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.layers.faults import reordered
+from haarkv.validation.layers.runner import validate
+from haarkv.validation.layers.self_test import WholeLayers
+
+FORMATS = ("tq4", "tq4", "tq4", "tq3", "tq2", "tq6", "tq8", "bf16", "tq4_seed", "k=bf16,v=tq4", "lr96", "k=lr160,v=lr64")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@cache
+def _model(name, dtype, seed):
+    return load_model("tiny", dtype) if name == "tiny" else small_model(CONFIGS[name], seed, DTYPES[dtype])
+
+
+@cache
+def _texts():
+    tokenizer = load_tokenizer("tiny", _model("tiny", "bfloat16", 0).config)
+    return [tokenizer.encode(text[:20_000]) for text in held_out_texts().values() if len(text) > 2000]
+
+
+def _created(executor, model, plan):
+    if executor == "reordered":
+        return ReferenceExecutor(model, reordered())
+    return catalog.create(executor, model, plan, "sim" if executor == "npu" else None)
+
+
+def clean_run(number, executors=("cpu", "onnx", "reordered"), most_tokens=120):
+    """One validation, drawn by its number; what it was, and its report."""
+    draw = random.Random(number)
+    name, dtype = draw.choice(["tiny", *CONFIGS]), draw.choice(list(DTYPES))
+    model = _model(name, dtype, draw.randrange(3))
+    config = model.config
+    kv, executor = draw.choice(FORMATS), draw.choice(executors)
+    made_up = calibration(config.num_layers, config.num_kv_heads, config.head_dim) if "lr" in kv else None
+    plan = KVSpec(kv, calibration=made_up).plan(config.num_layers)
+    if executor != "reordered":
+        try:
+            catalog.check(executor, config, plan)
+        except ValueError:
+            executor = "reordered"
+    candidate = _created(executor, model, plan)
+    prompts = []
+    for row in range(draw.randint(1, 3)):
+        count = draw.randint(2, most_tokens)
+        if name == "tiny":
+            text = draw.choice(_texts())
+            begin = draw.randrange(max(1, len(text) - count))
+            prompts.append(text[begin : begin + count])
+        else:
+            prompts.append(random_tokens(config, count, 100 * number + row))
+    wrap = WholeLayers if draw.random() < 0.5 else (lambda e: e)
+    what = f"{number}: {name} {dtype} {kv} {executor} {list(map(len, prompts))} {wrap.__name__}"
+    return what, validate(ReferenceExecutor(model), wrap(candidate), model, prompts, draw.randint(0, 3), plan)
+
+
+def main(begin, end, *executors):
+    torch.set_num_threads(1)
+    red, runs, worst, started = 0, 0, {}, time.time()
+    for number in range(begin, end):
+        what, report = clean_run(number, *([executors] if executors else []))
+        runs += 1
+        if not report.passed:
+            red += 1
+            first = report.first_divergence
+            print("RED", what, first, flush=True)
+        for row in report.tests:
+            if row.share is not None and row.share > worst.get(row.name, (0.0,))[0]:
+                worst[row.name] = (row.share, what, row.layer, row.stage, row.value, row.bound)
+        if runs % 50 == 0:
+            print(f"{runs} runs, {red} red, {time.time() - started:.0f} s", flush=True)
+    print(f"{runs} runs, {red} red, {time.time() - started:.0f} s")
+    print(json.dumps(worst, indent=1))
+    return red
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])))

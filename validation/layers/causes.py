@@ -1,0 +1,143 @@
+"""Why is a layer wrong that is one program? Likely causes are put into the reference until one gives the same output.
+
+A cause is a slip of `validation.layers.slips`, or a part of the layer that is too large, by as much as fits best. With it the
+reference runs the layer again and is then what the executor is held against, by the same bounds. What passes explains the
+output; several may, and then it cannot be told which of their stages is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import reference as spec
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation import bounds
+from haarkv.validation.layers.faults import Fault
+from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
+from haarkv.validation.layers.judge import Verdict
+from haarkv.validation.layers.repeat import Run
+from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
+from haarkv.validation.layers.three_way import errors_of_layer
+
+_STAGES = {
+    "store_kv.k": ("input_norm", "k_proj", "k_norm", "k_rope", "store_kv.k"),
+    "store_kv.v": ("input_norm", "v_proj", "store_kv.v"),
+    "attention_mlp": (
+        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
+        "down_proj",
+    ),
+}  # fmt: skip
+_ALONE = ("q_proj", "q_norm", "q_rope", "paged_attention")
+_CONFIG = {
+    "RoPE": ("q_rope", "k_rope"), "norms'": ("input_norm", "q_norm", "k_norm", "post_norm"), "positions": ("q_rope", "k_rope"),
+}  # fmt: skip
+_MOST_NAMED = 3
+
+
+Far = Callable[[Reference, MadeLayer], float | None]
+"""How far a run is from what an altered reference made; None if one of them is at fault beside the other."""
+
+
+def explain(
+    reference: Reference, index: int, made: MadeLayer, run: Run, forward: Forward, verdict: Verdict, far: Far
+) -> Verdict:
+    """The verdict on a run of a layer that is wrong, with what explains it.
+
+    Args:
+        made, run: what the reference and the executor made of the layer.
+        verdict: the layer's first fault.
+    Returns:
+        the verdict with `causes`, the nearest first, none if none explains it; and `stages` that may be wrong: those of the
+        causes, else all that the wrong output depends on.
+    """
+    found: list[tuple[float, Fault]] = []
+    for fault in _candidates(reference, index, made, run):
+        altered = reference.altered(fault.model, fault.table())
+        try:
+            other = altered.again(index, made, forward)
+        except InputError:  # it makes nothing that could be compared
+            continue
+        distance = None if _same(made, other) else far(altered, other)
+        if distance is not None:
+            found.append((distance, fault))
+    if not found:
+        return replace(verdict, stages=_narrowed(verdict.stage, made, run, forward))
+    found.sort(key=lambda one: one[0])
+    nearest = [fault for distance, fault in found if distance <= 2 * found[0][0]]
+    stages = tuple(dict.fromkeys(stage for fault in nearest for stage in _stages_of(fault)))
+    return replace(verdict, stages=stages, causes=tuple(fault.name for fault in nearest[:_MOST_NAMED]))
+
+
+def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
+    """Slips, and parts that are too large by as much as fits best."""
+    yield from slips(reference.model, index)
+    calls, ops = made.calls, reference.ops
+    attention = [call for call in calls if call.op == "paged_attention"]
+    if not attention or not torch.isfinite(run.outcome.result).all():
+        return
+    ours, theirs = made.hidden_out, run.outcome.result
+    found = errors_of_layer(calls, ours, theirs, None, made.hidden_in, ops, reference.cache.num_kv_heads)
+    at, heads = Layer(reference.model, index), reference.cache.num_kv_heads
+    for name, parts in found.items():
+        for head, part in enumerate(parts):
+            factor = float(f"{1 + part.gain:.4g}")
+            if factor == 1 or not 0.01 < factor < 100:
+                continue
+            if name == "softmax scale":
+                yield Fault(f"softmax scale times {factor:g}", index, "paged_attention", OUT, at.attended(steeper(factor)))
+            elif name == "MLP":
+                table = at.projected("down_proj", spoil=partial(torch.mul, other=factor))
+                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, table)
+            elif name != "layer":
+                one = head if name == "attention of a head" else None
+                words = "attention" if one is None else f"attention of KV head {one}"
+                yield Fault(
+                    f"{words} times {factor:g}", index, "paged_attention", OUT, at.attended(_times(factor, one, heads))
+                )
+
+
+def _times(factor: float, head: int | None, heads: int) -> Attend:
+    """Attention with the part of one KV head, or all of it, times a factor."""
+
+    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        parts = spec.paged_attention(q, cache, layer, batch, softmax_scale).chunk(heads, 1)
+        return torch.cat([part * factor if head in (None, number) else part for number, part in enumerate(parts)], 1)
+
+    return attend
+
+
+def _same(made: MadeLayer, other: MadeLayer) -> bool:
+    """Whether a slip changes nothing here."""
+    return torch.equal(made.hidden_out, other.hidden_out) and all(
+        torch.equal(field, other.stored[side][name]) for side, of in made.stored.items() for name, field in of.items()
+    )
+
+
+def _stages_of(fault: Fault) -> tuple[str, ...]:
+    if fault.model is None:
+        return (fault.stage,)
+    return next((stages for word, stages in _CONFIG.items() if fault.name.startswith(word)), (fault.stage,))
+
+
+def _narrowed(stage: str, made: MadeLayer, run: Run, forward: Forward) -> tuple[str, ...]:
+    """The stages that a wrong output depends on.
+
+    The first token of a sequence attends to nothing but itself: its attention is its own V, whatever its query and the softmax
+    are. If these tokens are right and others are not, the fault lies before attention's sum.
+    """
+    every = _STAGES.get(stage, (stage,))
+    if stage != "attention_mlp":
+        return every
+    first = forward.batch.positions == 0
+    error = (run.outcome.result.double() - made.hidden_out.double()).norm(dim=-1) / made.hidden_out.double().norm(dim=-1)
+    if not first.any() or first.all():
+        return every
+    of_first, of_others = float(error[first].max()), float(error[~first].max())
+    return _ALONE if of_first <= bounds.LAYER_BF16.rel_l2 / 4 and of_others > 4 * of_first else every
