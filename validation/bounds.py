@@ -139,7 +139,8 @@ class LayerBounds:
         cosine: of a token's hidden state after a layer that was fed the reference's.
         rel_l2: of the same.
         update: of what the layer added to it, the rounding of its two results set aside.
-        free_rel_l2: of the hidden state after any layer of a forward left to itself; it stops what runs away and no more.
+        free_rel_l2: of the hidden state after any layer of a forward left to itself: an error as long as the state itself. It
+            stops what runs away and no more: one tie grows to 0.56 in three layers of random weights of hidden size 48.
         logits: of a whole forward against the head on the executor's own last hidden state: the largest difference,
             relative to the logits' standard deviation.
     """
@@ -170,7 +171,7 @@ LAYER_FP32 = LayerBounds(
     cosine=1 - 1e-8,
     rel_l2=1e-5,
     update=1e-4,
-    free_rel_l2=0.5,
+    free_rel_l2=1.0,
     logits=1e-3,
 )
 # Measured, largest: op 5e-7, rounded_op 1.0e-3, attention 7.1e-3 (it rounds probabilities to BF16, another may round them and
@@ -187,7 +188,7 @@ LAYER_BF16 = LayerBounds(
     cosine=0.9999,
     rel_l2=2.0**-6,
     update=2.0**-6,
-    free_rel_l2=0.5,
+    free_rel_l2=1.0,
     logits=2.0**-5,
 )
 # K or V of one executor, stored once by a layer run alone and once in a whole forward: relative distance. Ties may fall the

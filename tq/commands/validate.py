@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay import Make
     from haarkv.validation.layers.report import LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
+    from haarkv.validation.layers.sensitivity import Sensitivity
 
-_SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
+_SELF_TEST_TOKENS = (160, 60)
 
 
 @click.command("validate")
@@ -69,7 +70,15 @@ _SELF_TEST_PROMPTS = ("def main(argv):\n    return", "class ")
     metavar="A.json B.json",
     help="Run nothing: what got better or worse from one --json report to another?",
 )
-@click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Run each layer so often again, and compare the executor with itself.",
+)
+@click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found; minutes.")
+@click.option("--sensitivity", is_flag=True, help="Print the smallest error of scale that is caught, by stage; minutes.")
 @json_option
 @click.pass_context
 @tensor_parallel
@@ -89,8 +98,11 @@ def command(context: click.Context, /, **given: Any) -> int:
             _alone(context, {"compare", "as_json", "threads"}, "--compare runs nothing")
             before, after = given["compare"]
             return compare(before, after, given["as_json"])
-        if given["self_test"]:
-            return _self_test(context, dtype=given["dtype"], as_json=given["as_json"])
+        if given["self_test"] and given["sensitivity"]:
+            raise click.UsageError("--self-test and --sensitivity are two commands; give one of them")
+        for name, run in (("self_test", _self_test), ("sensitivity", _sensitivity)):
+            if given[name]:
+                return run(context, dtype=given["dtype"], as_json=given["as_json"])
         named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
         files = list(named.values())
         if len({file.resolve() for file in files}) < len(files):
@@ -141,7 +153,7 @@ class _Ran:
 
 def _validate(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
-    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, **others: Any,
+    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, **others: Any,
 ) -> _Ran | None:  # fmt: skip
     """What was found; on other ranks than 0 nothing.
 
@@ -200,7 +212,7 @@ def _validate(
         )
 
     with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
-        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row)
+        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
         runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, makers())]
         if scaled:
             other = with_extreme_scales(loaded, plan, scaled[0])
@@ -212,6 +224,8 @@ def _validate(
 
 
 _SCALED_TOKENS = 24
+_EXPLAINED = 2
+"""Faulty layers whose causes are looked for."""
 
 
 def _itself(selected: Selection) -> str:
@@ -246,19 +260,28 @@ def _alone(context: click.Context, own: set[str], why: str) -> None:
             raise click.UsageError(f"{why}; leave out {option.opts[0]}")
 
 
-_OWN = {"self_test", "dtype", "as_json", "threads"}
+_OWN = {"self_test", "sensitivity", "dtype", "as_json", "threads"}
+_LAYERS = 3
+
+
+def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
+    """What a command without a model of the user's own runs on: the first layers of `tiny`, and a text of code."""
+    _alone(context, _OWN, f"{option} uses its own model, prompts and executor")
+    from haarkv.models.catalog import load_model
+    from haarkv.models.text import load_tokenizer
+    from haarkv.tq_ops import reference
+
+    models = [load_model("tiny", name, _LAYERS) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
+    text = Path(str(reference.__file__)).read_text(encoding="utf-8")
+    ids = load_tokenizer("tiny", models[0].config).encode(text)
+    return models, [ids[:count] for count in _SELF_TEST_TOKENS]
 
 
 def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    _alone(context, _OWN, "--self-test uses its own model, prompts and executor")
-    from haarkv.models.catalog import load_model
-    from haarkv.models.text import load_tokenizer
+    models, prompts = _own_run(context, "--self-test", dtype)
     from haarkv.validation.layers.self_test import self_test
 
-    models: list[DecoderModel] = [load_model("tiny", name) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
-    tokenizer = load_tokenizer("tiny", models[0].config)
-    prompts = [tokenizer.encode(text) for text in _SELF_TEST_PROMPTS]
     rows = self_test(models, prompts, None if as_json else _show_fault)
     caught = sum(row.caught for row in rows)
     if as_json:
@@ -274,3 +297,21 @@ def _show_fault(row: SelfTestRow) -> None:
     widths = zip((8, 6, 40, 24, 24), (row.dtype, row.driven, row.fault, row.planted, row.found), strict=True)
     line = "  ".join(cell.ljust(width) for width, cell in widths)
     print(f"{'ok  ' if row.caught else 'MISS'}  {line}  {row.how}", flush=True)
+
+
+# -- Sensitivity ---------------------------------------------------------------------------------------------------------
+def _sensitivity(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
+    """Print the smallest error of scale that is caught, by stage; 0."""
+    models, prompts = _own_run(context, "--sensitivity", dtype)
+    from haarkv.validation.layers.sensitivity import sensitivity
+
+    rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]
+    if as_json:
+        print(json.dumps({"tokens": list(map(len, prompts)), "rows": [asdict(row) for row in rows]}))
+    return 0
+
+
+def _show_sensitivity(row: Sensitivity) -> None:
+    error = "none" if row.error is None else f"{row.error:.1e}"
+    widths = zip((8, 6, 28, 8), (row.dtype, row.driven, row.stage, error), strict=True)
+    print(f"{'  '.join(cell.ljust(width) for width, cell in widths)}  {row.found}", flush=True)

@@ -60,6 +60,8 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     Args:
         more: rows that stand after it.
     """
+    from haarkv.validation.layers.report import FAILS
+
     same = sum(row.same_token == row.sequences for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
@@ -67,6 +69,8 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     rows = [
         ("verdict", "passed: no fault" if report.passed else "FAILED"),
         (what, describe(first) if first else "none: equal to the last bit"),
+        *([("explained by", " or ".join(first.causes))] if first and first.causes else []),
+        *([("may be wrong", ", ".join(first.stages))] if first and first.stages else []),
         ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
     ]
     if report.logits:

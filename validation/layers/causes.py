@@ -23,7 +23,7 @@ from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
 from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.repeat import Run
-from haarkv.validation.layers.slips import OUT, Attend, Layer, slips
+from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
 
 _STAGES = {
@@ -91,7 +91,7 @@ def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> 
             if factor == 1 or not 0.01 < factor < 100:
                 continue
             if name == "softmax scale":
-                yield Fault(f"softmax scale times {factor:g}", index, "paged_attention", OUT, at.attended(_steeper(factor)))
+                yield Fault(f"softmax scale times {factor:g}", index, "paged_attention", OUT, at.attended(steeper(factor)))
             elif name == "MLP":
                 table = at.projected("down_proj", spoil=partial(torch.mul, other=factor))
                 yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, table)
@@ -111,10 +111,6 @@ def _times(factor: float, head: int | None, heads: int) -> Attend:
         return torch.cat([part * factor if head in (None, number) else part for number, part in enumerate(parts)], 1)
 
     return attend
-
-
-def _steeper(factor: float) -> Attend:
-    return lambda q, cache, layer, batch, scale: spec.paged_attention(q, cache, layer, batch, scale * factor)
 
 
 def _same(made: MadeLayer, other: MadeLayer) -> bool:

@@ -19,7 +19,8 @@ class LevelComparison:
         total: coordinates compared.
         different: coordinates with another level.
         unexplained: those that differ by more than one, or whose rotated value is not near the boundary between.
-        guilty: along the first axis, where there are unexplained ones: KV heads, of fields that have these first.
+        guilty: along the first axis, where there are unexplained ones or a tenth as many other levels as where there are most:
+            KV heads, of fields that have these first.
     """
 
     total: int
@@ -53,12 +54,16 @@ def compare_levels(
     between = boundaries[ours.int().minimum(theirs.int()).clamp(max=len(boundaries) - 1)]
     near = (rotated - between).abs() <= atol + rtol * between.abs()
     unexplained = different & ~((gap.abs() == 1) & near)
-    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained))
+    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained, different))
 
 
-def _where(wrong: Tensor) -> tuple[int, ...]:
+def _where(unexplained: Tensor, different: Tensor) -> tuple[int, ...]:
     """Places along the first axis where something is wrong."""
-    return tuple(wrong.flatten(1).any(-1).nonzero().flatten().tolist()) if wrong.ndim > 1 else ()
+    if unexplained.ndim < 2:
+        return ()
+    count = different.flatten(1).sum(-1)
+    wrong = unexplained.flatten(1).any(-1) | (10 * count >= count.max().clamp(min=1))
+    return tuple(wrong.nonzero().flatten().tolist())
 
 
 def compare_numbers(ours: Tensor, theirs: Tensor, x: Tensor, noise: float | Tensor) -> LevelComparison:
@@ -75,7 +80,7 @@ def compare_numbers(ours: Tensor, theirs: Tensor, x: Tensor, noise: float | Tens
     half_step = torch.finfo(ours.dtype).eps / 2 * torch.maximum(x.abs(), theirs.float().abs())
     near = (theirs.float() - x).abs() <= half_step + noise * x.norm(dim=-1, keepdim=True)
     unexplained = different & ~near
-    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained))
+    return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained, different))
 
 
 def compare_stored(

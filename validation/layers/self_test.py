@@ -12,8 +12,9 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.faults import LEARNED, Fault, planted, planted_learned, reordered, table_with
-from haarkv.validation.layers.report import Report
+from haarkv.validation.layers.report import FAILS, Report
 from haarkv.validation.layers.runner import validate
+from haarkv.validation.layers.slips import slips
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class SelfTestRow:
         dtype: of the model.
         driven: "ops" if the table is recorded, "layers" if layers are run as wholes.
         fault: in words; a control has none.
-        planted, found: layer and stage, "–" if there is none.
+        planted, found: layer, stage, and the KV head if one is wrong; "–" if there is none.
         how: what the validator says.
-        caught: found where it was planted; of a control, nothing was found that is no rounding.
+        caught: found where it was planted, for the right reason; of a control, nothing was found that is no rounding.
     """
 
     dtype: str
@@ -54,53 +55,88 @@ class WholeLayers:
         return None
 
 
+EVERY = slice(None)
+
+
 def self_test(
-    models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
+    models: Sequence[DecoderModel],
+    prompts: Sequence[Sequence[int]],
+    on_row: Callable[[SelfTestRow], None] | None = None,
+    part: slice = EVERY,
 ) -> list[SelfTestRow]:
-    """Plant every fault of `validation.layers.faults` in the middle layer of each model, and validate.
+    """Plant every fault of `validation.layers.faults` and `slips` in the middle layer of each model, and validate.
 
     Faults in learned coordinates are planted in made-up ones.
 
     Args:
-        models: of at least 4 layers.
-        prompts: token ids.
+        models: of at least 3 layers.
+        prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
+        part: of the slips.
     """
     rows = []
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
         learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
-        for spec, faults in ((KVSpec("tq4"), planted), (KVSpec(LEARNED, calibration=learned), planted_learned)):
+        plain = [*planted(model, layer), *slips(model, layer)[part]]
+        of_learned = (KVSpec(LEARNED, calibration=learned), planted_learned(model, layer))
+        for spec, faults in ((KVSpec("tq4"), plain), of_learned):
             control = "control, learned" if spec.calibration else "control"
             for driven in ("ops", "layers"):
-                for name, fault, table in _trials(faults(model, layer), control):
-                    report = _report(model, table, driven, prompts, spec)
-                    where = f"layer {fault.layer} {fault.stage if driven == 'ops' else fault.seen_as}" if fault else "–"
-                    rows.append(_row(report, driven, name, where))
+                for trial in _trials(model, faults, control):
+                    rows.append(_row(_report(model, trial, driven, prompts, spec), driven, trial))
                     if on_row:
                         on_row(rows[-1])
     return rows
 
 
-def _trials(faults: Sequence[Fault], control: str) -> list[tuple[str, Fault | None, OpTable]]:
+@dataclass(frozen=True)
+class _Trial:
+    """What is run: its name, its table and model, and the fault in it, if there is one."""
+
+    name: str
+    table: OpTable
+    model: DecoderModel
+    fault: Fault | None = None
+
+
+def _trials(model: DecoderModel, faults: Sequence[Fault], control: str) -> list[_Trial]:
     return [
-        (f"none ({control})", None, table_with({})),
-        (f"none, sums in another order ({control})", None, reordered()),
-        *((fault.name, fault, fault.table()) for fault in faults),
+        _Trial(f"none ({control})", table_with({}), model),
+        _Trial(f"none, sums in another order ({control})", reordered(), model),
+        *(_Trial(fault.name, fault.table(), fault.model or model, fault) for fault in faults),
     ]
 
 
-def _report(model: DecoderModel, table: OpTable, driven: str, prompts: Sequence[Sequence[int]], spec: KVSpec) -> Report:
-    candidate: Executor = ReferenceExecutor(model, table)
+class Mistaken(ReferenceExecutor):
+    """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does."""
+
+    def __init__(self, right: DecoderModel, model: DecoderModel, ops: OpTable) -> None:
+        super().__init__(model, ops)
+        self.config = right.config
+
+
+def _report(model: DecoderModel, trial: _Trial, driven: str, prompts: Sequence[Sequence[int]], spec: KVSpec) -> Report:
+    candidate: Executor = Mistaken(model, trial.model, trial.table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
     return validate(ReferenceExecutor(model), candidate, model, prompts, 0, spec.plan(model.config.num_layers))
 
 
-def _row(report: Report, driven: str, name: str, planted_at: str) -> SelfTestRow:
-    first = report.first_divergence
-    fault = first if first and first.reason == "fault" else None
-    found = f"layer {fault.layer} {fault.stage}" if fault else "–"
-    caught = found == planted_at and report.passed == (fault is None)
-    how = f"{first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
-    return SelfTestRow(report.dtype, driven, name, planted_at, found, f"{first.reason}, {how}" if first else how, caught)
+def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
+    first, fault = report.first_divergence, trial.fault
+    wrong = first if first and first.reason in FAILS else None
+    found = _place(wrong.layer, wrong.stage, wrong.head) if wrong else "–"
+    planted_at, caught = "–", wrong is None and report.passed
+    if fault is not None:
+        stage = fault.stage if driven == "ops" else fault.seen_as
+        planted_at = _place(fault.layer, stage, fault.head)
+        place = wrong is not None and (wrong.layer, wrong.stage, wrong.reason) == (fault.layer, stage, "fault")
+        # Whole layers show which KV head's K and V are wrong, and whose attention is too large.
+        caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
+    how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
+    return SelfTestRow(report.dtype, driven, trial.name, planted_at, found, how, caught)
+
+
+def _place(layer: int | None, stage: str, head: int | None) -> str:
+    return f"layer {layer} {stage}" + (f" head {head}" if head is not None else "")

@@ -166,7 +166,7 @@ def _attention(at: Layer) -> Iterator[Fault]:
 
     yield attending("softmax scale left out", lambda q, c, i, b, _: reference.paged_attention(q, c, i, b, 1.0))
     yield attending("softmax scale 1/D", lambda q, c, i, b, s: reference.paged_attention(q, c, i, b, s * s))
-    yield attending("softmax scale 0.1 % too large", lambda q, c, i, b, s: reference.paged_attention(q, c, i, b, s * 1.001))
+    yield attending("softmax scale 0.1 % too large", steeper(1.001))
     yield attending("attention 1 % too large", lambda *a: reference.paged_attention(*a) * 1.01)
     yield attending("no causal mask", lambda q, c, i, b, s: reference.paged_attention(q, c, i, _seeing(b, 10**6), s))
     yield attending("one token too few is seen", lambda q, c, i, b, s: reference.paged_attention(q, c, i, _seeing(b, -1), s))
@@ -181,18 +181,29 @@ def _attention(at: Layer) -> Iterator[Fault]:
 
         yield attending("query heads dealt out to KV heads in turn", dealt)
     if heads > 1:
-
-        def one_head(q: Tensor, c: PagedKVCache, i: int, b: Batch, s: float) -> Tensor:
-            out = reference.paged_attention(q, c, i, b, s).clone()
-            out[:, -group:] *= 1.01
-            return out
-
-        yield attending("attention of the last KV head 1 % too large", one_head, head=heads - 1)
+        yield attending("attention of the last KV head 1 % too large", one_kv_head(at, 1.01), head=heads - 1)
     rotation = haar_rotation(at.index, config.head_dim).float()
     yield attending(
         "attention's output left rotated",
         lambda q, c, i, b, s: (reference.paged_attention(q, c, i, b, s).float() @ rotation).to(q.dtype),
     )
+
+
+def one_kv_head(at: Layer, factor: float) -> Attend:
+    """Attention in which the last KV head's part is so many times as large."""
+    group = at.model.config.num_heads // at.model.config.num_kv_heads
+
+    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        out = reference.paged_attention(q, cache, layer, batch, softmax_scale).float()
+        out[:, -group:] *= factor
+        return out.to(q.dtype)
+
+    return attend
+
+
+def steeper(factor: float) -> Attend:
+    """Attention whose softmax scale is so many times as large."""
+    return lambda q, cache, layer, batch, scale: reference.paged_attention(q, cache, layer, batch, scale * factor)
 
 
 def _seeing(batch: Batch, more: int) -> Batch:
