@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Protocol
@@ -14,12 +15,21 @@ from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of
 from haarkv.models.chat_template import render
 from haarkv.models.hf_config import eos_token_ids
+from haarkv.models.limited import TooMuchError, answer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_file, read_json, size_of
 
 _MOST_TOKENIZER = 2**27
 _MOST_TEMPLATE = 2**20
 """Bytes of `tokenizer.json` and of a chat template: several times those of the largest that models come with."""
+
+
+_LINEAR = frozenset(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+)
+"""Regular expressions that need no watching, of Qwen and Llama 3: they look at each character a few times at most."""
 
 
 class TextStream(Protocol):
@@ -70,6 +80,9 @@ class HFTokenizer:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise InputError(f"{path} cannot be read: {error}") from None
+        self._path, self._patterns = path, _patterns(self._tokenizer)
+        if _has_pattern(self._tokenizer.decoder):
+            raise InputError(f"{path}: its decoder has a regular expression, which might run for ever; none is built")
         # What training may have left switched on would shorten prompts in silence, or lengthen them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -86,7 +99,7 @@ class HFTokenizer:
         self.eos_token_ids = eos_token_ids(_optional_json(generation), generation) or config.eos_token_ids
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode([text], special_tokens=True)[0]
 
     def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
         if self._template is None:
@@ -95,13 +108,53 @@ class HFTokenizer:
         rendered = render(self._template, [[*first, {"role": "user", "content": text}] for text in texts], self._special)
         if system is not None and not all(system.strip() in text for text in rendered):
             raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
-        return [list(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in rendered]
+        return self._encode(rendered, special_tokens=False)
+
+    def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        """Token ids, in a process of its own where a regular expression could run for ever.
+
+        Raises:
+            InputError: it does, or the tokenizer refuses the text.
+        """
+        if not self._patterns:
+            return [list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids) for text in texts]
+        request = {"tokenizer": str(self._path.absolute()), "texts": list(texts), "special_tokens": special_tokens}
+        try:
+            said = answer(request)
+        except TooMuchError as error:
+            raise InputError(f"{self._path} cannot be used: its regular expression fails on this text, or {error}") from None
+        if "error" in said:
+            raise InputError(f"{self._path} cannot be used: {said['error']}")
+        return [[int(token) for token in ids] for ids in said["ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
     def stream(self) -> TextStream:
         return _HFStream(self._tokenizer)
+
+
+def _patterns(tokenizer: FastTokenizer) -> bool:
+    """Whether a tokenizer cuts or changes text by a regular expression that is none of `_LINEAR`."""
+    return any(map(_has_pattern, (tokenizer.normalizer, tokenizer.pre_tokenizer)))
+
+
+def _has_pattern(part: Any) -> bool:
+    if part is None:
+        return False
+    state = part.__getstate__().decode()
+    return '"Regex"' in state and any(pattern not in _LINEAR for pattern in _regular_expressions(json.loads(state)))
+
+
+def _regular_expressions(state: Any) -> Iterator[object]:
+    """Every `Regex` in a part of `tokenizer.json`."""
+    if isinstance(state, dict):
+        if "Regex" in state:
+            yield state["Regex"]
+        state = list(state.values())
+    if isinstance(state, list):
+        for value in state:
+            yield from _regular_expressions(value)
 
 
 class _HFStream:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from haarkv.tq_ops.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from haarkv.engine.ranks import Place
@@ -119,7 +120,7 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
     Raises:
         RankError: a rank was lost; the others have been ended.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("ranks") as folder:
         # As long as this process lives, it keeps one end of a pipe open; ranks end when that end closes.
         watched, kept = os.pipe()
         ranks: dict[int, subprocess.Popen[bytes]] = {}

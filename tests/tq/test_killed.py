@@ -2,15 +2,19 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.sim.simulator import unavailable
+from haarkv.tq_ops.temporary import TemporaryFolder
 from tq import files
 from tq.files import check_folder, check_writable, whole_folder, write_whole
 
@@ -175,6 +179,59 @@ def test_what_comes_into_a_folder_meanwhile_is_kept(tmp_path):
     assert texts(target) == {"a": "old", "b": "old", "late": ""}
 
 
+# -- Temporary folders ----------------------------------------------------------------------------------------------------
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path):
+    def work():
+        folder = TemporaryFolder("kind", tmp_path)
+        (folder.path / "large").write_text("x" * 1000)
+        folder.close()
+
+    for _ in every_moment(work):
+        with TemporaryFolder("other", tmp_path):
+            pass
+        with TemporaryFolder("kind", tmp_path) as folder:
+            assert names_in(tmp_path) == [folder.name]
+        assert names_in(tmp_path) == []
+
+
+def test_the_temporary_folder_of_a_living_process_stays(tmp_path):
+    ready, begun = os.pipe()
+    process = os.fork()
+    if not process:
+        folder = TemporaryFolder("kind", tmp_path)
+        os.write(begun, b"x")
+        time.sleep(60)
+        os._exit(folder is None)
+    try:
+        assert os.read(ready, 1) == b"x"
+        living = names_in(tmp_path)
+        (tmp_path / "haarkv-kind-notes").mkdir()  # what only looks like one
+        (tmp_path / "haarkv-kind-1-abc").mkdir()  # of a process that runs, whoever's it is
+        with TemporaryFolder("kind", tmp_path):
+            pass
+        assert names_in(tmp_path) == sorted([*living, "haarkv-kind-notes", "haarkv-kind-1-abc"])
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    with TemporaryFolder("kind", tmp_path):
+        pass
+    assert names_in(tmp_path) == ["haarkv-kind-1-abc", "haarkv-kind-notes"]
+
+
+def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
+    temporary = TemporaryFolder("kind", tmp_path)
+    process = os.fork()
+    if not process:
+        temporary.close()
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert temporary.path.is_dir()
+    temporary.close()
+    assert names_in(tmp_path) == []
+
+
 # -- Whole commands -------------------------------------------------------------------------------------------------------
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -233,6 +290,65 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
         assert [name for name in names_in(tmp_path) if name[0] != "." and name != "run"] == sorted([*INPUTS, "out"])
     run()
     assert names_in(tmp_path) == sorted([*INPUTS, *made])
+
+
+def killed_while(line, folder, seconds):
+    """Run a command in a process that is killed after so many seconds; its number."""
+    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=with_temporary(folder))
+    try:
+        _, err = process.communicate(timeout=seconds)
+        assert process.returncode == 0, err.decode()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+    return process.pid
+
+
+def with_temporary(folder):
+    """The environment of a command whose temporary files are in a folder of their own."""
+    (folder / "temporary").mkdir(exist_ok=True)
+    return {**os.environ, "TMPDIR": str(folder / "temporary")}
+
+
+@pytest.mark.fuzz
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "")
+def test_compile_killed_at_any_time_leaves_nothing(tmp_path):
+    """The C++ is there whole or not at all, and the next run removes the simulator's files."""
+    line = [sys.executable, "-m", "tq", "compile", "--model", "tiny", "--program", "head", "--cpp", "out"]
+    began = time.monotonic()
+    killed_while(line, tmp_path, None)
+    whole = time.monotonic() - began
+    made = sorted(content_of(tmp_path / "out"))
+    draw, numbers = random.Random("compile"), []
+    for moment in range(13):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        numbers.append(killed_while(line, tmp_path, whole * (moment + draw.random()) / 13))
+        if (tmp_path / "out").exists():
+            assert sorted(content_of(tmp_path / "out")) == made
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    killed_while(line, tmp_path, None)
+    assert names_in(tmp_path) == ["out", "temporary"]
+    assert names_in(tmp_path / "temporary") == []
+    assert [path.name for number in numbers for path in Path("/dev/shm").glob(f"haarkv-sim-{number}-*")] == []
+
+
+@pytest.mark.fuzz
+def test_ranks_killed_at_any_time_leave_nothing(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint")
+    line = [
+        *(sys.executable, "-m", "tq", "generate", "--model", "checkpoint", "--prompt", "spam", "--max-new-tokens", "4"),
+        *("--executor", "reference", "--tensor-parallel", "2"),
+    ]
+    began = time.monotonic()
+    killed_while(line, tmp_path, None)
+    whole = time.monotonic() - began
+    draw = random.Random("ranks")
+    for moment in range(8):
+        killed_while(line, tmp_path, whole * (moment + draw.random()) / 8)
+    time.sleep(3)  # for ranks that have lost the process that started them
+    killed_while(line, tmp_path, None)
+    assert names_in(tmp_path) == ["checkpoint", "temporary"]
+    assert [name for name in names_in(tmp_path / "temporary") if "ranks" in name] == []
 
 
 def content_of(path):

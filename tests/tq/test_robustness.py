@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ from refusals import assert_refused
 from safetensors import safe_open
 
 import tq as public
+from haarkv.models.catalog import TINY, read_config
 from haarkv.models.chat_template import render
+from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 from tq.commands import formats as formats_command
@@ -229,9 +232,68 @@ def test_a_template_cannot_take_all_memory_or_break_the_parser(source):
 
 
 def test_a_template_ends_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr("haarkv.models.chat_template._WAIT_S", 1.0)
+    monkeypatch.setattr("haarkv.models.limited._WAITS", 0.1)
     with pytest.raises(InputError, match="it takes more than 10 s or 512 MiB"):
         render(TEMPLATES[0], [[{"role": "user", "content": "hi"}]], {})
+
+
+# -- Tokenizers -----------------------------------------------------------------------------------------------------------
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def with_pattern(folder, pattern, place="pre_tokenizer"):
+    """A checkpoint like `tiny` whose tokenizer first cuts text by a regular expression."""
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    by = {"Regex": pattern}
+    content[place] = {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": by, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        "normalizer": {"type": "Replace", "pattern": by, "content": "x"},
+        "decoder": {"type": "Replace", "pattern": by, "content": "x"},
+    }[place]
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return load_tokenizer(folder, read_config(folder))
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_regular_expression_that_breaks_down_is_one_line(tmp_path, capfd, place):
+    """Its library gives up by a panic, which prints its own lines and is no exception that one could catch."""
+    tokenizer = with_pattern(tmp_path / "model", "(a+)+$", place)
+    with pytest.raises(InputError, match=r"tokenizer\.json cannot be used: its regular expression fails on this text"):
+        tokenizer.encode("a" * 40 + "b")
+    assert capfd.readouterr() == ("", "")
+    assert tokenizer.decode(tokenizer.encode("spam")) == "spam"
+
+
+def test_a_regular_expression_that_runs_for_ever_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("haarkv.models.limited._WAITS", 0.2)
+    tokenizer = with_pattern(tmp_path / "model", "a*a*a*a*c")
+    with pytest.raises(InputError, match="or it takes more than 10 s"):
+        tokenizer.encode(("a" * 100 + "b") * 3000)
+
+
+def test_a_regular_expression_is_watched_unless_it_is_known(tmp_path, monkeypatch):
+    """Both ways give the same tokens."""
+    known = with_pattern(tmp_path / "known", QWEN)
+    watched = with_pattern(tmp_path / "watched", f"(?:{QWEN})")
+    text = "def f(x):\n    return x + 12 # it's\n\n"
+    assert known.encode(text) == watched.encode(text)
+    monkeypatch.setattr("haarkv.models.text.answer", lambda _: pytest.fail("in a process of its own"))
+    known.encode(text)
+    with pytest.raises(pytest.fail.Exception):
+        watched.encode(text)
+
+
+def test_a_decoder_with_a_regular_expression_is_refused(tmp_path):
+    with pytest.raises(InputError, match="its decoder has a regular expression"):
+        with_pattern(tmp_path / "model", "(a+)+$", "decoder")
 
 
 # -- Threads and processes ------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +30,7 @@ from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.refusals import refusal
 from haarkv.tq_ops.npu.sim.order import TaskOrder
 from haarkv.tq_ops.npu.versions import installed, unsimulated
+from haarkv.tq_ops.temporary import TemporaryFolder
 
 
 class Mode(Enum):
@@ -153,13 +152,13 @@ class Simulator:
         if reason := unavailable():
             raise InputError(reason)
         memory = Path("/dev/shm")
-        self._folder = Path(tempfile.mkdtemp(prefix="haarkv-sim-", dir=memory if os.access(memory, os.W_OK) else None))
+        self._temporary = TemporaryFolder("sim", memory if os.access(memory, os.W_OK) else None)
+        self._folder = self._temporary.path
         self._files = 0
         # Tensors are told apart as objects: one that was promised not to change is kept, and found again as itself.
         self._constants: dict[Tensor, StoredTensor] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def __enter__(self) -> Simulator:
         return self
@@ -170,7 +169,7 @@ class Simulator:
     def close(self) -> None:
         """End the worker and delete its files."""
         self._stop()
-        self._finalizer()
+        self._temporary.close()
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor will not change, so that it is handed over once. Returns it."""

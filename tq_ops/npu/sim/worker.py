@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from csv import DictReader
@@ -33,6 +32,7 @@ from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.order import read_order
 from haarkv.tq_ops.npu.sim.record import recorded
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
+from haarkv.tq_ops.temporary import TemporaryFolder
 
 _DTYPES = {
     "DT_FP32": torch.float32, "DT_FP16": torch.float16, "DT_BF16": torch.bfloat16, "DT_INT8": torch.int8,
@@ -53,8 +53,8 @@ def _build_and_load_calculator(self: Any) -> None:
     library = cache_folder("pypto_calculator") / key / "libtile_fwk_calculator.so"
     if not library.exists():
         torch_context, cmake = self._TorchContext(), self._CMakeContext()
-        with tempfile.TemporaryDirectory() as folder:
-            context = self._CMakeContext.CompileContext(src_dir=source, tmp_dir=Path(folder))
+        with TemporaryFolder("calculator") as folder:
+            context = self._CMakeContext.CompileContext(src_dir=source, tmp_dir=folder)
             context.cfg_cmd_ext = (
                 f"-DPY3_MOD_TORCH_VERSION={torch_context.torch_version} "
                 f"-DPY3_MOD_TORCH_ROOT_PATH={torch_context.torch_root_dir} "

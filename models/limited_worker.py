@@ -1,7 +1,8 @@
-"""Renders a chat template in a process of its own; `chat_template` starts it. It imports nothing of the project.
+"""Runs what comes with a model and may never end, in a process of its own, which `limited` starts.
 
-In: one JSON object on stdin, {"source", "conversations", "special"}. Out: one on stdout, {"texts"} or {"error"}. A template
-that takes too much ends the process, without an answer.
+It imports nothing of the project. In: one JSON object on stdin; a chat template: {"source", "conversations", "special"}; a
+tokenizer: {"tokenizer", "texts", "special_tokens"}. Out: one on stdout, {"texts"}, {"ids"} or {"error"}. What takes too much
+ends the process, without an answer.
 """
 
 import json
@@ -9,9 +10,11 @@ import resource
 import sys
 
 MOST_S = 10
-"""Seconds that it may compute."""
+"""Seconds that it may compute, and as many for each MiB that it was asked of."""
 MOST_MEMORY = 2**29
-"""Bytes of memory that it may take, and 64 times the conversations beside them."""
+"""Bytes of memory that it may take, and 64 times what it was asked of beside them."""
+TOKENIZER_MEMORY = 2**32
+"""The same of a tokenizer, whose library maps more than it uses."""
 MOST_TEXT = 2**24
 """Characters that a template may add to the conversations."""
 
@@ -23,16 +26,23 @@ class RefusedError(Exception):
 def main() -> None:
     """Answer one request."""
     asked = sys.stdin.buffer.read()
+    request = json.loads(asked)
+    tokenizes = "tokenizer" in request
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_CPU, MOST_S)
-    _limit(resource.RLIMIT_AS, MOST_MEMORY + 64 * len(asked))
+    _limit(resource.RLIMIT_CPU, seconds(len(asked)))
+    _limit(resource.RLIMIT_AS, (TOKENIZER_MEMORY if tokenizes else MOST_MEMORY) + 64 * len(asked))
     try:
-        answer: dict[str, object] = {"texts": _texts(MOST_TEXT + len(asked), **json.loads(asked))}
+        answer: dict[str, object] = _ids(**request) if tokenizes else {"texts": _texts(MOST_TEXT + len(asked), **request)}
     except MemoryError:
         raise SystemExit(1) from None  # what ended it is said by whoever started it
     except Exception as error:  # whatever the expressions in a template can raise
         answer = {"error": str(error)[:500] or type(error).__name__}
     print(json.dumps(answer))
+
+
+def seconds(size: int) -> int:
+    """That it may compute for a request of so many bytes."""
+    return MOST_S * (1 + (size >> 20))
 
 
 def _limit(kind: int, most: int) -> None:
@@ -57,6 +67,16 @@ def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], sp
             raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
         texts[-1].encode()
     return texts
+
+
+def _ids(tokenizer: str, texts: list[str], special_tokens: bool) -> dict[str, object]:
+    """Token ids of texts, by the file of a tokenizer."""
+    from tokenizers import Tokenizer
+
+    reader = Tokenizer.from_file(tokenizer)
+    reader.no_truncation()
+    reader.no_padding()
+    return {"ids": [list(reader.encode(text, add_special_tokens=special_tokens).ids) for text in texts]}
 
 
 def _refuse(reason: object) -> None:
