@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
@@ -56,6 +56,12 @@ class WholeLayers:
 
 
 EVERY = slice(None)
+
+
+def first_layers(model: DecoderModel, count: int) -> DecoderModel:
+    """A model of the first layers of another."""
+    weights = replace(model.weights, layers=model.weights.layers[:count])
+    return replace(model, config=replace(model.config, num_layers=count), weights=weights)
 
 
 def self_test(
@@ -120,7 +126,8 @@ def _report(model: DecoderModel, trial: _Trial, driven: str, prompts: Sequence[S
     candidate: Executor = Mistaken(model, trial.model, trial.table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, spec.plan(model.config.num_layers))
+    plan = spec.plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, plan, modes=("teacher-forced",))
 
 
 def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
