@@ -19,7 +19,8 @@ def code_blocks(page, language):
 
 
 @of_every_page
-def test_code_of_a_page_runs_in_order(page, capsys):
+def test_code_of_a_page_runs_in_order(page, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     scope = {}
     for number, block in enumerate(code_blocks(page, "python"), 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), scope)
