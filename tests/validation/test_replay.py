@@ -11,6 +11,7 @@ from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
+from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -103,7 +104,8 @@ def test_what_needs_a_third_block_keeps_it():
         return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    run = failed(MODEL, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)], steps=1)
+    model = small_model(replace(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
+    run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
     assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
     assert 257 <= int(case.batch.seq_lens[0]) < 300
@@ -138,6 +140,24 @@ def test_every_kind_of_field_survives_the_file(kv):
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
     file = written(failed(MODEL, make, [random_tokens(SMALL, 6)], kv=kv))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
+
+
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "llama": {"rope_scaling": YarnScaling(4.0, 128, 1.1)},
+    "qwen2": {"qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_can_be_cut_and_written(model_type):
+    model = small_model(replace(SMALL, model_type=model_type, **FAMILIES[model_type]))
+    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
+    file = written(failed(model, make, [random_tokens(SMALL, 6)]))
+    assert found(file.case, make)[1:] == ("paged_attention", "fault")
+    assert judged(file.case, right, right).first_divergence is None
+    assert file.case.config.rope_scaling == model.config.rope_scaling
+    assert (file.case.tokens, file.case.config.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 
 def test_a_case_that_does_not_fail_is_left_as_it_is():
@@ -202,6 +222,7 @@ def test_a_file_that_does_not_fit_together_is_refused():
         replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
         replace(file.case, config=replace(file.case.config, num_layers=10**8)),
+        replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):
         with pytest.raises(InputError):
