@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
@@ -56,6 +56,12 @@ class WholeLayers:
 
 
 EVERY = slice(None)
+
+
+def first_layers(model: DecoderModel, count: int) -> DecoderModel:
+    """A model of the first layers of another."""
+    weights = replace(model.weights, layers=model.weights.layers[:count])
+    return replace(model, config=replace(model.config, num_layers=count), weights=weights)
 
 
 def self_test(
@@ -120,7 +126,8 @@ def _report(model: DecoderModel, trial: _Trial, driven: str, prompts: Sequence[S
     candidate: Executor = Mistaken(model, trial.model, trial.table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, spec.plan(model.config.num_layers))
+    plan = spec.plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, plan, modes=("teacher-forced",))
 
 
 def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
@@ -131,7 +138,9 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
     if fault is not None:
         stage = fault.stage if driven == "ops" else fault.seen_as
         planted_at = _place(fault.layer, stage, fault.head)
-        place = wrong is not None and (wrong.layer, wrong.stage, wrong.reason) == (fault.layer, stage, "fault")
+        place = (
+            wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
+        )
         # Whole layers show which KV head's K and V are wrong, and whose attention is too large.
         caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
