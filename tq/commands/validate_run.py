@@ -83,20 +83,15 @@ def validated(
     total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
     total += count_rows(scaled, 1, loaded.config.num_layers) if scaled else 0
 
-    def makers() -> tuple[Make, Make]:
-        return (
-            lambda model, plan: create(reference, model, plan, on_program=compiling),
-            lambda model, plan: create(selected.name, model, plan, device, compiling),
-        )
-
+    make = make_pair(reference, selected.name, device)
     with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
         report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
-        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, makers())]
+        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
         if scaled:
             other = with_extreme_scales(loaded, plan, scaled[0])
-            pair = create(reference, other, plan), create(selected.name, other, own, device, compiling)
+            pair = make[0](other, plan), make[1](other, plan)
             of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
-            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, makers()))
+            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, make))
             report = joined(report, of_scaled, "scaled")
     return Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
 
@@ -104,6 +99,16 @@ def validated(
 _SCALED_TOKENS = 24
 _EXPLAINED = 2
 """Faulty layers whose causes are looked for."""
+
+
+def make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
+    """What makes the reference and the executor on trial of any model."""
+    from haarkv.executors.catalog import create
+
+    return (
+        lambda model, plan: create(reference, model, plan, on_program=compiling),
+        lambda model, plan: create(executor, model, plan, device, compiling),
+    )
 
 
 def _itself(selected: Selection) -> str:
@@ -126,6 +131,3 @@ def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
     with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda _: bar.advance(task)
-
-
-# -- The self-test -------------------------------------------------------------------------------------------------------
