@@ -10,7 +10,6 @@ from bases import calibration
 from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import load_model
 from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
@@ -24,12 +23,8 @@ from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.shrink import fails_alike, shrink
 
 MODEL = small_model(SMALL)
+IN_BF16 = small_model(SMALL, dtype=torch.bfloat16)
 VERSIONS = {"haarkv": "1", "torch": "2"}
-
-
-@cache
-def tiny(dtype="float32"):
-    return load_model("tiny", dtype)
 
 
 def right(model, plan):
@@ -68,12 +63,12 @@ def found(case, make):
 def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     """By turns op by op in FP32, and as whole layers in BF16."""
     whole = bool(number % 2)
-    make = faulty(lambda model: planted(model, min(3, model.config.num_layers - 1) or 1)[number].table(), whole)
-    run = failed(tiny("bfloat16" if whole else "float32"), make, [random_tokens(tiny().config, n) for n in (9, 5)])
+    make = faulty(lambda model: planted(model, 1)[number].table(), whole)
+    run = failed(IN_BF16 if whole else MODEL, make, [random_tokens(SMALL, n) for n in (9, 5)])
     was = run.report.first_divergence
     file = written(run)
     assert file.case.tokens <= 4
-    assert file.case.config.hidden_size < 256 or file.case.config.intermediate_size < 768
+    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.intermediate_size < SMALL.intermediate_size
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
     seconds, *same = found(file.case, make)
     assert same == [was.stage, was.reason]
