@@ -177,19 +177,23 @@ def test_so_many_ties_are_less_likely_than_it_says():
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_fault_in_one_of_fifty_calls_is_said_to_be_unstable(drive, seed):
     model, prompts = of_small()
-    draw, name = random.Random(seed), "linear" if seed % 2 else "paged_attention"
+    draw, name, fired = random.Random(seed), "linear" if seed % 2 else "paged_attention", []
 
     def flaky(*given):
         out = getattr(reference, name)(*given)
-        return out * 1.2 if draw.random() < 1 / 50 else out
+        if draw.random() >= 1 / 50:
+            return out
+        fired.append(name)
+        return out * 1.2
 
     candidate = DRIVES[drive](ReferenceExecutor(model, table_with({name: flaky})))
     report = compared(model, prompts, candidate, steps=6, modes=("teacher-forced", "free-running"))
     first = report.first_divergence
-    assert not report.passed
-    assert first.reason == "unstable"
-    assert "differs from itself" in first.detail
-    assert first.layer is not None or first.stage in ("forward", "head")
+    assert report.passed == (not fired)
+    if fired:
+        assert first.reason == "unstable"
+        assert "differs from itself" in first.detail
+        assert first.layer is not None or first.stage in ("forward", "head")
 
 
 def test_who_differs_from_itself_within_the_bounds_is_found_where_it_is_asked_for():
