@@ -61,9 +61,8 @@ FAINT = {
 }
 
 
-@pytest.mark.parametrize("name", FAINT)
+@pytest.mark.parametrize(("dtype", "name"), [*(("bfloat16", name) for name in FAINT), ("float32", next(iter(FAINT)))])
 @pytest.mark.parametrize("drive", DRIVES)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_faint_fault_is_found_where_it_is(tiny, dtype, drive, name):
     models, prompts = tiny
     fault = slip(models[dtype], name)
@@ -72,8 +71,7 @@ def test_a_faint_fault_is_found_where_it_is(tiny, dtype, drive, name):
     assert not report.passed
     stage = fault.stage if drive == "ops" else fault.seen_as
     assert (first.layer, first.stage, first.reason) == (AT, stage, "fault")
-    if drive == "ops" or dtype == "bfloat16":
-        assert first.head == FAINT[name]
+    assert first.head == FAINT[name]
 
 
 def test_without_the_sums_these_would_pass(tiny, monkeypatch):
@@ -82,9 +80,8 @@ def test_without_the_sums_these_would_pass(tiny, monkeypatch):
     monkeypatch.setattr(Ledger, "numbers", lambda *_: None)
     models, prompts = tiny
     model = models["bfloat16"]
-    for name in FAINT:
-        if name != "k_proj's result rounded to BF16":  # whose op is outside; whole layers are not
-            assert compared(model, prompts, Mistaken(model, model, slip(model, name).table())).passed, name
+    for name in ("every V scale one FP16 step too large", "softmax scale 0.1 % too large"):
+        assert compared(model, prompts, Mistaken(model, model, slip(model, name).table())).passed, name
     faint = slip(model, "k_proj's result rounded to BF16").table()
     assert compared(model, prompts, WholeLayers(Mistaken(model, model, faint))).passed
 
@@ -120,7 +117,7 @@ def test_rounding_towards_zero_has_a_direction(tiny):
 
 
 # -- What is right passes --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [2, 9, 20, 31])
+@pytest.mark.parametrize("number", [2, 9, 20])
 def test_clean_runs_are_not_red(number):
     what, report = clean_run(number)
     assert report.passed, (what, report.first_divergence)
@@ -173,23 +170,27 @@ def test_so_many_ties_are_less_likely_than_it_says():
 
 
 # -- What differs from itself ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_fault_in_one_of_fifty_calls_is_said_to_be_unstable(drive, seed):
     model, prompts = of_small()
-    draw, name = random.Random(seed), "linear" if seed % 2 else "paged_attention"
+    draw, name, fired = random.Random(seed), "linear" if seed % 2 else "paged_attention", []
 
     def flaky(*given):
         out = getattr(reference, name)(*given)
-        return out * 1.2 if draw.random() < 1 / 50 else out
+        if draw.random() >= 1 / 50:
+            return out
+        fired.append(name)
+        return out * 1.2
 
     candidate = DRIVES[drive](ReferenceExecutor(model, table_with({name: flaky})))
     report = compared(model, prompts, candidate, steps=6, modes=("teacher-forced", "free-running"))
     first = report.first_divergence
-    assert not report.passed
-    assert first.reason == "unstable"
-    assert "differs from itself" in first.detail
-    assert first.layer is not None or first.stage in ("forward", "head")
+    assert report.passed == (not fired)
+    if fired:
+        assert first.reason == "unstable"
+        assert "differs from itself" in first.detail
+        assert first.layer is not None or first.stage in ("forward", "head")
 
 
 def test_who_differs_from_itself_within_the_bounds_is_found_where_it_is_asked_for():
@@ -218,10 +219,8 @@ def test_a_fault_that_is_always_there_is_not_unstable():
 CAUSES = {
     "RoPE base 1e+06 for 10000": ("q_rope", "k_rope"),
     "norms' eps 1e-05 for 1e-06": ("input_norm", "q_norm", "k_norm", "post_norm"),
-    "k_norm left out": ("k_norm",),
     "GELU in place of SiLU": ("silu_mul",),
     "no causal mask": ("paged_attention",),
-    "post_norm without its weight": ("post_norm",),
 }
 
 
@@ -266,14 +265,22 @@ def test_the_guilty_kv_head_is_named(name, drive):
 
 
 # -- The self-test and the sensitivity -------------------------------------------------------------------------------------
-def test_the_self_test_has_sixty_faults_and_more_and_finds_a_part_of_them(tiny):
-    models, prompts = tiny
-    model = models["bfloat16"]
+def test_there_are_sixty_faults_and_more():
+    model, _ = of_small()
     names = [fault.name for fault in (*planted(model, AT), *slips(model, AT))]
     assert len(set(names)) == len(names) >= 60
-    rows = self_test([first_layers(load_model("tiny", "bfloat16"), 3)], [prompts[0][:100]], part=slice(0, None, 12))
-    missed = [row for row in rows if not row.caught]
-    assert not missed
+
+
+@pytest.mark.parametrize("number", range(4, 74, 14))
+def test_a_part_of_the_slips_is_found_where_it_is(tiny, number):
+    """All of them: `make test-judge`."""
+    models, prompts = tiny
+    model = models["bfloat16"]
+    fault = slips(model, AT)[number]
+    candidate = WholeLayers(Mistaken(model, fault.model or model, fault.table()))
+    first = compared(model, [prompts[0][:80]], candidate).first_divergence
+    assert (first.layer, first.reason) == (fault.layer, "fault")
+    assert first.stage in (fault.seen_as, *fault.also)
 
 
 @pytest.mark.judge_long

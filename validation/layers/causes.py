@@ -59,6 +59,9 @@ def explain(
     """
     found: list[tuple[float, Fault]] = []
     for fault in _candidates(reference, index, made, run):
+        # What is stored is wrong, or is not: a slip in the other half of the layer explains neither.
+        if fault.model is None and (fault.seen_as == OUT) != (verdict.stage == OUT):
+            continue
         altered = reference.altered(fault.model, fault.table())
         try:
             other = altered.again(index, made, forward)

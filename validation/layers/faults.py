@@ -41,6 +41,7 @@ class Fault:
         ops: what replaces the reference's ops.
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
+        also: other stages that may be named where several are wrong.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Fault:
     ops: Table
     model: DecoderModel | None = None
     head: int | None = None
+    also: tuple[str, ...] = ()
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""

@@ -105,7 +105,7 @@ class Ledger:
     def numbers(self, drive: str, layer: int, stage: str, errors: Mapping[str, Sequence[Errors]]) -> Verdict | None:
         """Add the errors of a stage, by what they were projected on and by KV head; what is no rounding, if anything."""
         worst: tuple[float, Verdict, str] | None = None
-        shares: dict[str, list[float]] = {}
+        shares: dict[str, list[tuple[float, float]]] = {}
         for name, parts in errors.items():
             for head, part in enumerate(parts):
                 key = (drive, layer, stage, name, head)
@@ -113,13 +113,15 @@ class Ledger:
                 every = (drive, None, stage, name, head)
                 self._errors[every] = self._errors[every] + part if every in self._errors else part
                 share, verdict = _judge_errors(stage, name, total)
-                shares.setdefault(name, []).append(share)
+                shares.setdefault(name, []).append((total.share, share))
                 if share > 1 and (worst is None or share > worst[0]):
                     worst = share, verdict, name
         if worst is None:
             return None
         by_head = shares[worst[2]]
-        guilty = [head for head, share in enumerate(by_head) if share > 1]
+        # Too large tells heads apart; too far off may be the same figure for all of them.
+        too_large = [head for head, (gain, _) in enumerate(by_head) if gain > 1]
+        guilty = too_large or [head for head, (_, share) in enumerate(by_head) if share > 1]
         return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
 
     # -- The whole run -------------------------------------------------------------------------------------------------

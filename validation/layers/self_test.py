@@ -138,7 +138,9 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
     if fault is not None:
         stage = fault.stage if driven == "ops" else fault.seen_as
         planted_at = _place(fault.layer, stage, fault.head)
-        place = wrong is not None and (wrong.layer, wrong.stage, wrong.reason) == (fault.layer, stage, "fault")
+        place = (
+            wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
+        )
         # Whole layers show which KV head's K and V are wrong, and whose attention is too large.
         caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"

@@ -286,8 +286,8 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
     """What is wrong in the whole model; a table of ops has no part in it."""
     config = model.config
 
-    def wrong(name: str, where: str, **changed: Any) -> Fault:
-        return Fault(name, 0, where, where, {}, model=replace(model, **changed))
+    def wrong(name: str, where: str, *also: str, **changed: Any) -> Fault:
+        return Fault(name, 0, where, where, {}, model=replace(model, **changed), also=also)
 
     for theta in (1e4, 1e5, 5e5, 1e6, 1e7, config.rope_theta * 1.01, config.rope_theta * 0.99):
         if theta != config.rope_theta:
@@ -295,6 +295,7 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
             yield wrong(f"RoPE base {theta:g} for {config.rope_theta:g}", K, rope=table)
     for eps in (1e-5, 1e-6, 1e-8):
         if eps != config.rms_norm_eps:
-            yield wrong(f"norms' eps {eps:g} for {config.rms_norm_eps:g}", V, config=replace(config, rms_norm_eps=eps))
+            # V's length shows it; in BF16 it tips so many inputs to their other neighbours that K's levels do, too.
+            yield wrong(f"norms' eps {eps:g} for {config.rms_norm_eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
     # Q and K turn alike: what they are to each other stays.
     yield wrong("positions off by one", K, rope=_Shifted(model.rope, 1))

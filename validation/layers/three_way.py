@@ -170,12 +170,20 @@ def errors_of_layer(
     if rounded:
         floor, scaled = bounds.GAIN_BF16_ATTENTION, bounds.SCALE_BF16_ATTENTION
     along = {
-        "attention": ([sum(each[1:], each[0])], floor), "attention of a head": (each, floor), "MLP": ([mlp], floor),
+        "attention": ([sum(each[1:], each[0])], floor), "attention of a head": (_apart(each), floor), "MLP": ([mlp], floor),
         "softmax scale": ([through(steeper)], scaled),
     }  # fmt: skip
     return {
         name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
     }
+
+
+def _apart(directions: list[Tensor]) -> list[Tensor]:
+    """Each direction [T, hidden] without what it has in common with the others: what one head does is not laid to another."""
+    flat = torch.stack([direction.double().flatten() for direction in directions])
+    inverse = torch.linalg.pinv(flat @ flat.T)
+    apart = inverse @ flat / inverse.diagonal().clamp(min=1e-300).unsqueeze(-1)
+    return [row.view_as(direction) for row, direction in zip(apart, directions, strict=True)]
 
 
 def _only(attended: Tensor, head: int, kv_heads: int) -> Tensor:
