@@ -32,10 +32,10 @@ _PROCESSES = multiprocessing.get_context("spawn")
 COMPANIES = ("alone", "busy", "decode")
 
 
-def decoder(model_name: str, kv: str, context: int, threads: int) -> Callable[[], None]:
+def decoder(model_name: str, layers: int | None, kv: str, context: int, threads: int) -> Callable[[], None]:
     """A function that runs one greedy decode step, always at the same context."""
     torch.set_num_threads(threads)
-    model = load_model(model_name, "bfloat16")
+    model = load_model(model_name, "bfloat16", layers)
     config, executor = model.config, CpuExecutor(model)
     cache = PagedKVCache(
         KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -60,8 +60,8 @@ def _spin(core: int, ready: Event) -> None:
         pass
 
 
-def _decode(model: str, kv: str, context: int, threads: int, ready: Event) -> None:
-    step = decoder(model, kv, context, threads)
+def _decode(model: str, layers: int | None, kv: str, context: int, threads: int, ready: Event) -> None:
+    step = decoder(model, layers, kv, context, threads)
     step()
     ready.set()
     while True:
@@ -74,7 +74,7 @@ def beside(company: str, args: argparse.Namespace) -> Iterator[None]:
     cores, started = sorted(os.sched_getaffinity(0)), []
     wanted: list[tuple[Callable[..., None], tuple[object, ...]]] = {
         "alone": [], "busy": [(_spin, (core,)) for core in cores],
-        "decode": [(_decode, (args.model, args.kv, args.context, args.threads))],
+        "decode": [(_decode, (args.model, args.layers, args.kv, args.context, args.threads))],
     }[company]  # fmt: skip
     try:
         for run, given in wanted:
@@ -104,6 +104,7 @@ def mean_ms(step: Callable[[], None], seconds: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--layers", type=int, help="of random:SIZE, how many")
     parser.add_argument("--kv", default="tq4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
     parser.add_argument("--save", action="store_true", help="append the JSON line to benchmarks/results")
     args = parser.parse_args(argv)
-    step = decoder(args.model, args.kv, args.context, args.threads)
+    step = decoder(args.model, args.layers, args.kv, args.context, args.threads)
     times: dict[str, list[float]] = {company: [] for company in COMPANIES}
     for _ in range(args.rounds):
         for company in COMPANIES:
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     title = f"{args.model}, {args.kv}, {args.context} tokens, {args.threads} threads, {args.rounds} rounds"
     print_rows(title, ["beside", "ms a step", "min … max", "ratio"], rows)
-    settings = {name: getattr(args, name) for name in ("model", "kv", "context", "threads", "rounds", "seconds")}
+    settings = {name: getattr(args, name) for name in ("model", "layers", "kv", "context", "threads", "rounds", "seconds")}
     emit(
         "neighbours",
         {**settings, "ms": {c: statistics.median(ms) for c, ms in times.items()}, "ratio": ratios},
