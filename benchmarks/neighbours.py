@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 
 import torch
@@ -56,34 +57,38 @@ def decoder(model_name: str, layers: int | None, kv: str, context: int, threads:
 def _spin(core: int, ready: Event) -> None:
     os.sched_setaffinity(0, {core})
     ready.set()
-    while True:
-        pass
+    parent = os.getppid()
+    while os.getppid() == parent:
+        for _ in range(10_000):
+            pass
 
 
 def _decode(model: str, layers: int | None, kv: str, context: int, threads: int, ready: Event) -> None:
-    step = decoder(model, layers, kv, context, threads)
+    step, parent = decoder(model, layers, kv, context, threads), os.getppid()
     step()
     ready.set()
-    while True:
+    while os.getppid() == parent:
         step()
 
 
 @contextmanager
 def beside(company: str, args: argparse.Namespace) -> Iterator[None]:
-    """Neighbours of a kind while it is open; they are at work when it opens."""
-    cores, started = sorted(os.sched_getaffinity(0)), []
-    wanted: list[tuple[Callable[..., None], tuple[object, ...]]] = {
-        "alone": [], "busy": [(_spin, (core,)) for core in cores],
-        "decode": [(_decode, (args.model, args.layers, args.kv, args.context, args.threads))],
-    }[company]  # fmt: skip
+    """Neighbours of a kind while it is open; they are at work when it opens, and gone after it or with their parent."""
+    started: list[BaseProcess] = []
+
+    def start(run: Callable[..., None], *given: object) -> None:
+        ready = _PROCESSES.Event()
+        process = _PROCESSES.Process(target=run, args=(*given, ready), daemon=True)
+        process.start()
+        started.append(process)
+        if not ready.wait(300):
+            raise SystemExit(f"the neighbour ({company}) did not start")
+
     try:
-        for run, given in wanted:
-            ready = _PROCESSES.Event()
-            process = _PROCESSES.Process(target=run, args=(*given, ready), daemon=True)
-            process.start()
-            started.append(process)
-            if not ready.wait(300):
-                raise SystemExit(f"the neighbour ({company}) did not start")
+        for core in sorted(os.sched_getaffinity(0)) if company == "busy" else ():
+            start(_spin, core)
+        if company == "decode":
+            start(_decode, args.model, args.layers, args.kv, args.context, args.threads)
         yield
     finally:
         for process in started:
