@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 
 import torch
@@ -32,10 +33,10 @@ _PROCESSES = multiprocessing.get_context("spawn")
 COMPANIES = ("alone", "busy", "decode")
 
 
-def decoder(model_name: str, kv: str, context: int, threads: int) -> Callable[[], None]:
+def decoder(model_name: str, layers: int | None, kv: str, context: int, threads: int) -> Callable[[], None]:
     """A function that runs one greedy decode step, always at the same context."""
     torch.set_num_threads(threads)
-    model = load_model(model_name, "bfloat16")
+    model = load_model(model_name, "bfloat16", layers)
     config, executor = model.config, CpuExecutor(model)
     cache = PagedKVCache(
         KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -56,34 +57,38 @@ def decoder(model_name: str, kv: str, context: int, threads: int) -> Callable[[]
 def _spin(core: int, ready: Event) -> None:
     os.sched_setaffinity(0, {core})
     ready.set()
-    while True:
-        pass
+    parent = os.getppid()
+    while os.getppid() == parent:
+        for _ in range(10_000):
+            pass
 
 
-def _decode(model: str, kv: str, context: int, threads: int, ready: Event) -> None:
-    step = decoder(model, kv, context, threads)
+def _decode(model: str, layers: int | None, kv: str, context: int, threads: int, ready: Event) -> None:
+    step, parent = decoder(model, layers, kv, context, threads), os.getppid()
     step()
     ready.set()
-    while True:
+    while os.getppid() == parent:
         step()
 
 
 @contextmanager
 def beside(company: str, args: argparse.Namespace) -> Iterator[None]:
-    """Neighbours of a kind while it is open; they are at work when it opens."""
-    cores, started = sorted(os.sched_getaffinity(0)), []
-    wanted: list[tuple[Callable[..., None], tuple[object, ...]]] = {
-        "alone": [], "busy": [(_spin, (core,)) for core in cores],
-        "decode": [(_decode, (args.model, args.kv, args.context, args.threads))],
-    }[company]  # fmt: skip
+    """Neighbours of a kind while it is open; they are at work when it opens, and gone after it or with their parent."""
+    started: list[BaseProcess] = []
+
+    def start(run: Callable[..., None], *given: object) -> None:
+        ready = _PROCESSES.Event()
+        process = _PROCESSES.Process(target=run, args=(*given, ready), daemon=True)
+        process.start()
+        started.append(process)
+        if not ready.wait(300):
+            raise SystemExit(f"the neighbour ({company}) did not start")
+
     try:
-        for run, given in wanted:
-            ready = _PROCESSES.Event()
-            process = _PROCESSES.Process(target=run, args=(*given, ready), daemon=True)
-            process.start()
-            started.append(process)
-            if not ready.wait(300):
-                raise SystemExit(f"the neighbour ({company}) did not start")
+        for core in sorted(os.sched_getaffinity(0)) if company == "busy" else ():
+            start(_spin, core)
+        if company == "decode":
+            start(_decode, args.model, args.layers, args.kv, args.context, args.threads)
         yield
     finally:
         for process in started:
@@ -104,6 +109,7 @@ def mean_ms(step: Callable[[], None], seconds: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--layers", type=int, help="of random:SIZE, how many")
     parser.add_argument("--kv", default="tq4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -111,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
     parser.add_argument("--save", action="store_true", help="append the JSON line to benchmarks/results")
     args = parser.parse_args(argv)
-    step = decoder(args.model, args.kv, args.context, args.threads)
+    step = decoder(args.model, args.layers, args.kv, args.context, args.threads)
     times: dict[str, list[float]] = {company: [] for company in COMPANIES}
     for _ in range(args.rounds):
         for company in COMPANIES:
@@ -124,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     title = f"{args.model}, {args.kv}, {args.context} tokens, {args.threads} threads, {args.rounds} rounds"
     print_rows(title, ["beside", "ms a step", "min … max", "ratio"], rows)
-    settings = {name: getattr(args, name) for name in ("model", "kv", "context", "threads", "rounds", "seconds")}
+    settings = {name: getattr(args, name) for name in ("model", "layers", "kv", "context", "threads", "rounds", "seconds")}
     emit(
         "neighbours",
         {**settings, "ms": {c: statistics.median(ms) for c, ms in times.items()}, "ratio": ratios},

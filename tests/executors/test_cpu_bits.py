@@ -8,6 +8,7 @@ import torch
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.catalog import load_model
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -53,11 +54,13 @@ def drawn(count, seed):
     return [generator.randrange(CONFIG.vocab_size) for _ in range(count)]
 
 
+LEARNED = made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
 CASES = [
     ("bfloat16", KVSpec("tq4"), LONG),
     ("bfloat16", KVSpec("tq4", tail=128), LONG),
     ("bfloat16", KVSpec("tq3", layers={0: "k=tq8,v=bf16", 1: "k=bf16,v=tq5"}, tail=7, sink=3), 300),
     *(("bfloat16", KVSpec(kv), 300) for kv in ("tq2", "tq5", "tq8", "tbq4_0", "bf16")),
+    ("bfloat16", KVSpec("k=lr128,v=lr64", tail=16, calibration=LEARNED), 300),
     ("float32", KVSpec("tq4", tail=16), 300),
 ]
 
