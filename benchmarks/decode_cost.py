@@ -9,7 +9,7 @@ from typing import Any, Literal
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderConfig, DecoderModel
 
-Kind = Literal["attention", "store", "layer", "step"]
+Kind = Literal["attention", "store", "layer", "step", "prefill"]
 
 
 @dataclass(frozen=True)

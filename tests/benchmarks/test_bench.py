@@ -199,6 +199,19 @@ def test_bench_decode_measures_what_it_names(run):
     assert result["machine"]["copy_gbps"] > 0
 
 
+def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
+    code, out, _ = run("prefill", *QUICK, "--kv", "tq4,bf16", "--json")
+    result = json.loads(out)
+    assert (code, result["benchmark"]) == (0, "prefill")
+    assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
+        "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
+    }  # fmt: skip
+    assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
+    code, out, _ = run("prefill", *QUICK, "--kv", "tq4", "--no-peers")
+    assert code == 0
+    assert "sdpa" not in out
+
+
 def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
     from tq.commands.bench_decode import _request
 

@@ -24,17 +24,21 @@ OWN = {
     ("eval", "--kv"): "a list",
     ("bench decode", "--kv"): "a list",
     ("bench ops", "--kv"): "a list",
+    ("bench prefill", "--kv"): "a list",
     ("export", "--kv"): "one format only",
     ("eval", "--kv-plan"): "another row, not the cache",
     ("bringup", "--kv-plan"): "one more cache",
     ("bench decode", "--executor"): "several",
     ("bench ops", "--executor"): "several",
+    ("bench prefill", "--executor"): "several",
     ("export", "--dtype"): "float16 too, and a default by target",
     ("export", "--layers"): "a slice",
     ("bench decode", "--dtype"): "another default",
     ("bench ops", "--dtype"): "another default",
+    ("bench prefill", "--dtype"): "another default",
     ("bench decode", "--model"): "another default",
     ("bench ops", "--model"): "another default",
+    ("bench prefill", "--model"): "another default",
     ("calibrate", "--context"): "what the coordinates hold for",
     ("diff", "--prompt"): "without one there are four",
     ("plan", "--text"): "to choose by, not to score",
@@ -135,7 +139,7 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
-        "generate", "chat", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops"
+        "generate", "chat", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops", "bench prefill"
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 

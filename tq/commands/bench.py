@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tq.commands.bench_decode import decode, ops
+from tq.commands.bench_decode import decode, ops, prefill
 from tq.options import Numbers, json_option
 from tq.output import err, print_table
 
@@ -24,6 +24,7 @@ def command() -> None:
 
 
 command.add_command(decode)
+command.add_command(prefill)
 command.add_command(ops)
 
 

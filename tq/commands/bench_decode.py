@@ -1,4 +1,4 @@
-"""`tq bench decode` and `tq bench ops`: what a decode step takes here, and the least it could take."""
+"""`tq bench decode`, `prefill` and `ops`: what a step or a prompt takes here, and the least it could take."""
 
 from __future__ import annotations
 
@@ -96,6 +96,27 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
     if plot_file is not None:
         write_whole(plot_file, decode_plot.svg(rows, f"{request.model}, {request.dtype}"))
     emit("decode", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
+    if not given["as_json"]:
+        _print(request, machine, rows)
+
+
+@click.command("prefill")
+@_options
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure torch's causal SDPA.")
+@click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+def prefill(peers: bool, **given: Any) -> None:
+    """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
+
+    Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
+    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
+    """
+    from haarkv.benchmarks.prefill import measure
+    from haarkv.benchmarks.report import emit
+
+    request = _request(given, peers=peers, isa=given["isa"])
+    with loading(request.model) as progress, _turning() as on_turn:
+        machine, rows = measure(request, progress, on_turn)
+    emit("prefill", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
         _print(request, machine, rows)
 
@@ -223,6 +244,7 @@ def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
         "store": "storing one new token in one layer",
         "layer": "one call of one decoder layer",
         "step": "whole decode step",
+        "prefill": "attention of one layer over a whole prompt",
     }
     for kind, title in titles.items():
         chosen = [r for r in rows if r.kind == kind]

@@ -205,19 +205,22 @@ class CpuOps:
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
         that of the rounded ones; blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
 
-        With `avx512vnni` a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three roundings,
+        From `avx512vnni` on, a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three roundings,
         each of at most half a step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the rotated q
-        to steps of max|q| / 32,767 or, where 32 coordinates could overflow 32 bits, to the least s with
+        to steps of max|q| / 32,639 or, where its levels together could overflow 32 bits, to the least s with
         sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
-        square error of a logit is 2.4e-5 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
-        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,767 = 2e-3 of the largest
+        square error of a logit is 1.0e-4 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
+        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,639 = 2e-3 of the largest
         weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
 
-        Learned coordinates differ in size, and second and third levels meet 0.18 and 0.06 of the first's query: max|q| is 3 to
-        7 times their root mean square, where behind a rotation it is 2.8. That costs 3.1e-5 (N = 64), 3.9e-5 (128), 4.8e-5
-        (208) and 6.4e-5 (384) of the logits' standard deviation, 3.2e-5 behind a rotation measured alike, at head_dim 128 and
-        weights that fall by 100; by a million, 5.1e-5. No query can lose more than sqrt(N / 12) / 32,767 where max|q| decides
-        the step: 1e-4 at N = 128, 1.7e-4 at 384.
+        Of learned coordinates, q's steps cost 5.0e-5 (N = 64), 9.0e-5 (128), 1.3e-4 (208) and 2.0e-4 (384) of the logits'
+        standard deviation, at head_dim 128 and made-up coordinates. No query can lose more than N / (sqrt(12) * 2.8e5) where
+        the sum decides the step: 1.3e-4 at N = 128, 3.9e-4 at 384; where max|q| does, sqrt(N / 12) / 32,639.
+
+        Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the same
+        bits as `avx512vnni`. A pass serves up to 64 rows there, 8 elsewhere. Rotated queries and partial sums take at most
+        about 16 MB at a time, whatever the prompt.
+
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()

@@ -27,8 +27,9 @@ bool in_tiles(const Cache& cache) {
     return fits(cache.k) && fits(cache.v);
 }
 
+// Of one tile's rows, looking up and multiplying by `vpdpwssd` takes less. Either way the bits are the same.
 void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (tiles->bf16 && in_tiles(cache)) return attend_tiles(cache, tiles, count, scratch);
+    if (count > 1 && tiles->bf16 && in_tiles(cache)) return attend_tiles(cache, tiles, count, scratch);
     avx512bf16_kernels().attend(cache, tiles, count, scratch);
 }
 

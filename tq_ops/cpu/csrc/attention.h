@@ -16,17 +16,22 @@ void exponentials(int rows, const float* before, const float* block, const float
 // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the weights
 // of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum in this
 // block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits become p.
-template <class Simd, int R>
-void soften(float* logits, bool keep, int n, const int* seen, bool round, int stride, const float* scale, int segments,
-            float* weights, float* maxima, float* totals, float* shrink) {
+// `SEEN` says that every row sees all n keys.
+template <class Simd, int R, bool SEEN>
+inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep, int n, const int* seen,
+                                                       bool round, int stride, const float* scale, int segments,
+                                                       float* weights, float* maxima, float* totals, float* shrink) {
     using F = typename Simd::F;
+    auto shown = [&](int r, int i, F x, F other) __attribute__((always_inline)) {
+        return SEEN ? x : Simd::first(seen[r] - i, x, other);
+    };
     const F lowest = Simd::set1(-INFINITY);
     F most[R], sum[R];
     for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
     for (int i = 0; i < n; i += Simd::width)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-            most[r] = Simd::max(Simd::first(seen[r] - i, Simd::load(logits + r * stride + i), lowest), most[r]);
+            most[r] = Simd::max(shown(r, i, Simd::load(logits + r * stride + i), lowest), most[r]);
     float block_max[R], new_max[R], factor[R];
     for (int r = 0; r < R; ++r) {
         block_max[r] = Simd::reduce_max(most[r]);
@@ -38,7 +43,7 @@ void soften(float* logits, bool keep, int n, const int* seen, bool round, int st
         for (int r = 0; r < R; ++r) {
             F value = Simd::expf(Simd::add(Simd::load(logits + r * stride + i), Simd::set1(-block_max[r])));
             if (round) value = Simd::round_bf16(value);
-            value = Simd::first(seen[r] - i, value, Simd::zero());
+            value = shown(r, i, value, Simd::zero());
             sum[r] = Simd::add(sum[r], value);
             value = Simd::mul(value, Simd::set1(factor[r]));
             if (keep) Simd::store(logits + r * stride + i, value);
@@ -50,6 +55,17 @@ void soften(float* logits, bool keep, int n, const int* seen, bool round, int st
         totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
         maxima[r] = new_max[r];
     }
+}
+
+// The same; it looks whether every row sees all keys.
+template <class Simd, int R>
+void soften(float* logits, bool keep, int n, const int* seen, bool round, int stride, const float* scale, int segments,
+            float* weights, float* maxima, float* totals, float* shrink) {
+    bool all = n % Simd::width == 0;  // whether every row sees every key, so that nothing is masked
+    for (int r = 0; r < R; ++r) all = all && seen[r] >= n;
+    if (all && round && segments == 1 && !keep)
+        return soften_seen<Simd, R, true>(logits, false, n, seen, true, stride, scale, 1, weights, maxima, totals, shrink);
+    soften_seen<Simd, R, false>(logits, keep, n, seen, round, stride, scale, segments, weights, maxima, totals, shrink);
 }
 
 // Scales that weights are multiplied by, a vector: numbers hold theirs already.

@@ -1,4 +1,4 @@
-// Attention of the tiles of a pass, R rows each: codes are looked up once for all of them.
+// Attention of the tiles of a pass: codes are looked up once for all of their rows.
 
 template <int R> using TileRows = Attend<Avx512, TileProducts<R>, R>;
 
@@ -9,7 +9,8 @@ inline int64_t tile_floats(const Cache& cache) {
 
 inline int64_t scratch_of_tiles(const Cache& cache) { return LookedUp::floats(cache) + kMaxTiles * tile_floats(cache); }
 
-template <int R> struct Together {
+struct Together {
+    static constexpr int R = kMaxRows;
     const Cache& cache;
     const int count;
     const LookedUp found;
@@ -77,9 +78,10 @@ template <int R> struct Together {
     }
 };
 
-template <int R> void attend_together(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+inline void attend_together(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    constexpr int R = kMaxRows;
     const Tiles shapes(shapes_of(R));
-    Together<R> together(cache, tiles, count, scratch);
+    Together together(cache, tiles, count, scratch);
     int longest = 0;
     for (int t = 0; t < count; ++t)
         for (int r = 0; r < R; ++r) longest = larger(tiles[t].limits[r], longest);
@@ -102,14 +104,11 @@ template <int R> void attend_together(const Cache& cache, const Tile* tiles, int
 
 // Of several tiles the last may have fewer rows: it repeats its first, which see nothing.
 inline void attend_tiles(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (count == 1)
-        return with_rows(tiles->rows,
-                         [&](auto rows) { attend_together<decltype(rows)::value>(cache, tiles, count, scratch); });
     Tile filled[kMaxTiles];
     for (int t = 0; t < count; ++t) {
         filled[t] = tiles[t], filled[t].rows = kMaxRows;
         for (int r = tiles[t].rows; r < kMaxRows; ++r)
             filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
     }
-    attend_together<kMaxRows>(cache, filled, count, scratch);
+    attend_together(cache, filled, count, scratch);
 }

@@ -116,6 +116,17 @@ inline void look_up_values(const ByteTables& tables, const uint8_t* codes, int n
     }
 }
 
+// Turns the four by four numbers of each 16 bytes.
+inline void four_by_four(const __m512 (&x)[4], __m512 (&y)[4]) {
+    auto pairs = [](__m512 a, __m512 b, bool upper) {
+        const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+        return _mm512_castpd_ps(upper ? _mm512_unpackhi_pd(c, d) : _mm512_unpacklo_pd(c, d));
+    };
+    const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpacklo_ps(x[2], x[3]);
+    const __m512 c = _mm512_unpackhi_ps(x[0], x[1]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    y[0] = pairs(a, b, false), y[1] = pairs(a, b, true), y[2] = pairs(c, d, false), y[3] = pairs(c, d, true);
+}
+
 // Where column `lane` of tile `tile` of V lies among the levels of a vector, in plane order; -1 if it is none.
 inline int level_of(int levels, int tile, int lane) {
     const int unit = tile / 8, here = smaller(levels - unit * 128, 128) / 2, z = tile % 8 / 2;
@@ -283,13 +294,22 @@ template <int R> struct TileProducts {
         }
     }
 
-    // The sums [R, v.levels] in plane order.
+    // The sums [R, v.levels] in plane order. Of 128 levels, four tiles hold those of even places in a word, four the others:
+    // each 16 bytes are a matrix of four words by four places, the wrong way round.
     void finish(float* out) const {
-        for (int tile = 0; tile < columns; ++tile)
+        const int levels = cache.v.levels, words = levels / 8, whole = levels / 128 * 8;
+        for (int r = 0; r < R; ++r)
+            for (int tile = 0; tile < whole; tile += 8)
+                for (int odd = 0; odd < 2; ++odd) {
+                    __m512 x[4], y[4];
+                    for (int z = 0; z < 4; ++z) x[z] = _mm512_load_ps(sums + (r * columns + tile + 2 * z + odd) * 16);
+                    four_by_four(x, y);
+                    for (int i = 0; i < 4; ++i) Avx512::store(out + r * levels + (2 * i + odd) * words + tile * 2, y[i]);
+                }
+        for (int tile = whole; tile < columns; ++tile)
             for (int lane = 0; lane < 16; ++lane) {
-                const int level = level_of(cache.v.levels, tile, lane);
-                for (int r = 0; level >= 0 && r < R; ++r)
-                    out[r * cache.v.levels + level] = sums[(r * columns + tile) * 16 + lane];
+                const int level = level_of(levels, tile, lane);
+                for (int r = 0; level >= 0 && r < R; ++r) out[r * levels + level] = sums[(r * columns + tile) * 16 + lane];
             }
     }
 };

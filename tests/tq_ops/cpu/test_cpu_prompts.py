@@ -1,0 +1,115 @@
+"""CPU attention of prompts: the same bits however they are cut, and by whichever instructions sum integers; bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from op_tables import LAYER, Case, every_table, filled
+from torch import Tensor
+
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.validation.ops import suite
+
+# Passes of 64 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
+PROMPTS = (
+    Case("tq4", 128, 5, 2, 128, (1000, 0), (90, 41)),
+    Case("tq4", 64, 2, 1, 16, (120,), (75,)),
+    Case("k=tq4,v=tq3", 128, 2, 1, 128, (0,), (150,)),
+    Case("k=lr208,v=lr80", 128, 4, 1, 128, (90,), (60,)),
+    Case("k=lr128,v=lr64", 128, 2, 1, 24, (30,), (70,)),
+    Case("k=tq6,v=tq4", 128, 4, 1, 128, (100,), (30,)),
+    Case("tq4", 128, 5, 1, 128, (300,), (50,), tail=128, sink=4),
+    Case("k=lr112,v=lr48", 128, 8, 1, 16, (0,), (60,), tail=17, sink=20),
+)
+
+
+def queries(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    shape = (sum(case.new), case.kv_heads * case.group, case.head_dim)
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+def part(batch: Batch, row: int, begin: int, end: int) -> Batch:
+    """Tokens begin ... end - 1 of a batch, all of one of its sequences."""
+    positions = batch.positions[begin:end]
+    return replace(
+        batch, positions=positions, slot_mapping=batch.slot_mapping[begin:end], block_table=batch.block_table[row : row + 1],
+        seq_lens=positions[-1:].int() + 1, query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+        rows=batch.rows[row : row + 1],
+    )  # fmt: skip
+
+
+@every_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
+def test_a_prompt_gets_the_same_bits_however_it_is_cut(table, case, dtype):
+    """Down to single tokens, which are what decoding asks for."""
+    if dtype == torch.float32 and case not in PROMPTS[:2]:
+        pytest.skip("sums of FP32 queries have no passes of their own")
+    ops, (cache, batch), q = table.open(), filled(case), queries(case, dtype)
+    scale = case.head_dim**-0.5
+    whole = ops.paged_attention(q, cache, LAYER, batch, scale)
+    starts = batch.query_start_loc.tolist()
+    for sizes in ((1,), (13, 2, 40), (64,)):
+        for row in range(len(starts) - 1):
+            begin, turn = starts[row], 0
+            while begin < starts[row + 1]:
+                end = min(begin + sizes[turn % len(sizes)], starts[row + 1])
+                found = ops.paged_attention(q[begin:end], cache, LAYER, part(batch, row, begin, end), scale)
+                assert torch.equal(found, whole[begin:end]), (sizes, row, begin)
+                begin, turn = end, turn + 1
+
+
+def same_integers() -> list[str]:
+    """Instruction sets of this CPU that sum integers, beside `avx512vnni`."""
+    available = library.isas()
+    first = library.ISAS.index("avx512vnni")
+    return [isa for isa in library.ISAS[first + 1 :] if isa in available]
+
+
+@pytest.mark.parametrize("case", [*PROMPTS, *suite.ATTENTION], ids=str)
+def test_integers_are_summed_to_the_same_bits_by_any_instructions(case):
+    if not (others := same_integers()):
+        pytest.skip("this CPU sums integers in one way at most")
+    cache, batch = filled(case)
+    q = queries(case)
+    expected = CpuOps("avx512vnni").paged_attention(q, cache, LAYER, batch, case.head_dim**-0.5)
+    for isa in others:
+        assert torch.equal(CpuOps(isa).paged_attention(q, cache, LAYER, batch, case.head_dim**-0.5), expected), isa
+
+
+PEAK = """
+import resource
+import torch
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+torch.set_num_threads(1)
+ops, tokens = CpuOps(), 4096
+cache = PagedKVCache(KVSpec("tq4").plan(1), num_kv_heads=1, head_dim=128, num_blocks=40, num_rows=2)
+paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=2)
+batch = paging.batch([paging.add()], [tokens])
+k = torch.randn(tokens, 1, 128)
+ops.store_kv(k, k, cache, 0, batch)
+q = torch.randn(tokens, 16, 128).bfloat16()
+ops.paged_attention(q[:1], cache, 0, paging.batch([paging.add()], [1]), 0.1)
+before = peak()
+out = ops.paged_attention(q, cache, 0, batch, 0.1)
+print(peak() - before - out.numel() * 2 // 1024)
+"""
+
+
+def test_a_long_prompt_takes_little_memory():
+    """4,096 tokens of 16 heads at once would leave 85 MB of partial sums and 34 MB of rotated queries."""
+    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 40 * 1024  # KB
