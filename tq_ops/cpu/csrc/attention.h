@@ -18,20 +18,18 @@ void exponentials(int rows, const float* before, const float* block, const float
 // block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits become p.
 // `SEEN` says that every row sees all n keys.
 template <class Simd, int R, bool SEEN>
-inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep, int n, const int* seen,
-                                                       bool round, int stride, const float* scale, int segments,
-                                                       float* weights, float* maxima, float* totals, float* shrink) {
+inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep, int n, const int* seen, bool round,
+                                                       int stride, const float* scale, int segments, float* weights,
+                                                       float* maxima, float* totals, float* shrink) {
     using F = typename Simd::F;
-    auto shown = [&](int r, int i, F x, F other) __attribute__((always_inline)) {
-        return SEEN ? x : Simd::first(seen[r] - i, x, other);
-    };
+    auto shown = [&](int r, int i, F x, F other)
+                     __attribute__((always_inline)) { return SEEN ? x : Simd::first(seen[r] - i, x, other); };
     const F lowest = Simd::set1(-INFINITY);
     F most[R], sum[R];
     for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
     for (int i = 0; i < n; i += Simd::width)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            most[r] = Simd::max(shown(r, i, Simd::load(logits + r * stride + i), lowest), most[r]);
+        for (int r = 0; r < R; ++r) most[r] = Simd::max(shown(r, i, Simd::load(logits + r * stride + i), lowest), most[r]);
     float block_max[R], new_max[R], factor[R];
     for (int r = 0; r < R; ++r) {
         block_max[r] = Simd::reduce_max(most[r]);
