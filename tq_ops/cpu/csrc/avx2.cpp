@@ -23,9 +23,16 @@ template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
 
 const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Avx2, Products>, rotate<Avx2>,  quantize<Avx2>,
-        prepared_floats<Avx2>,     prepare<Avx2>,          project<Avx2>,
-        rms_norm<Avx2>, rope, silu_mul<Avx2>,
+        scratch_floats<Products>,
+        attend<Avx2, Products>,
+        rotate<Avx2>,
+        quantize<Avx2>,
+        prepared_floats<Avx2>,
+        prepare<Avx2>,
+        project<Avx2>,
+        rms_norm<Avx2>,
+        rope,
+        silu_mul<Avx2>,
     };
     return kernels;
 }

@@ -11,7 +11,8 @@ namespace {
 constexpr int64_t kNumbersPerItem = 16 * 1024;  // 10 microseconds of one thread
 
 // Rows of `width` numbers; few of them are not worth waking a thread for.
-template <class Op> void by_rows(const Op& op, void (*kernel)(const Op&, int64_t, int64_t), int64_t rows, int64_t width, int threads) {
+template <class Op>
+void by_rows(const Op& op, void (*kernel)(const Op&, int64_t, int64_t), int64_t rows, int64_t width, int threads) {
     const int64_t together = std::max<int64_t>(1, kNumbersPerItem / std::max<int64_t>(1, width));
     auto some = [&](int64_t item, int) { kernel(op, item * together, std::min(rows, (item + 1) * together)); };
     parallel_for(threads, divide_up(rows, together), some);

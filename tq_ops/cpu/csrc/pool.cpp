@@ -18,7 +18,7 @@ namespace haarkv {
 namespace {
 
 // How long a thread polls before it sleeps: a worker for the next op of a layer, the caller for the last items of its own.
-// Waking a thread takes about as long. Beside a busy neighbour no thread polls away the time that another one needs.
+// Waking a thread takes about as long.
 constexpr auto kAwake = std::chrono::microseconds(60);
 
 inline void pause() {
@@ -149,8 +149,8 @@ void parallel_for(int threads, int64_t items, Body body, void* context) {
         for (int64_t item = 0; item < items; ++item) body(context, item, 0);
         return;
     }
-    // Where torch has threads, they spin for milliseconds after each of its loops: a second set on the same cores would get half
-    // of the time. Where it has none, ours are better neighbours.
+    // Where torch has threads, they spin for milliseconds after each of its loops: a second set on the same cores would get
+    // half of the time. Where it has none, ours are better neighbours.
     static const OpenMP openmp = loaded_openmp();
     if (openmp.parallel != nullptr && openmp.most_threads() > 1) {
         Loop loop{body, context, items};

@@ -24,9 +24,10 @@ template <int R> using Products = FloatProducts<Portable, Portable, R>;
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>,  quantize<Portable>,
-        prepared_floats<Portable>,     prepare<Portable>,          project<Portable>,
-        rms_norm<Portable>, rope, silu_mul<Portable>,
+        scratch_floats<Products>, attend<Portable, Products>, rotate<Portable>,
+        quantize<Portable>,       prepared_floats<Portable>,  prepare<Portable>,
+        project<Portable>,        rms_norm<Portable>,         rope,
+        silu_mul<Portable>,
     };
     return kernels;
 }

@@ -40,7 +40,9 @@ template <class Simd> struct FloatFma {
     static void put(const float* x, X* to) { std::memcpy(to, x, step * sizeof(float)); }
 };
 
-template <class Products> int64_t whole_steps(int64_t in) { return (in + Products::step - 1) / Products::step * Products::step; }
+template <class Products> int64_t whole_steps(int64_t in) {
+    return (in + Products::step - 1) / Products::step * Products::step;
+}
 
 // Inputs of x that are not there are zero.
 template <class Products> void prepare_tokens(const Projection& p, int64_t begin, int64_t end) {
@@ -85,8 +87,7 @@ template <class Products, int ROWS, int TOKENS> inline void project_rows(const P
         for (int t = 0; t < TOKENS; ++t) p.y[(token + t) * p.out + row + r] = Products::reduce_add(sums[r][t]);
 }
 
-template <class Products, int TOKENS>
-void project_tokens(const Projection& p, int64_t begin, int64_t end, int64_t token) {
+template <class Products, int TOKENS> void project_tokens(const Projection& p, int64_t begin, int64_t end, int64_t token) {
     int64_t row = begin;
     for (; row + 4 <= end; row += 4) project_rows<Products, 4, TOKENS>(p, row, token);
     for (; row < end; ++row) project_rows<Products, 1, TOKENS>(p, row, token);

@@ -2,12 +2,13 @@
 //
 // In each number of the result it adds 16 products of even inputs, each with one rounding, and 16 of odd inputs likewise; the
 // two sums are added, and then added to what was there before. It takes numbers below 2^-126 for zero and makes none. That is
-// one order whatever tokens and rows share the tiles. Where a sum is set aside between two stretches of inputs it loses nothing.
+// one order whatever tokens and rows share the tiles. Where a sum is set aside between two stretches of inputs it loses
+// nothing.
 
-constexpr int kSide = 16;          // rows or columns of a tile
-constexpr int kInputs = 32;        // inputs that one instruction takes
+constexpr int kSide = 16;           // rows or columns of a tile
+constexpr int kInputs = 32;         // inputs that one instruction takes
 constexpr int64_t kStretch = 1024;  // inputs at a time where tokens are many, so that their x stays in the L2 cache
-constexpr int64_t kAhead = 256;    // inputs that a row is fetched ahead where tokens are few
+constexpr int64_t kAhead = 256;     // inputs that a row is fetched ahead where tokens are few
 
 inline int64_t whole_tiles(int64_t in) { return (in + kInputs - 1) / kInputs * kInputs; }
 
@@ -69,10 +70,10 @@ inline void prepare_tiles(const Projection& p, int64_t begin, int64_t end) {
 // Up to 32 rows by up to 32 tokens in four tiles of sums: the second 16 rows are in the odd ones, the second 16 tokens in the
 // last two. Tiles 4 and 5 hold rows, 6 and 7 tokens.
 struct Block {
-    const uint16_t* weight;    // the first row
-    const uint32_t* tokens[2]; // of each 16 tokens
+    const uint16_t* weight;     // the first row
+    const uint32_t* tokens[2];  // of each 16 tokens
     int64_t in;
-    int rows[2], columns[2];   // of the tiles; 0 where there is none
+    int rows[2], columns[2];  // of the tiles; 0 where there is none
 
     bool second_rows() const { return rows[1] != 0; }
     bool second_tokens() const { return columns[1] != 0; }
