@@ -18,7 +18,7 @@ namespace haarkv {
 namespace {
 
 // How long a thread polls before it sleeps: a worker for the next op of a layer, the caller for the last items of its own.
-// Waking a thread takes about as long. Beside a busy neighbour no thread polls away the time that another one needs.
+// Waking a thread takes about as long.
 constexpr auto kAwake = std::chrono::microseconds(60);
 
 inline void pause() {
