@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import tq
 import tq.files
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models import catalog as catalog_of_models
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.layers.faults import planted
 from haarkv.validation.layers.report import ASCEND_COLUMNS
@@ -265,8 +267,13 @@ def test_no_model_and_no_prompt_to_cut_are_refused(run):
     assert_refused(run("--prompt-tokens", 3), "--prompt-tokens", "--prompt")
 
 
-def test_without_a_prompt_everything_is_exercised(run):
-    """On the model that ships: blocks, sequences, chunks, and scales of a second run."""
+def test_without_a_prompt_everything_is_exercised(run, monkeypatch):
+    """Blocks, sequences, chunks, and scales of a second run; on two layers of the model that ships."""
+    config, model = catalog_of_models.read_config("tiny"), catalog_of_models.load_model("tiny")
+    two = replace(config, num_layers=2)
+    shortened = replace(model, config=two, weights=replace(model.weights, layers=model.weights.layers[:2]))
+    monkeypatch.setattr(catalog_of_models, "read_config", lambda *_: two)
+    monkeypatch.setattr(catalog_of_models, "load_model", lambda *_: shortened)
     code, out, _ = run("--steps", 1, "--json")
     report = json.loads(out)
     assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])

@@ -153,7 +153,7 @@ def test_a_short_prompt_says_what_it_cannot_see(what):
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_the_chosen_prompts_are_red(what):
-    report = run(FAULTS[what], chosen(), STEPS)
+    report = run(FAULTS[what], chosen(), STEPS, MODEL if "layer" in what else ONE_LAYER)
     assert not report.passed
     assert report.first_divergence.reason == "fault"
     assert what in report.exercised

@@ -10,7 +10,7 @@ from bases import calibration
 from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import load_model
+from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -23,12 +23,8 @@ from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.shrink import fails_alike, shrink
 
 MODEL = small_model(SMALL)
+IN_BF16 = small_model(SMALL, dtype=torch.bfloat16)
 VERSIONS = {"haarkv": "1", "torch": "2"}
-
-
-@cache
-def tiny(dtype="float32"):
-    return load_model("tiny", dtype)
 
 
 def right(model, plan):
@@ -67,12 +63,12 @@ def found(case, make):
 def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     """By turns op by op in FP32, and as whole layers in BF16."""
     whole = bool(number % 2)
-    make = faulty(lambda model: planted(model, min(3, model.config.num_layers - 1) or 1)[number].table(), whole)
-    run = failed(tiny("bfloat16" if whole else "float32"), make, [random_tokens(tiny().config, n) for n in (9, 5)])
+    make = faulty(lambda model: planted(model, 1)[number].table(), whole)
+    run = failed(IN_BF16 if whole else MODEL, make, [random_tokens(SMALL, n) for n in (9, 5)])
     was = run.report.first_divergence
     file = written(run)
     assert file.case.tokens <= 4
-    assert file.case.config.hidden_size < 256 or file.case.config.intermediate_size < 768
+    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.intermediate_size < SMALL.intermediate_size
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
     seconds, *same = found(file.case, make)
     assert same == [was.stage, was.reason]
@@ -83,11 +79,11 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     require_expected(file.case, file.made, expected(file.case, right))
 
 
-@pytest.mark.parametrize("number", [0, 3, 7])
-def test_a_fault_in_learned_coordinates_takes_them_along(number):
+def test_a_fault_in_learned_coordinates_takes_them_along():
     config = MODEL.config
     learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
-    make = faulty(lambda model: planted_learned(small_model(SMALL), 1)[number].table())
+    table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "a mean left out of K").table()
+    make = faulty(lambda _: table)
     run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
     file = written(run)
     assert (file.case.tokens, file.case.kv) == (1, LEARNED)
@@ -103,7 +99,8 @@ def test_what_needs_a_third_block_keeps_it():
         return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    run = failed(MODEL, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)], steps=1)
+    model = small_model(replace(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
+    run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
     assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
     assert 257 <= int(case.batch.seq_lens[0]) < 300
@@ -138,6 +135,24 @@ def test_every_kind_of_field_survives_the_file(kv):
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
     file = written(failed(MODEL, make, [random_tokens(SMALL, 6)], kv=kv))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
+
+
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "llama": {"rope_scaling": YarnScaling(4.0, 128, 1.1)},
+    "qwen2": {"qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_can_be_cut_and_written(model_type):
+    model = small_model(replace(SMALL, model_type=model_type, **FAMILIES[model_type]))
+    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
+    file = written(failed(model, make, [random_tokens(SMALL, 6)]))
+    assert found(file.case, make)[1:] == ("paged_attention", "fault")
+    assert judged(file.case, right, right).first_divergence is None
+    assert file.case.config.rope_scaling == model.config.rope_scaling
+    assert (file.case.tokens, file.case.config.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 
 def test_a_case_that_does_not_fail_is_left_as_it_is():
@@ -202,6 +217,7 @@ def test_a_file_that_does_not_fit_together_is_refused():
         replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
         replace(file.case, config=replace(file.case.config, num_layers=10**8)),
+        replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):
         with pytest.raises(InputError):

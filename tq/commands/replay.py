@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.validate_report import print_rows, print_verdict
+from tq.commands.validate_run import make_pair
 from tq.options import device_option, executor_option, json_option, set_threads, threads_option
-from tq.output import compiling, print_table, unread_is_fine, visible
+from tq.output import print_table, unread_is_fine, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.replay import LayerCase, Make
@@ -54,7 +55,7 @@ def makers(case: LayerCase, executor: str, device: str | None, reference: str) -
     Raises:
         InputError: no such executor, or it cannot run the layer.
     """
-    from haarkv.executors.catalog import AUTO, check, create, select
+    from haarkv.executors.catalog import AUTO, check, select
 
     config, plan = case.config, case.plan
     dtype = str(case.hidden.dtype).removeprefix("torch.")
@@ -64,10 +65,7 @@ def makers(case: LayerCase, executor: str, device: str | None, reference: str) -
         raise click.UsageError(f"auto is {name} here, the reference itself; name another --executor")
     check(trusted, config, plan)
     check(name, config, plan, device)
-    return (
-        lambda model, plan: create(trusted, model, plan, on_program=compiling),
-        lambda model, plan: create(name, model, plan, device, compiling),
-    )
+    return make_pair(trusted, name, device)
 
 
 def is_same_failure(found: ReplayFile, report: Report) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +13,22 @@ from tq.commands.generate import read_prompts
 from tq.commands.validate_compare import compare
 from tq.commands.validate_replay import write_replay
 from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
+from tq.commands.validate_run import validated
 from tq.files import check_writable, write_whole
 from tq.options import (
     executor_option,
     json_option,
     kv_options,
-    kv_spec,
     model_option,
     prompt_options,
     run_options,
     set_threads,
 )
-from tq.output import compiling, err, loading, unread_is_fine
+from tq.output import unread_is_fine
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
-    from haarkv.executors.catalog import Selection
     from haarkv.models.base import DecoderModel
-    from haarkv.models.parallel import Ranks
-    from haarkv.validation.layers.failure import OneRun
-    from haarkv.validation.layers.replay import Make
-    from haarkv.validation.layers.report import LayerRow, Report
     from haarkv.validation.layers.self_test import SelfTestRow
     from haarkv.validation.layers.sensitivity import Sensitivity
 
@@ -115,7 +108,7 @@ def command(context: click.Context, /, **given: Any) -> int:
         if given["prompt_tokens"] and not own:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
         texts = read_prompts(given["prompts"], given["files"], given["ranks"]) if own else []
-        ran = _validate(texts, **given)
+        ran = validated(texts, **given)
         if ran is None:  # rank 0 has the report
             return 0
         report, replay_note = ran.report, ""
@@ -141,116 +134,6 @@ def command(context: click.Context, /, **given: Any) -> int:
         return 0 if report.passed else 1
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
-
-    report: Report
-    texts: Sequence[str]
-    note: str
-    runs: Sequence[OneRun]
-
-
-def _validate(
-    texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
-    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, **others: Any,
-) -> _Ran | None:  # fmt: skip
-    """What was found; on other ranks than 0 nothing.
-
-    Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
-
-    Args:
-        texts: prompts; without any, some are chosen that exercise everything.
-    """
-    with loading(model) as progress:
-        from haarkv.engine.session import Session, plan_for
-        from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
-        from haarkv.models.catalog import load_model, read_config
-        from haarkv.models.parallel import Split
-        from haarkv.models.text import load_tokenizer
-        from haarkv.validation.layers.exercise import chosen_prompts
-        from haarkv.validation.layers.failure import OneRun
-        from haarkv.validation.layers.ranks import follow, gathered
-        from haarkv.validation.layers.report import joined
-        from haarkv.validation.layers.runner import count_rows, validate
-        from haarkv.validation.layers.scales import with_extreme_scales
-
-        config = read_config(model, layers)
-        spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
-        part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
-        reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
-        selected = select(executor, part, [own], device=device, dtype=dtype)
-        if executor == AUTO and selected.name == reference:
-            raise click.UsageError(_itself(selected))
-        check(reference, config, plan)
-        check(selected.name, part, own, device, ranks)
-        # Both run the same weights, in a dtype that both take.
-        shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
-        here = load_model(model, dtype or shared, layers, progress, ranks)
-        on_trial = create(selected.name, here, own, device, compiling)
-        if ranks.rank:
-            follow(on_trial, ranks, config, own)
-            return None
-        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
-    trusted = create(reference, loaded, plan, on_program=compiling)
-    tokenizer = load_tokenizer(model, loaded.config)
-    if texts:
-        session = Session(model, loaded.config, trusted, tokenizer, plan)
-        ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
-    else:
-        ids = chosen_prompts(tokenizer, loaded.config, plan, steps)
-    # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
-    scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
-    total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
-    total += count_rows(scaled, 1, loaded.config.num_layers) if scaled else 0
-
-    def makers() -> tuple[Make, Make]:
-        return (
-            lambda model, plan: create(reference, model, plan, on_program=compiling),
-            lambda model, plan: create(selected.name, model, plan, device, compiling),
-        )
-
-    with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
-        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
-        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, makers())]
-        if scaled:
-            other = with_extreme_scales(loaded, plan, scaled[0])
-            pair = create(reference, other, plan), create(selected.name, other, own, device, compiling)
-            of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
-            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, makers()))
-            report = joined(report, of_scaled, "scaled")
-    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
-
-
-_SCALED_TOKENS = 24
-_EXPLAINED = 2
-"""Faulty layers whose causes are looked for."""
-
-
-def _itself(selected: Selection) -> str:
-    """What is wrong when `auto` stands for the reference of the comparison."""
-    from haarkv.executors.catalog import FASTEST_FIRST
-
-    why = f" ({selected.passed_over})" if selected.passed_over else ""
-    nothing = "compared with itself it proves nothing"
-    if selected.name == FASTEST_FIRST[-1]:
-        return f"only {selected.name} can run this here{why}, and {nothing}; change --kv or --model"
-    return f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
-
-
-# -- While it runs -------------------------------------------------------------------------------------------------------
-@contextmanager
-def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
-    """A bar on stderr; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("comparing layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda _: bar.advance(task)
-
-
-# -- The self-test -------------------------------------------------------------------------------------------------------
 def _alone(context: click.Context, own: set[str], why: str) -> None:
     """Refuse options beside those that a way of running this command has a use for."""
     source = click.core.ParameterSource.DEFAULT

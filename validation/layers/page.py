@@ -15,7 +15,7 @@ from haarkv.validation.layers.report import FAILS, LayerRow, Mode, Report
 
 FORCED: Mode = "teacher-forced"
 FREE: Mode = "free-running"
-_WORDS: Mapping[Mode, str] = {FORCED: "each layer alone", FREE: "on its own"}
+_WORDS: Mapping[Mode, str] = {FORCED: "each layer alone", FREE: "layers in a row"}
 # Closer to 1 than float64 can tell.
 _FLOOR = 1e-16
 
@@ -51,13 +51,13 @@ def page(report: Report, about: About) -> str:
 {_about_table(about, report)}
 <h2>By layer, the worst of all forwards</h2>
 <p class="soft">Each layer alone (teacher-forced): it gets the reference's input and cache, so a bad point is that layer's own
-fault. On its own (free-running): it gets what the executor made of the layer before, so errors add up.</p>
+fault. Layers in a row (free-running): each gets what the executor made of the one before, so errors add up.</p>
 <div class="plots">{_match_plot(report)}{_cosine_plot(report)}</div>
 <h2>Tensors, each layer alone</h2>
 <p class="soft">The largest error of each op's result over all forwards, and how much of its bound that is: beyond 100 % it is
 a fault. Click on a column's head to sort.</p>
 {_tensor_table(report)}
-<h2>Logits, on its own</h2>
+<h2>Logits, layers in a row</h2>
 {_logit_table(report)}
 {_sums(report)}
 <details><summary>Every row</summary>{_row_table(report)}</details>
@@ -92,7 +92,7 @@ def _reason(report: Report) -> str:
 
 def _unexercised(report: Report) -> str:
     if not report.not_exercised:
-        return ""
+        return "<p>Everything that a validation can exercise was exercised.</p>"
     listed = "".join(f"<li>{escape(what)}</li>" for what in report.not_exercised)
     return f"<p><strong>Not exercised</strong>, so the verdict says nothing of it:</p><ul>{listed}</ul>"
 
@@ -107,7 +107,7 @@ def _about_table(about: About, report: Report) -> str:
 
     prompts = "".join(
         f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({tokens} tokens)</div>"
-        for text, tokens in zip(about.prompts, report.prompt_tokens, strict=True)
+        for text, tokens in zip((" ".join(text.split()) for text in about.prompts), report.prompt_tokens, strict=True)
     )
     steps = f"{report.steps} decode step{'s' * (report.steps != 1)}"
     rows = (

@@ -29,7 +29,7 @@ from haarkv.validation.layers.trial import Stored, load
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
-_VOCABULARY = 128
+VOCABULARY = 128
 """Tokens of a model that is asked for no token."""
 
 
@@ -153,7 +153,7 @@ def _case(
     kv, bases = formats.describe(*plan.layers[index]), None
     if calibration and is_learned(kv):
         bases = calibration.k[index], calibration.v[index]
-    config = replace(model.config, num_layers=index + 1, vocab_size=_VOCABULARY, tie_word_embeddings=True)
+    config = replace(model.config, num_layers=index + 1, vocab_size=VOCABULARY, tie_word_embeddings=True)
     weights, places = model.weights.layers[index], (forward.batch, forward.phase, forward.step)
     return compact(LayerCase(config, weights, kv, bases, made.hidden_in, made.before, *places))
 

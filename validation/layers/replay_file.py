@@ -29,7 +29,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.replay import LayerCase, block_size, is_learned
+from haarkv.validation.layers.replay import VOCABULARY, LayerCase, block_size, is_learned
 from haarkv.validation.layers.trial import Stored
 
 VERSION = "1"
@@ -161,6 +161,8 @@ def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = DecoderConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
     if not 1 <= config.num_layers <= _MOST_LAYERS:
         raise ValueError(f"its layer is the {config.num_layers}th, and models have at most {_MOST_LAYERS}")
+    if config.vocab_size != VOCABULARY:
+        raise ValueError(f"its vocabulary has {config.vocab_size} tokens, not {VOCABULARY}")
     return config
 
 

@@ -1,0 +1,133 @@
+"""What `tq validate` runs: loads a model, makes both executors, chooses prompts and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tq.options import kv_spec
+from tq.output import compiling, err, loading
+
+if TYPE_CHECKING:
+    from haarkv.executors.catalog import Selection
+    from haarkv.models.parallel import Ranks
+    from haarkv.validation.layers.failure import OneRun
+    from haarkv.validation.layers.replay import Make
+    from haarkv.validation.layers.report import LayerRow, Report
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
+
+    report: Report
+    texts: Sequence[str]
+    note: str
+    runs: Sequence[OneRun]
+
+
+def validated(
+    texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
+    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, **others: Any,
+) -> Ran | None:  # fmt: skip
+    """What was found; on other ranks than 0 nothing.
+
+    Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
+
+    Args:
+        texts: prompts; without any, some are chosen that exercise everything.
+    """
+    with loading(model) as progress:
+        from haarkv.engine.session import Session, plan_for
+        from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
+        from haarkv.models.catalog import load_model, read_config
+        from haarkv.models.parallel import Split
+        from haarkv.models.text import load_tokenizer
+        from haarkv.validation.layers.exercise import chosen_prompts
+        from haarkv.validation.layers.failure import OneRun
+        from haarkv.validation.layers.ranks import follow, gathered
+        from haarkv.validation.layers.report import joined
+        from haarkv.validation.layers.runner import count_rows, validate
+        from haarkv.validation.layers.scales import with_extreme_scales
+
+        config = read_config(model, layers)
+        spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
+        part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
+        reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
+        selected = select(executor, part, [own], device=device, dtype=dtype)
+        if executor == AUTO and selected.name == reference:
+            raise click.UsageError(_itself(selected))
+        check(reference, config, plan)
+        check(selected.name, part, own, device, ranks)
+        # Both run the same weights, in a dtype that both take.
+        shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
+        here = load_model(model, dtype or shared, layers, progress, ranks)
+        on_trial = create(selected.name, here, own, device, compiling)
+        if ranks.rank:
+            follow(on_trial, ranks, config, own)
+            return None
+        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
+    trusted = create(reference, loaded, plan, on_program=compiling)
+    tokenizer = load_tokenizer(model, loaded.config)
+    if texts:
+        session = Session(model, loaded.config, trusted, tokenizer, plan)
+        ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
+    else:
+        ids = chosen_prompts(tokenizer, loaded.config, plan, steps)
+    # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
+    scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
+    total = count_rows(ids, steps, loaded.config.num_layers) if all(ids) else 0
+    total += count_rows(scaled, 1, loaded.config.num_layers) if scaled else 0
+
+    make = make_pair(reference, selected.name, device)
+    with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
+        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
+        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
+        if scaled:
+            other = with_extreme_scales(loaded, plan, scaled[0])
+            pair = make[0](other, plan), make[1](other, plan)
+            of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
+            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, make))
+            report = joined(report, of_scaled, "scaled")
+    return Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
+
+
+_SCALED_TOKENS = 24
+_EXPLAINED = 2
+"""Faulty layers whose causes are looked for."""
+
+
+def make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
+    """What makes the reference and the executor on trial of any model."""
+    from haarkv.executors.catalog import create
+
+    return (
+        lambda model, plan: create(reference, model, plan, on_program=compiling),
+        lambda model, plan: create(executor, model, plan, device, compiling),
+    )
+
+
+def _itself(selected: Selection) -> str:
+    """What is wrong when `auto` stands for the reference of the comparison."""
+    from haarkv.executors.catalog import FASTEST_FIRST
+
+    why = f" ({selected.passed_over})" if selected.passed_over else ""
+    nothing = "compared with itself it proves nothing"
+    if selected.name == FASTEST_FIRST[-1]:
+        return f"only {selected.name} can run this here{why}, and {nothing}; change --kv or --model"
+    return f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
+
+
+@contextmanager
+def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
+    """A bar on stderr; silent when stderr is not a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("comparing layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda _: bar.advance(task)
