@@ -28,7 +28,7 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.repeat import Repeats, Run, run_layer
-from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op
+from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import Stored, Trial, sides, take
 
 
@@ -112,7 +112,11 @@ class Forced:
             rates = self.ledger.stored("layers", index, made.stored, run.stored, lambda: self._chances(index, made, forward))
             verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
         hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
-        if hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
+        if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
+            heads, ops = cache.num_kv_heads, self.reference.ops
+            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads)
+            hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
+        elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
             hidden = self._numbers(index, made, run, forward, expected) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
 

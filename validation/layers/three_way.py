@@ -178,6 +178,23 @@ def errors_of_layer(
     }
 
 
+def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) -> int | None:
+    """The KV head whose attention is too large or too small, where that makes most of a layer's error; None if none does.
+
+    Args:
+        found: of `errors_of_layer`.
+        ours, theirs: [T, hidden].
+    """
+    of_heads = found.get("attention of a head", [])
+    if len(of_heads) < 2:
+        return None
+    gains, rest = [abs(part.gain) for part in of_heads], abs(found["MLP"][0].gain)
+    most = max(range(len(gains)), key=gains.__getitem__)
+    alone = all(10 * gain < gains[most] for gain in (*gains[:most], *gains[most + 1 :], rest))
+    explained = gains[most] ** 2 * of_heads[most].size
+    return most if alone and explained > float((theirs.double() - ours.double()).square().sum()) / 4 else None
+
+
 def _apart(directions: list[Tensor]) -> list[Tensor]:
     """Each direction [T, hidden] without what it has in common with the others: what one head does is not laid to another."""
     flat = torch.stack([direction.double().flatten() for direction in directions])
