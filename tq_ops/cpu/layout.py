@@ -46,7 +46,7 @@ APPENDS = Reads(
 )  # fmt: skip
 """What the append kernel quantizes; the reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
-"""Of centroids in 16 bits: 3 bits are left so that 32 products with a 16-bit query fit in 32 bits."""
+"""Of centroids in 16 bits: what they leave of 32 is for queries and weights, whose products are summed there."""
 _CPU = torch.device("cpu")
 _COLUMNS = 16  # that the kernels take at once
 

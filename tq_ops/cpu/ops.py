@@ -208,9 +208,9 @@ class CpuOps:
         From `avx512vnni` on, a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three
         roundings, each of at most half a step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the
         rotated q to steps of max|q| / 32,639 or, where its levels together could overflow 32 bits, to the least s with
-        sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root
-        mean square error of a logit is 1.0e-4 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q
-        to BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,639 = 2e-3 of the largest
+        sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
+        square error of a logit is 1.0e-4 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
+        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,639 = 2e-3 of the largest
         weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
 
         Of learned coordinates, q's steps cost 5.0e-5 (N = 64), 9.0e-5 (128), 1.3e-4 (208) and 2.0e-4 (384) of the logits'
