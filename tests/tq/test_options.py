@@ -64,6 +64,7 @@ OWN = {
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
     ("serve", "--kv"): "tq4 or vLLM's own",
+    ("bench prefill", "--peers"): "other peers",
     ("bringup", "--kv"): "a list",
     ("bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
     ("bringup", "--contexts"): "another default",
@@ -139,7 +140,8 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
-        "generate", "chat", "cache save", "validate", "eval", "calibrate", "plan", "bench decode", "bench ops", "bench prefill"
+        "generate", "chat", "cache save", "validate", "replay", "eval", "calibrate", "plan", "bench decode", "bench ops",
+        "bench prefill",
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
