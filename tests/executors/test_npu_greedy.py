@@ -57,7 +57,7 @@ def check(sides, lengths):
     assert compared >= NEW_TOKENS * len(lengths) // 2
 
 
-@pytest.mark.parametrize("tokens", [5, 129])
+@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.npu_long), 129])
 def test_a_prompt_gives_the_references_tokens(sides, tokens):
     check(sides, [tokens])
 

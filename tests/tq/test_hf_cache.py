@@ -460,7 +460,7 @@ def test_layers_use_their_own_rotation():
         cache.update(x, x, layer)
         expected = formats.get("tq4").quantize(x, layer)["codes"]
         for side in cache.layers[layer].sides:
-            assert torch.equal(side.packed.fields["codes"][:, :, :5], expected)
+            assert torch.equal(side.packed.fields["codes"][:, 0, :, :5], expected)
 
 
 def test_a_copy_of_a_prefix_is_independent():

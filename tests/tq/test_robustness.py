@@ -207,12 +207,15 @@ def test_a_refusal_takes_less_than_a_gigabyte(whole, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({**json.loads((whole / "config.json").read_text()), "num_hidden_layers": 10**8, "head_dim": 2**20})
     )
-    process = subprocess.Popen([sys.executable, "-m", "tq", "info", tmp_path], stderr=subprocess.PIPE)
-    said = process.stderr.read().decode()
-    _, status, used = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 2
-    assert "num_hidden_layers is larger" in said or "head_dim is larger" in said
-    assert used.ru_maxrss < 2**20
+    # What the system counts of a child begins with what its parent had; the high water mark of its own memory does not.
+    script = (
+        "import re, sys\nfrom pathlib import Path\nfrom tq.cli import main\ncode = main(sys.argv[1:])\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1])\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "info", tmp_path], capture_output=True, check=False, text=True)
+    assert done.returncode == 2
+    assert "num_hidden_layers is larger" in done.stderr or "head_dim is larger" in done.stderr
+    assert int(done.stdout) < 2**20
 
 
 @pytest.mark.parametrize("megabytes", [100, 500, 800])
@@ -273,10 +276,10 @@ def test_a_regular_expression_that_breaks_down_is_one_line(tmp_path, capfd, plac
 
 
 def test_a_regular_expression_that_runs_for_ever_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("haarkv.models.limited._WAITS", 0.2)
+    monkeypatch.setattr("haarkv.models.limited._WAITS", 0.05)
     tokenizer = with_pattern(tmp_path / "model", "a*a*a*a*c")
-    with pytest.raises(InputError, match="or it takes more than 10 s"):
-        tokenizer.encode(("a" * 100 + "b") * 3000)
+    with pytest.raises(InputError, match="or it takes more than 40 s"):
+        tokenizer.encode(("a" * 100 + "b") * 32000)
 
 
 def test_a_regular_expression_is_watched_unless_it_is_known(tmp_path, monkeypatch):

@@ -30,11 +30,27 @@ CASES = suite.ATTENTION
 
 
 # -- The contract ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("table", "case"), [pytest.param(t, c, id=f"{t.name}-{c}") for t in TABLES for c in suite.cases(t)])
+def own_cases(table):
+    """Those of ops that no table before it has the very kernel of."""
+    found = suite.cases(table)
+    isa = table.name.removeprefix("cpu-")
+    if isa not in library.ISAS or table.missing():
+        return found
+    return [case for case in found if library.kernel_from(isa, case.op) == isa]
+
+
+@pytest.mark.parametrize(("table", "case"), [pytest.param(t, c, id=f"{t.name}-{c}") for t in TABLES for c in own_cases(t)])
 def test_every_op_does_what_the_reference_does(table, case):
     opened(table)
     ((_, finding),) = suite.run(table, [case])
     assert finding.passed, finding
+
+
+def test_kernels_that_are_shared_are_known():
+    assert library.kernel_from("portable", "linear") == "portable"
+    if "amx" in library.isas():
+        shared = {op: library.kernel_from("amx", op) for op in OP_NAMES}
+        assert (shared["linear"], shared["paged_attention"], shared["store_kv"]) == ("amx", "amx", "avx512")
 
 
 def test_every_op_of_every_table_has_cases_and_every_format_that_a_table_reads():

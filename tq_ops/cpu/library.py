@@ -10,6 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.cpu.build import LIBRARY
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.table import OP_NAMES
 
 ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
@@ -160,7 +161,7 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
-    if not all(hasattr(library, name) for name in ("haarkv_best_isa", *_CALLS)):
+    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_kernel_from", *_CALLS)):
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
@@ -175,3 +176,12 @@ def isas() -> tuple[str, ...]:
         KernelsMissingError: as `load`.
     """
     return ISAS[: load().haarkv_best_isa() + 1]
+
+
+def kernel_from(isa: str, op: str) -> str:
+    """The first instruction set whose kernel of an op is that of `isa`: sets that add nothing to an op share it.
+
+    Raises:
+        KernelsMissingError: as `load`.
+    """
+    return ISAS[load().haarkv_kernel_from(ISAS.index(isa), OP_NAMES.index(op))]

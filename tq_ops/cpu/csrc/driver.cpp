@@ -81,6 +81,23 @@ static int64_t rows_per_item(const HaarkvLinear& l) {
 
 __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
 
+// The first instruction set whose kernel of an op is that of `isa`. Ops are numbered as in `tq_ops.table.OP_NAMES`.
+__attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
+    auto same = [op](const Kernels& a, const Kernels& b) {
+        switch (op) {
+            case 0: return a.rms_norm == b.rms_norm;
+            case 1: return a.prepare == b.prepare && a.project == b.project;
+            case 2: return a.rope == b.rope;
+            case 3: return a.silu_mul == b.silu_mul;
+            case 4: return a.quantize == b.quantize;
+            default: return a.attend == b.attend && a.rotate == b.rotate;
+        }
+    };
+    int first = isa;
+    while (first > 0 && same(kernels_of(first - 1), kernels_of(isa))) --first;
+    return first;
+}
+
 // Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is not finite.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t heads = s->num_kv_heads;
