@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test fuzz test-judge test-npu test-aicore test-gpu test-cuda-compile test-ptx test-vllm test-vllm-short lint tables bench clean
+.PHONY: help run test fuzz test-judge test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for three kinds of GPU; no GPU needed"
+	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
 	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make lint    linters and types only"
@@ -59,6 +60,9 @@ test-gpu: $(VENV)/dev.stamp
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py
+
+test-cuda-long: $(VENV)/dev.stamp
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors
 
 test-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda

@@ -191,7 +191,14 @@ def test_a_made_up_format_runs_on_the_cpu(table, description):
     check(table.open(), description)
 
 
-@pytest.mark.parametrize("description", [MADE_UP, LOPSIDED, IN_TWO_PLANES], ids=["mirrored", "lopsided", "two planes"])
+@pytest.mark.parametrize(
+    "description",
+    [
+        pytest.param(MADE_UP, id="mirrored", marks=pytest.mark.cuda_long),
+        pytest.param(LOPSIDED, id="lopsided", marks=pytest.mark.cuda_long),
+        pytest.param(IN_TWO_PLANES, id="two planes"),
+    ],
+)
 def test_a_made_up_format_runs_on_a_gpu(description):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
     from haarkv.tq_ops.cuda import ops
