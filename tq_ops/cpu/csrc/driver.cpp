@@ -85,12 +85,18 @@ __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa()
 __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
     auto same = [op](const Kernels& a, const Kernels& b) {
         switch (op) {
-            case 0: return a.rms_norm == b.rms_norm;
-            case 1: return a.prepare == b.prepare && a.project == b.project;
-            case 2: return a.rope == b.rope;
-            case 3: return a.silu_mul == b.silu_mul;
-            case 4: return a.quantize == b.quantize;
-            default: return a.attend == b.attend && a.rotate == b.rotate;
+            case 0:
+                return a.rms_norm == b.rms_norm;
+            case 1:
+                return a.prepare == b.prepare && a.project == b.project;
+            case 2:
+                return a.rope == b.rope;
+            case 3:
+                return a.silu_mul == b.silu_mul;
+            case 4:
+                return a.quantize == b.quantize;
+            default:
+                return a.attend == b.attend && a.rotate == b.rotate;
         }
     };
     int first = isa;
