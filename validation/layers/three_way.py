@@ -114,15 +114,19 @@ def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dic
         return {"gain": [errors(ours, result, exact, ours, bounds.GAIN)]}
     rounded = exact is not None
     floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_ATTENTION
-    scaled = bounds.SCALE_BF16_ATTENTION if rounded else bounds.GAIN_FP32_ATTENTION
     parts = [_of_heads(x, kv_heads) for x in (ours, result, exact if exact is not None else ours)]
     steeper = _of_heads(by_scale(call, ops, ours if exact is None else exact), kv_heads)
+    # Of few tokens, or equal ones, the scale changes little; an error of FP32's size is large beside that.
+    scaled = [
+        bounds.SCALE_BF16_ATTENTION if rounded else floor * max(1.0, float(result.norm() / along.norm().clamp(min=1e-30)))
+        for result, along in zip(parts[0], steeper, strict=True)
+    ]
     return {
         name: [
-            errors(parts[0][head], parts[1][head], parts[2][head] if rounded else None, along[head], at_least)
+            errors(parts[0][head], parts[1][head], parts[2][head] if rounded else None, along[head], at_least[head])
             for head in range(kv_heads)
         ]
-        for name, along, at_least in (("gain", parts[0], floor), ("softmax scale", steeper, scaled))
+        for name, along, at_least in (("gain", parts[0], [floor] * kv_heads), ("softmax scale", steeper, scaled))
     }
 
 
