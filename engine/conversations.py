@@ -92,7 +92,8 @@ class Conversations:
             stored = self._held.pop(name, None) or self._read(name)
             self._make_room(at_work + (stored.nbytes if stored else 0))
             result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
-            held, of = at_work + self.nbytes, result.completions[0]
+            # The copy that the sequence came from is there until now.
+            held, of = at_work + self.nbytes + (stored.nbytes if stored else 0), result.completions[0]
             self.counters.peak_bytes = max(self.counters.peak_bytes, held)
             self.counters.reused_tokens += of.reused_tokens
             self.counters.computed_tokens += of.prompt_tokens - of.reused_tokens
