@@ -18,6 +18,7 @@ from shutil import rmtree
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
+from haarkv.tq_ops.locks import lock_alone
 
 _SHOWN_NAME = 100
 """Characters of a name that are in those of its half-written files, which may not be too long either."""
@@ -142,7 +143,7 @@ def _begun(target: Path, *, folder: bool) -> Iterator[Path]:
             half.mkdir()
         else:
             half.open("xb").close()
-        lock = _lock(half)
+        lock = lock_alone(half)
     try:
         yield half
     finally:
@@ -155,7 +156,7 @@ def _clear(target: Path) -> None:
     """Remove what killed processes have left beside a target; put back an old folder that one had moved away."""
     name = re.compile(rf"\.{re.escape(target.name[:_SHOWN_NAME])}\.\d+\.(tmp|old)")
     for left in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
-        lock = _lock(left)
+        lock = lock_alone(left)
         if lock is None:  # somebody is at work on it
             continue
         if left.suffix == ".old" and not target.exists() and len(target.name) <= _SHOWN_NAME:
@@ -171,20 +172,6 @@ def _remove(path: Path) -> None:
             rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-
-
-def _lock(path: Path) -> int | None:
-    """An open descriptor that locks a file or folder while the process lives; None if it cannot be had."""
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        return None
-    return opened
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+from haarkv.tq_ops.locks import lock_alone
 
 
 class TemporaryFolder:
@@ -31,7 +32,7 @@ class TemporaryFolder:
         prefix = f"haarkv-{kind}-"
         _clear(parent, re.compile(rf"{re.escape(prefix)}(\d+)-\w+"))
         self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
-        self._finalizer = weakref.finalize(self, _remove, self.path, _lock(self.path), os.getpid())
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock_alone(self.path), os.getpid())
 
     def __enter__(self) -> Path:
         return self.path
@@ -48,7 +49,7 @@ def _clear(parent: Path, name: re.Pattern[str]) -> None:
     """Remove what killed processes have left in a folder."""
     for left in parent.iterdir():
         found = name.fullmatch(left.name)
-        if not found or _runs(int(found[1])) or (lock := _lock(left)) is None:
+        if not found or _runs(int(found[1])) or (lock := lock_alone(left)) is None:
             continue
         with suppress(OSError):
             if left.stat().st_uid == os.geteuid():
@@ -64,20 +65,6 @@ def _runs(process: int) -> bool:
     except (OverflowError, PermissionError):  # no number of a process; another user's
         return True
     return True
-
-
-def _lock(folder: Path) -> int | None:
-    """An open descriptor that locks a folder until it is closed or the process ends; None if it cannot be had."""
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        return None
-    return opened
 
 
 def _remove(folder: Path, lock: int | None, process: int) -> None:
