@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 
 
 def _end_with(pipe: int) -> None:
@@ -25,7 +26,14 @@ def main() -> int:
     from tq.cli import run
     from tq.ranks import Started
 
-    return run(Started(argv, Place(int(rank), int(size), meeting)))
+    code = run(Started(argv, Place(int(rank), int(size), meeting)))
+    if code:
+        # The threads that talk to a lost rank still run, and tearing them down may end in a line of the C++ runtime.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
