@@ -109,17 +109,51 @@ def parse(text: str) -> tuple[Code, dict[str, int]]:
     return code, labels
 
 
-def loops(text: str) -> list[Code]:
-    """The innermost of the loops that do tensor-core work, from a label to a jump back to it; every loop where none does.
+def _spans(code: Code, labels: dict[str, int]) -> list[tuple[int, int]]:
+    """Every loop, from a label to behind a jump back to it. A kernel ends with a jump to itself, which is none."""
+    jumps = [(_leads(one, labels), index) for index, one in enumerate(code) if one.op == "BRA"]
+    return [(target, index + 1) for target, index in jumps if 0 <= target < index]
 
-    A kernel ends with a jump to itself, which is none.
+
+def _leads(jump: Instruction, labels: dict[str, int]) -> int:
+    """At which instruction the label stands that a jump names; -1 if it names none."""
+    target = _TARGET.search(jump.operands)
+    return labels.get(target[1], -1) if target else -1
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """Loads and stores of registers that a kernel had no room for.
+
+    Attributes:
+        in_loops: that some loop repeats.
+        once: outside of loops, where a warp runs each once.
+        aside: behind the last `EXIT`, where nothing but `BRA.DIV` leads: for a warp whose threads have parted. Triton's
+            kernels branch for whole warps.
     """
+
+    in_loops: int
+    once: int
+    aside: int
+
+
+def spilled(text: str) -> Spilled:
+    """Where a kernel spills."""
     code, labels = parse(text)
-    spans = []
-    for index, one in enumerate(code):
-        target = _TARGET.search(one.operands) if one.op == "BRA" else None
-        if target and labels.get(target[1], index) < index:
-            spans.append((labels[target[1]], index + 1))
+    end = max((index for index, one in enumerate(code) if one.op == "EXIT"), default=len(code) - 1) + 1
+    if any(_leads(one, labels) >= end for one in code[:end] if one.op == "BRA" and ".DIV" not in one.modifiers):
+        end = len(code)
+    spans = _spans(code[:end], labels)
+    at = [index for index, one in enumerate(code) if one.op in ("LDL", "STL")]
+    repeated = sum(any(first <= index < stop for first, stop in spans) for index in at)
+    aside = sum(index >= end for index in at)
+    return Spilled(repeated, len(at) - repeated - aside, aside)
+
+
+def loops(text: str) -> list[Code]:
+    """The innermost of the loops that do tensor-core work; every loop where none does."""
+    code, labels = parse(text)
+    spans = _spans(code, labels)
     multiplying = [span for span in spans if any(one.multiply_adds for one in code[slice(*span)])]
     spans = multiplying or spans
     innermost = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]

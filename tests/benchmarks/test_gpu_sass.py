@@ -39,6 +39,25 @@ def test_the_loop_of_the_tensor_cores_is_the_hottest_and_the_endless_one_is_none
         sass.hottest_loop("        /*0000*/                   EXIT ;\n")
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (None, (0, 0, 0)),
+        ("LDG.E.128 R8", (1, 0, 0)),
+        ("LDC R1", (0, 1, 0)),
+        ("BRA `(.L_x_3);", (0, 0, 1)),  # the jump to itself, behind the end
+    ],
+)
+def test_spilled_registers_are_counted_where_they_are_spilled(before, expected):
+    spill = "        /*ffff*/                   STL [R1], R0 ;\n"
+    lines = CODE.splitlines(keepends=True)
+    text = "".join(spill + line if before and before in line else line for line in lines)
+    assert vars(sass.spilled(text)) == dict(zip(("in_loops", "once", "aside"), expected, strict=True))
+    # Where another jump than that of a parted warp leads behind the end, what is there may be run by all.
+    text = text.replace("EXIT ;", "BRA `(.L_x_3) ;\n        /*00c8*/                   EXIT ;")
+    assert sass.spilled(text).aside == 0
+
+
 def test_predicates_and_modifiers_are_read():
     code, labels = parse(CODE)
     assert (code[3].op, labels[".L_x_1"]) == ("BRA", 1)

@@ -92,6 +92,7 @@ def test_so_are_they_over_the_cuda_table():
 
 @needs_pypto[0]
 @needs_pypto[1]
+@pytest.mark.npu_long
 def test_so_are_npu_layers_cut_in_two():
     config = replace(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)
     report, _ = on_ranks(2, validated, "npu", config, torch.bfloat16, (6,), 1)

@@ -299,11 +299,9 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
 """Half of the interpreter's work."""
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "steps", "heads"), [("qwen3", BF16, 1, {}), ("qwen2", BF16, 0, ONE_HEAD), ("llama", FP32, 0, ONE_HEAD)]
-)
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, heads):
-    model = small_model(config_of(family, **heads), dtype=dtype)
+@pytest.mark.parametrize(("family", "dtype", "steps"), [("qwen3", BF16, 1), ("qwen2", BF16, 0), ("llama", FP32, 0)])
+def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
+    model = small_model(config_of(family, **ONE_HEAD), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
     candidate = CudaExecutor(model, interpreted=not GPU)
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(2))

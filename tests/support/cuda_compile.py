@@ -48,7 +48,7 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
             "warps": binary.metadata.num_warps,
         }  # fmt: skip
         if not read and not row["stack"]:
-            return row | {"LDL": 0, "STL": 0}
+            return row | {"LDL": 0, "STL": 0, "spilled": vars(sass.Spilled(0, 0, 0))}
         text = sass.disassemble(path)
     code, _ = sass.parse(text)
     counts = sass.count(code)
@@ -56,6 +56,7 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
         "tensor": sum(counts[op] for op in _TENSOR_CORES),
         "copies_of_16_bytes": sum(one.op == "LDGSTS" and one.modifiers.endswith(".128") for one in code),
         **{op: counts[op] for op in _COUNTED},
+        "spilled": vars(sass.spilled(text)),
     }  # fmt: skip
     constants = asked.named_constants()
     if asked.source.fn.__name__ == "attend_kernel":

@@ -198,10 +198,10 @@ def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> d
     return asked
 
 
-def main(capability: int) -> None:
-    """Lower every launch of head_dim 128; print each refusal as JSON, and how many there were of each kernel."""
+def main(capability: int, head_dim: int) -> None:
+    """Lower every launch of a head_dim; print each refusal as JSON, and how many there were of each kernel."""
     counts: dict[str, int] = {}
-    for name, one in everything(capability, [128]).items():
+    for name, one in everything(capability, [head_dim]).items():
         kernel = one.source.fn.__name__
         counts[kernel] = counts.get(kernel, 0) + 1
         try:
@@ -212,4 +212,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

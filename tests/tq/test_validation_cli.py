@@ -396,9 +396,15 @@ PLANT = (
 )
 
 
-@pytest.mark.parametrize(("executor", "code"), [("reference", 0), ("faulty", 1)])
-@pytest.mark.parametrize("reader", ["head -1", "true"])
-@pytest.mark.parametrize("flag", ["--verbose", "--json"])
+@pytest.mark.parametrize(
+    ("executor", "code", "reader", "flag"),
+    [  # each pair of the three occurs
+        ("reference", 0, "head -1", "--verbose"),
+        ("reference", 0, "true", "--json"),
+        ("faulty", 1, "true", "--verbose"),
+        ("faulty", 1, "head -1", "--json"),
+    ],
+)
 def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
     files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")
     args = ("--model", checkpoint, "--executor", executor, "--prompt", "spam " * 40, "--steps", 1, flag, *files)

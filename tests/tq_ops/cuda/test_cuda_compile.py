@@ -19,6 +19,10 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """That a program may have at most, by capability."""
 
 
+SPILLED_ONCE = 12
+"""Loads and stores of spilled registers outside of every loop: a few hundred cycles of a program."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What a kernel may take, beside what it took when the bound was set (Triton 3.9 / 3.6).
@@ -123,7 +127,7 @@ def test_a_kernel_outside_its_bounds_is_seen():
 @pytest.mark.slow
 def test_what_is_launched_compiles_as_it_is_launched():
     """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
-    *refused, counted = rows_of("cuda_launches.py", "90")
+    *refused, counted = rows_of("cuda_launches.py", "90", "64")
     assert refused == []
     assert set(counted["specialisations"]) == {f"{name}_kernel" for name in KERNELS}
 
@@ -140,7 +144,7 @@ def other_triton(request) -> Path | None:
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_every_launch_compiles_without_spilling(capability, head_dim, other_triton):
+def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_triton):
     """What a card would refuse is refused here: by Triton, by ptxas, or for want of shared memory."""
     rows = rows_of(
         "cuda_compile.py", str(capability), "--everything", "--head-dim", str(head_dim), triton=other_triton
@@ -150,8 +154,9 @@ def test_every_launch_compiles_without_spilling(capability, head_dim, other_trit
     # FP32 models are run to compare with; of theirs some spill a few registers.
     fp32 = ("'TYPE': triton.language.float32", "'ROUNDED': triton.language.float32")
     bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
-    spilled = {row["kernel"]: (row["LDL"], row["STL"]) for row in bf16 if row["LDL"] or row["STL"]}
-    assert spilled == {}
+    spilled = {row["kernel"]: row["spilled"] for row in bf16}
+    assert {kernel: found for kernel, found in spilled.items() if found["in_loops"]} == {}
+    assert max(found["once"] for found in spilled.values()) <= SPILLED_ONCE
     assert max(row["shared"] for row in rows) <= SHARED_BYTES[capability]
 
 

@@ -77,7 +77,7 @@ def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> floa
     return relative(ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), case.head_dim**-0.5), theirs)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 12])
+@pytest.mark.parametrize("programs", [1, pytest.param(3, marks=pytest.mark.cuda_long), 12])
 @pytest.mark.parametrize(
     "case",
     [

@@ -19,7 +19,13 @@ def check(capability: int, *groups: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "groups", [("decode", "planted"), ("prefill", "store"), ("step", "short tail", "short learned")], ids=" ".join
+    "groups",
+    [
+        ("decode", "planted"),
+        pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
+        ("step", "short tail", "short learned"),
+    ],
+    ids=" ".join,
 )
 def test_batches_on_ampere(groups):
     """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
