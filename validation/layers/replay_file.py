@@ -1,8 +1,8 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
-          in BF16, window.k, sink.k, …; batch.NAME; learned.SIDE.NAME for formats of learned coordinates; expected.hidden, .k, .v
-          and .PART.FIELD, which the reference made of it
+          in BF16, window.k, sink.k, …; batch.NAME; learned.SIDE.NAME for formats of learned coordinates; expected.hidden,
+          .k, .v and .PART.FIELD, which the reference made of it
 metadata  haarkv_replay: "2"; config, kv, tail ("" for none), sink, phase, step: as in `LayerCase`; finding, reference,
           candidate: what failed and how; versions; sha256, of all of the rest
 """
@@ -189,9 +189,9 @@ def _by_hf_name(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[st
 def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:
     stored: Stored = {}
     for name, tensor in tensors.items():
-        first, *part, field = name.split(".")
-        if first == where and part:
-            stored.setdefault(".".join(part), {})[field] = tensor
+        first, *place = name.split(".")
+        if first == where and len(place) > 1:
+            stored.setdefault(".".join(place[:-1]), {})[place[-1]] = tensor
     return stored
 
 

@@ -166,8 +166,8 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
         place = (
             wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
         )
-        # Whole layers show which KV head's K and V are wrong, and whose attention is too large.
-        caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
+        head = fault.head if driven == "ops" or fault.shows_head else None
+        caught = place and not report.passed and head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
     return SelfTestRow(report.dtype, driven, trial.name, planted_at, found, how, caught)
 

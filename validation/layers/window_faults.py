@@ -127,7 +127,7 @@ def _stored(at: Layer) -> Iterator[Fault]:
     yield _moving(at, "each chunk's first tokens become sinks", "untouched_window", _sinks_of_chunks)
     yield _moving(at, "one of the sinks is not kept", k_sink, _one_sink_too_few)
     yield _moving(at, "the window of another sequence is written", "untouched_window", _to_another_row)
-    yield _moving(at, "the ring is one place too short", k_in, _short_ring)
+    yield _moving(at, "the ring is one place too short", "untouched_window", _short_ring)
     yield Fault("tokens are packed when they leave the window", at.index, "store_kv.k", "store_kv.k", {"store_kv": _late(at)})
 
 
@@ -216,7 +216,7 @@ def _looking(at: Layer, name: str, seen: Seen | None = None, read: Read | None =
         whole[:, head * group : (head + 1) * group] = out[:, head * group : (head + 1) * group]
         return whole
 
-    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head)
+    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head, shows_head=False)
 
 
 def _with_tail(window: Window, tail: int) -> Window:
