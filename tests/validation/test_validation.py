@@ -724,7 +724,7 @@ def test_the_self_test_finds_every_fault():
     seen = []
     rows = self_test([MODEL], PROMPTS[:1], seen.append, slice(0))
     assert rows == seen
-    assert len(rows) == 2 * (4 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
+    assert len(rows) == 2 * (7 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
     assert all(row.caught for row in rows)
 
 
