@@ -59,7 +59,7 @@ def _held(bench: Workbench, model: DecoderModel, mode: Mode, *, needs_head: bool
 def _report(bench: Workbench, model: DecoderModel, kv: str, mode: Mode) -> Report:
     plan = replace(bench.plans[kv], layers=bench.plans[kv].layers[: model.config.num_layers])
     executor, token_ids = bench.executor(model, plan), bench.token_ids()
-    total, done = count_rows(token_ids, bench.steps, model.config.num_layers, 1), 0
+    total, done = count_rows(token_ids, bench.steps, plan, 1), 0
 
     def on_row(row: LayerRow) -> None:
         nonlocal done

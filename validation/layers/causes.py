@@ -22,9 +22,11 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
 from haarkv.validation.layers.judge import Verdict
+from haarkv.validation.layers.parts import parts_of
 from haarkv.validation.layers.repeat import Run
 from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
+from haarkv.validation.layers.window_faults import window_faults
 
 _STAGES = {
     "store_kv.k": ("input_norm", "k_proj", "k_norm", "k_rope", "store_kv.k"),
@@ -81,6 +83,9 @@ def explain(
 def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
     """Slips, and parts that are too large by as much as fits best."""
     yield from slips(reference.model, index)
+    names = {part.name.split(".")[0] for part in parts_of(reference.cache, index)}
+    if all(reference.cache.windows(index)):
+        yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
     calls, ops = made.calls, reference.ops
     attention = [call for call in calls if call.op == "paged_attention"]
     if not attention or not torch.isfinite(run.outcome.result).all():

@@ -25,6 +25,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import bounds
+from haarkv.validation.layers.parts import parts_of
 
 Pair = tuple[Tensor, Tensor]
 _ULP = 2.0**-24
@@ -33,10 +34,10 @@ _THETA = torch.linspace(0.05, 14.0, 120, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Chances:
-    """What FP32 noise, amplified, does to each stored vector.
+    """What FP32 noise, amplified, does to each stored vector of one part of a layer.
 
     Attributes:
-        levels: [runs, T, 2, H] fp64: the chance that any level of K (0) or V (1) differs.
+        levels: [runs, T, H] fp64: the chance that any level differs.
         lengths: the same of the stored length, the levels being equal.
     """
 
@@ -94,8 +95,8 @@ def chances_of_layer(
     batch: Batch,
     cache: PagedKVCache,
     pair: tuple[Tensor, Tensor],
-) -> Chances:
-    """The chances of K and V that a layer makes of hidden states [T, hidden].
+) -> dict[str, Chances]:
+    """The chances of K and V that a layer makes of hidden states [T, hidden], by part.
 
     Args:
         pair: K and V [T, Hkv, D] fp32 as the reference makes them.
@@ -107,28 +108,30 @@ def chances_of_layer(
             model.layers(hidden, range(index, index + 1), batch, cache, noisy(ops, noise, generator))
         except _StoredError as stored:
             moved.append(stored.pair)
-    return _chances(cache, index, pair, moved, generator)
+    return _chances(cache, index, batch, pair, moved, generator)
 
 
-def chances_of_store(cache: PagedKVCache, index: int, pair: Pair) -> Chances:
-    """The chances where K and V [T, Hkv, D] fp32 were given, and only quantizing them is off."""
-    return _chances(cache, index, pair, [pair] * len(bounds.AMPLIFIED), torch.Generator().manual_seed(index))
+def chances_of_store(cache: PagedKVCache, index: int, batch: Batch, pair: Pair) -> dict[str, Chances]:
+    """The chances where K and V [T, Hkv, D] fp32 were given, and only quantizing them is off, by part."""
+    return _chances(cache, index, batch, pair, [pair] * len(bounds.AMPLIFIED), torch.Generator().manual_seed(index))
 
 
 def _chances(
-    cache: PagedKVCache, index: int, pair: tuple[Tensor, Tensor], moved: Sequence[tuple[Tensor, Tensor]],
-    generator: torch.Generator,
-) -> Chances:  # fmt: skip
-    formats = (cache.k_format(index), cache.v_format(index))
-    found = [
-        [_of_side(of, index, x, y, noise, generator) for of, x, y in zip(formats, pair, run, strict=True)]
+    cache: PagedKVCache, index: int, batch: Batch, pair: Pair, moved: Sequence[Pair], generator: torch.Generator
+) -> dict[str, Chances]:
+    parts = [(part, part.where(batch)[0], "kv".index(part.side)) for part in parts_of(cache, index)]
+    runs = [
+        [_of_part(part.kv_format, index, pair[i][of], run[i][of], noise, generator) for part, of, i in parts]
         for run, noise in zip(moved, bounds.AMPLIFIED, strict=True)
     ]
-    levels, lengths = (torch.stack([torch.stack([side[i] for side in run], 1) for run in found]) for i in (0, 1))
-    return Chances(levels, lengths)
+    found = ([run[place] for run in runs] for place in range(len(parts)))
+    return {
+        part.name: Chances(*(torch.stack([run[i] for run in of]) for i in (0, 1)))
+        for (part, _, _), of in zip(parts, found, strict=True)
+    }
 
 
-def _of_side(
+def _of_part(
     kv_format: KVFormat, layer: int, x: Tensor, y: Tensor, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Chances [T, H] that levels and lengths of x [T, H, D] differ, of which noise made y."""

@@ -20,6 +20,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.validation.layers.forward import Schedule
 
 TINY, HUGE = 0.01, 1000.0
 """Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
@@ -46,7 +47,7 @@ class Exercise:
 
     def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool) -> None:
         self._lengths, self._steps, self._plan = list(map(len, prompts)), steps, plan
-        self._whole = whole_forwards
+        self._whole, self._chunk = whole_forwards, Schedule(prompts, steps, plan).chunk
         self._shortest, self._longest = float("inf"), 0.0
 
     def saw(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -61,12 +62,12 @@ class Exercise:
         """What has been exercised by now."""
         places = range(self._steps)
         longest = max(self._lengths) + self._steps
-        blocks = [blocks_for(length) for length in self._lengths]
+        blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
         found = {
             "a second layer": len(self._plan.layers) > 1,
             "a second sequence": len(self._lengths) > 1,
             "padding (sequences of unequally many blocks)": len(set(blocks)) > 1,
-            "a second chunk of a prompt (over 512 tokens)": max(self._lengths) > PREFILL_CHUNK,
+            f"a second chunk of a prompt (over {chunk} tokens)": max(self._lengths) > chunk,
             f"positions from {BLOCK_SIZE} on (a second block)": longest > BLOCK_SIZE,
             f"positions from {2 * BLOCK_SIZE} on (a third block)": longest > 2 * BLOCK_SIZE,
             "a prompt that fills its last block": any(length % BLOCK_SIZE == 0 for length in self._lengths),
@@ -76,15 +77,45 @@ class Exercise:
         }
         if any(kv_format.lossy for kv_format in self._plan.formats):
             found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
+        found |= self._of_windows()
         return Exercised(
             tuple(what for what, done in found.items() if done), tuple(what for what, done in found.items() if not done)
         )
+
+    def _of_windows(self) -> dict[str, bool]:
+        """What tokens in BF16 add, where there are some."""
+        plan, chunk = self._plan, self._chunk
+        lossy = [kv_format for kv_format in plan.formats if plan.has_window(kv_format)]
+        forwards = [
+            (begin, end)
+            for n in self._lengths
+            for begin, end in (
+                *((begin, min(begin + chunk, n)) for begin in range(0, n, chunk)),
+                *((n + step, n + step + 1) for step in range(self._steps)),
+            )
+        ]
+        found: dict[str, bool] = {}
+        for tail in sorted({plan.tail(kv_format) for kv_format in lossy} - {0}):
+            ring = next(plan.ring_tokens(kv_format) for kv_format in lossy if plan.tail(kv_format) == tail)
+            words = f"a tail of {tail}"
+            found |= {
+                f"{words} that is not full": tail == 1 or any(end < tail for _, end in forwards),
+                f"{words} that is just full": any(end == tail for _, end in forwards),
+                f"{words} with one token beyond it": any(end == tail + 1 for _, end in forwards),
+                f"{words} with a block beyond it": any(end > tail + BLOCK_SIZE for _, end in forwards),
+                f"{words} whose ring starts over": any(end > ring for _, end in forwards),
+                f"a decode step beyond {words}": any(end == begin + 1 and end == tail + 1 for begin, end in forwards),
+            }
+        if plan.sink and lossy:
+            found["sinks that an earlier forward stored"] = any(begin >= plan.sink for begin, _ in forwards)
+        return found
 
 
 def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, steps: int) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
-    The longest stands last, so that its second chunk is not the first sequence's. The text is source code of the running
+    A tail in BF16 takes a prompt that does not fill it, and one that is a block longer. The longest stands last, so that its
+    second chunk is not the first sequence's. The text is source code of the running
     interpreter's standard library.
 
     Args:
@@ -96,7 +127,11 @@ def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, st
     room = min(config.max_position_embeddings, plan.context or config.max_position_embeddings) - steps
     if room < 2:
         raise InputError(f"the context of {room + steps} tokens is too short for a prompt and {steps} steps; lower --steps")
-    lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, PREFILL_CHUNK + 3)]
+    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.has_window(kv_format)} - {0}
+    # Decode takes each tail from not full to beyond it.
+    within = [max(tail - 1, 1) for tail in sorted(tails)]
+    longest = max([PREFILL_CHUNK + 3, *(tail + BLOCK_SIZE + 1 for tail in tails)])
+    lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, *within, longest)]
     text = "".join(islice(held_out_texts().values(), 4))
     ids = cycle(tokenizer.encode(text[: _CHARACTERS * sum(lengths)]))
     return [list(islice(ids, length)) for length in lengths]

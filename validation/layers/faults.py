@@ -23,7 +23,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.trial import Stored, load, put, sides
+from haarkv.validation.layers.parts import Stored, load, put, tensors_of
 
 Table = Mapping[str, Callable[..., Any]]
 Alter = Callable[[Tensor, Tensor, PagedKVCache, int], Stored]
@@ -42,6 +42,7 @@ class Fault:
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
+        shows_head: whole layers tell the head, too: what they store is wrong, or too large.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Fault:
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
+    shows_head: bool = True
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""
@@ -145,7 +147,7 @@ def _storing(name: str, at: int, alter: Alter | None, stage: str = "store_kv.k")
         if layer != at:
             reference.store_kv(k, v, cache, layer, batch)
         elif alter is not None:
-            put(cache, layer, batch.slot_mapping, alter(k, v, cache, layer))
+            put(cache, layer, batch, alter(k, v, cache, layer))
 
     return Fault(name, at, stage, stage, {"store_kv": store_kv})
 
@@ -214,7 +216,7 @@ def _reading(name: str, at: int, k_format: KVFormat, v_format: KVFormat) -> Faul
             KVPlan.uniform(k_format, v_format, cache.num_layers), num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
             num_blocks=cache.num_blocks, block_size=cache.block_size, device=cache.device,
         )  # fmt: skip
-        load(wrong, layer, sides(cache, layer))
+        load(wrong, layer, tensors_of(cache, layer))
         return reference.paged_attention(q, wrong, layer, batch, softmax_scale)
 
     return Fault(name, at, "paged_attention", "attention_mlp", {"paged_attention": paged_attention})

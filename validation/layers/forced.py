@@ -26,10 +26,11 @@ from haarkv.validation.layers.judge import (
     together,
 )
 from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.parts import Stored, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.repeat import Repeats, Run, run_layer
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
-from haarkv.validation.layers.trial import Stored, Trial, sides, take
+from haarkv.validation.layers.trial import Strays, Trial
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,14 @@ class Forced:
     Args:
         trial: the candidate.
         ops: its op table; None if its layers are programs.
+        ledger: sums over the run; without one each number is judged by itself.
         repeats: runs of each layer beside the first, to be held against it.
         explains: layers whose faults are explained, the first that are found.
     """
 
     def __init__(
-        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger, repeats: int = 0,
-        explains: int = 0,
+        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger | None,
+        repeats: int = 0, explains: int = 0,
     ) -> None:  # fmt: skip
         self.reference, self.trial, self.ops, self.limits, self.ledger = reference, trial, ops, limits, ledger
         self.repeats, self.explains = Repeats(repeats), explains
@@ -71,7 +73,7 @@ class Forced:
         """Run and judge one layer.
 
         Args:
-            bad: what its slots hold before.
+            bad: what the places of its tokens hold before.
         """
         verdicts = [verdict for call in made.calls for verdict in self._op(call, index, made, bad, forward)]
         run = self.run(index, made, bad, forward)
@@ -100,7 +102,8 @@ class Forced:
     def judge(self, index: int, made: MadeLayer, run: Run, forward: Forward) -> Judged:
         """What a run of a layer got right."""
         cache, outcome = self.reference.cache, run.outcome
-        compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.kv_noise)
+        batch, noise = forward.batch, self.limits.kv_noise
+        compared = compare_both(cache, index, batch, made.stored, run.stored, made.k, made.v, noise)
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if outcome.problem:
             verdicts.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
@@ -108,9 +111,11 @@ class Forced:
         if not any(verdict.fails for verdict in verdicts):
             if self.reference.records and any(verdict.reason for verdict in verdicts):
                 # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
-                expected = self.reference.given(made, index, run.stored, forward.batch)
-            rates = self.ledger.stored("layers", index, made.stored, run.stored, lambda: self._chances(index, made, forward))
-            verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
+                expected = self.reference.given(made, index, run.stored, batch)
+            if self.ledger:
+                likely = partial(self._chances, index, made, forward)
+                rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
+                verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
         hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.num_kv_heads, self.reference.ops
@@ -125,17 +130,17 @@ class Forced:
         judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(index, other, run, forward)
         if any(verdict.fails for verdict in judged.verdicts):
             return None
-        expected, sides = judged.expected.double(), (judged.compared.k, judged.compared.v)
+        expected = judged.expected.double()
         distance = float((judged.result.double() - expected).norm() / expected.norm())
-        return distance + sum(side.different / side.total for side in sides)
+        return distance + sum(part.different_share for part in judged.compared.parts.values())
 
-    def _chances(self, index: int, made: MadeLayer, forward: Forward) -> Chances:
+    def _chances(self, index: int, made: MadeLayer, forward: Forward) -> dict[str, Chances]:
         model, cache = self.reference.model, self.reference.cache
         return chances_of_layer(model, self.reference.ops, made.hidden_in, index, forward.batch, cache, (made.k, made.v))
 
     def _numbers(self, index: int, made: MadeLayer, run: Run, forward: Forward, expected: Tensor) -> Verdict | None:
         """A direction or a distance that rounding does not give a layer's hidden states."""
-        if not self.reference.records:
+        if not self.reference.records or self.ledger is None:
             return None
         exact = None
         if expected.dtype != torch.float32:
@@ -150,7 +155,7 @@ class Forced:
         if self.ops is None:
             return []
         run = self._op_run(call, index, made, bad, forward)
-        verdicts = self._judge_op(call, index, made, run)
+        verdicts = self._judge_op(call, index, made, run, forward)
         if any(verdict.fails for verdict in verdicts):
             unstable = self.repeats.confirmed(run, lambda: self._op_run(call, index, made, bad, forward))
             failing = first(verdicts)
@@ -160,33 +165,34 @@ class Forced:
 
     def _op_run(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> OpRun:
         assert self.ops is not None
-        trial, slots = self.trial, forward.batch.slot_mapping
+        trial, batch, cache = self.trial, forward.batch, self.reference.cache
         if call.op == "store_kv":
             trial.load(index, made.before)
-            trial.put(index, slots, bad)
+            trial.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, sides(self.reference.cache, index))
+            trial.load(index, without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
         if call.op == "store_kv":
-            return OpRun(result, intact, trial.strays(range(index, index + 1), slots), take(trial.cache, index, slots))
-        strays = trial.strays(range(0), slots) if call.op == "paged_attention" else {}
+            return OpRun(result, intact, trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch))
+        strays = trial.strays(range(0), batch) if call.op == "paged_attention" else {}
         return OpRun(result, intact and not strays, strays, {})
 
-    def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun) -> list[Verdict]:
+    def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun, forward: Forward) -> list[Verdict]:
         cache, result = self.reference.cache, run.result
         if call.op != "store_kv":
             verdict = judge_op(call, result, run.intact, self.limits)
-            if verdict.reason == "rounding":
+            if verdict.reason == "rounding" and self.ledger:
                 found = errors_of_op(call, result, self.reference.ops, cache.num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
-        compared = compare_both(cache, index, made.stored, run.stored, made.k, made.v, self.limits.same_kv_noise)
+        batch, noise = forward.batch, self.limits.same_kv_noise
+        compared = compare_both(cache, index, batch, made.stored, run.stored, made.k, made.v, noise)
         refused = [] if result is None and run.intact else [judge_op(call, result, run.intact, self.limits)]
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
-        if any(verdict.fails for verdict in (*refused, *verdicts)):
+        if any(verdict.fails for verdict in (*refused, *verdicts)) or self.ledger is None:
             return [*refused, *verdicts]
         rates = self.ledger.stored(
-            "ops", index, made.stored, run.stored, lambda: chances_of_store(cache, index, (made.k, made.v))
+            "ops", index, made.stored, run.stored, lambda: chances_of_store(cache, index, batch, (made.k, made.v))
         )
         return [rates.get(verdict.stage, verdict) for verdict in verdicts]
 
@@ -197,5 +203,5 @@ class OpRun:
 
     result: Any
     intact: bool
-    strays: dict[int, list[int]]
+    strays: Strays
     stored: Stored

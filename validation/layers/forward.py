@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of, without_unread
 from haarkv.validation.layers.record import Call, Recorder, table_of
-from haarkv.validation.layers.trial import Stored, Trial, load, new_cache_like, put, snapshot, take
+from haarkv.validation.layers.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class MadeLayer:
 
     Attributes:
         calls: its ops; empty if the reference cannot be watched op by op.
-        before: the layer's cache before it ran.
+        before: the layer's cache before it ran; what it must not read of that is far from what it was.
         hidden_in, hidden_out: [T, hidden].
         k, v: [T, Hkv, D] fp32, what was quantized.
-        stored: K and V at the forward's slots.
+        stored: K and V, every part, where the forward's tokens go.
     """
 
     calls: list[Call]
@@ -59,20 +60,27 @@ class Schedule:
     Args:
         prompts: token ids.
         steps: decode steps.
+        plan: of the cache.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
-        self.prompts, self.steps = prompts, steps
+    def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> None:
+        self.prompts, self.steps, self.plan = prompts, steps, plan
         self._blocks = [blocks_for(len(prompt) + steps) for prompt in prompts]
 
     def __len__(self) -> int:
-        return -(-max(map(len, self.prompts)) // PREFILL_CHUNK) + self.steps
+        return -(-max(map(len, self.prompts)) // self.chunk) + self.steps
 
-    def new_cache(self, plan: KVPlan, model: DecoderModel) -> PagedKVCache:
-        """An empty cache with room for all of it and one block that nobody owns."""
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that run at once; a cache with a tail has no room for more."""
+        has_ring = any(map(self.plan.ring_tokens, self.plan.formats))
+        return min(PREFILL_CHUNK, WINDOW_CHUNK) if has_ring else PREFILL_CHUNK
+
+    def new_cache(self, model: DecoderModel) -> PagedKVCache:
+        """An empty cache with room for all of it, and a block and a row that nobody owns."""
         config = model.config
         return PagedKVCache(
-            plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=sum(self._blocks) + 1
+            self.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=sum(self._blocks) + 1
         )  # fmt: skip
 
     def paging(self, cache: PagedKVCache) -> PagedSequences:
@@ -85,17 +93,22 @@ class Schedule:
     def prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
         """The prompts' chunks, with the prompts that each of them takes up."""
         forwards = []
-        for step, begin in enumerate(range(0, max(map(len, self.prompts)), PREFILL_CHUNK)):
+        for step, begin in enumerate(range(0, max(map(len, self.prompts)), self.chunk)):
             rows = [row for row, prompt in enumerate(self.prompts) if begin < len(prompt)]
-            pieces = [self.prompts[row][begin : begin + PREFILL_CHUNK] for row in rows]
-            batch = paging.batch(rows, [len(piece) for piece in pieces])
+            pieces = [self.prompts[row][begin : begin + self.chunk] for row in rows]
+            batch = self._batch(paging, rows, [len(piece) for piece in pieces])
             forwards.append((rows, Forward("prefill", step, torch.tensor([t for p in pieces for t in p]), batch)))
         return forwards
 
     def decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
         """One more token [B] of every prompt."""
         rows = list(range(len(self.prompts)))
-        return Forward("decode", step, tokens, paging.batch(rows, [1] * len(rows)))
+        return Forward("decode", step, tokens, self._batch(paging, rows, [1] * len(rows)))
+
+    def _batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
+        """The next tokens. The last row comes first, too: it is not the sequence's number."""
+        batch = paging.batch(sequences, counts)
+        return replace(batch, rows=sum(self._blocks) - batch.rows)
 
 
 class Reference:
@@ -124,11 +137,20 @@ class Reference:
             InputError: what it makes is not finite or zero: nothing can be held against that.
         """
         before, batch = snapshot(self.cache, index), forward.batch
-        cache = self.cache if self._whole is None else self._scratch
-        load(cache, index, before)
+        new = batch.query_start_loc.diff()
+        return self._layer(index, hidden, forward, without_unread(self.cache, index, before, batch, batch.seq_lens - new))
+
+    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> MadeLayer:
+        """Run one layer on the cache as it is; `before` is that, but for what the layer must not read."""
+        batch = forward.batch
+        cache = self.cache
+        if self._whole is not None:
+            cache = self._scratch
+            load(cache, index, tensors_of(self.cache, index))
         out = self.model.layers(hidden, range(index, index + 1), batch, cache, self.recorder.ops)
         calls = self.recorder.taken()
         if self._whole is not None:
+            self._whole.load(index, tensors_of(self.cache, index))
             outcome = self._whole.layer(hidden, index, batch)
             if outcome.problem:
                 raise InputError(f"the reference cannot be compared with: layer {index}: {outcome.problem}")
@@ -137,7 +159,7 @@ class Reference:
         k, v = next(call.args[:2] for call in calls if call.op == "store_kv")
         for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
             self._require_something(f"{what} of layer {index}", tensor, forward)
-        stored = take(self.cache, index, batch.slot_mapping)
+        stored = take(self.cache, index, batch)
         return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
 
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
@@ -148,7 +170,7 @@ class Reference:
     def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""
         load(self.cache, index, made.before)
-        return self.layer(index, made.hidden_in, forward)
+        return self._layer(index, made.hidden_in, forward, made.before)
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
@@ -162,13 +184,13 @@ class Reference:
         self._require_something("embedding", hidden, forward)
 
     def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch, *, exact: bool = False) -> Tensor:
-        """Hidden states after a layer whose K and V at the forward's slots are someone else's: what ties lead to.
+        """Hidden states after a layer whose new K and V are someone else's: what ties lead to.
 
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
         load(self._scratch, index, made.before)
-        put(self._scratch, index, batch.slot_mapping, stored)
+        put(self._scratch, index, batch, stored)
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
         return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
 

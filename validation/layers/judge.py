@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
+from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import FAILS, Reason
-from haarkv.validation.layers.trial import Stored
+from haarkv.validation.layers.trial import Strays
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,54 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class StoredComparison:
-    """K and V of one layer as two executors stored them."""
+class PartComparison:
+    """One part of what a layer stores, as two executors stored it.
 
-    k: LevelComparison
-    v: LevelComparison
-    k_length: float
-    v_length: float
+    Attributes:
+        stage: that stores it.
+        length: largest relative difference of a vector's length.
+    """
+
+    stage: str
+    levels: LevelComparison
+    length: float
+
+    @property
+    def different_share(self) -> float:
+        """Of its coordinates."""
+        return self.levels.different / self.levels.total
+
+
+@dataclass(frozen=True)
+class StoredComparison:
+    """K and V of one layer as two executors stored them, part by part; parts that no token goes to are left out."""
+
+    parts: dict[str, PartComparison]
+
+    @property
+    def k(self) -> LevelComparison:
+        """Packed K."""
+        return self.parts["k"].levels
+
+    @property
+    def v(self) -> LevelComparison:
+        """Packed V."""
+        return self.parts["v"].levels
+
+    @property
+    def different(self) -> int:
+        """Of all parts together."""
+        return sum(part.levels.different for part in self.parts.values())
 
     @property
     def unexplained(self) -> int:
-        """Of K and V together."""
-        return self.k.unexplained + self.v.unexplained
+        """Of all parts together."""
+        return sum(part.levels.unexplained for part in self.parts.values())
 
     @property
     def length_error(self) -> float:
-        """The larger one; NaN if either is."""
-        return float(torch.tensor([self.k_length, self.v_length]).max())
+        """The largest; NaN if one is."""
+        return float(torch.tensor([part.length for part in self.parts.values()]).max())
 
 
 def bounds_of(dtype: torch.dtype) -> LayerBounds:
@@ -115,31 +148,35 @@ def _judge_error(stage: str, identical: bool, error: float, bound: float, what: 
 
 
 def compare_both(
-    cache: PagedKVCache, layer: int, ours: Stored, theirs: Stored, k: Tensor, v: Tensor, noise: float | Tensor
+    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, k: Tensor, v: Tensor, noise: float | Tensor
 ) -> StoredComparison:
-    """Compare K and V of a layer, each in its own format.
+    """Compare what two executors stored of a layer's K and V, each part in its own format.
 
     Args:
         cache: whose formats they are stored in.
+        batch: of the tokens.
+        ours, theirs: what `take` finds.
         k, v: [T, Hkv, D] fp32, what `ours` was quantized from.
         noise: as in `KVFormat.choice`.
     """
-    k_compared, k_length = compare_tokens(cache.k_format(layer), layer, ours["k"], theirs["k"], k, noise)
-    v_compared, v_length = compare_tokens(cache.v_format(layer), layer, ours["v"], theirs["v"], v, noise)
-    return StoredComparison(k_compared, v_compared, k_length, v_length)
+    compared = {}
+    for part in parts_of(cache, layer):
+        tokens = part.where(batch)[0]
+        if not len(tokens):
+            continue
+        x, allowed = (k if part.side == "k" else v)[tokens], noise[tokens] if isinstance(noise, Tensor) else noise
+        found = compare_tokens(part.kv_format, layer, ours[part.name], theirs[part.name], x, allowed)
+        compared[part.name] = PartComparison(part.stage, *found)
+    return StoredComparison(compared)
 
 
 def judge_stored(
-    compared: StoredComparison, strays: dict[int, list[int]], layer: int, limits: LayerBounds, kv_heads: int = 1
+    compared: StoredComparison, strays: Strays, layer: int, limits: LayerBounds, kv_heads: int = 1
 ) -> list[Verdict]:
-    """What a layer stored: slots that it had no business with, then K, then V."""
-    verdicts = []
-    if strays:
-        where = ", ".join(f"layer {at}: {_slots(slots)}" for at, slots in strays.items() if at == layer) or "; ".join(
-            f"layer {at}: {_slots(slots)}" for at, slots in strays.items()
-        )
-        verdicts.append(Verdict("untouched_slots", "fault", torch.inf, 0.0, f"wrote where nothing was to be written: {where}"))
-    for side, levels, length in (("k", compared.k, compared.k_length), ("v", compared.v, compared.v_length)):
+    """What a layer stored: places that it had no business with, then each part."""
+    verdicts = judge_strays(strays, layer)
+    for part in compared.parts.values():
+        levels, length = part.levels, part.length
         sound = levels.unexplained == 0 and length <= limits.length
         same = levels.different == 0 and length == 0
         reason: Reason | None = None if same else "fault" if not sound else "tie" if levels.different else "rounding"
@@ -149,13 +186,33 @@ def judge_stored(
         )
         error = torch.inf if levels.unexplained else length
         head = levels.guilty[0] if reason == "fault" and len(levels.guilty) == 1 < kv_heads else None
-        verdicts.append(Verdict(f"store_kv.{side}", reason, error, limits.length, "" if same else detail, head=head))
+        verdicts.append(Verdict(part.stage, reason, error, limits.length, "" if same else detail, head=head))
     return verdicts
 
 
-def _slots(slots: list[int]) -> str:
-    shown = ", ".join(map(str, slots[:4]))
-    return f"slots {shown} and {len(slots) - 4} more" if len(slots) > 4 else f"slots {shown}"
+def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdict]:
+    """The verdict on what changed where nothing was to be written, if anything did.
+
+    Args:
+        layer: where it is looked for first; None for all layers alike.
+        who: wrote it, where that is no layer.
+    """
+    at = {layer: strays[layer]} if layer in strays else strays
+    found: dict[str, list[str]] = {}
+    for number, parts in at.items():
+        for name, places in parts.items():
+            stage = "untouched_slots" if name in ("k", "v") else "untouched_window"
+            found.setdefault(stage, []).append(f"layer {number}, {name}: {_some(places)}")
+    words = f"{who} wrote" if who else "wrote"
+    return [
+        Verdict(stage, "fault", torch.inf, 0.0, f"{words} where nothing was to be written: {'; '.join(found[stage])}")
+        for stage in sorted(found)
+    ]
+
+
+def _some(places: list[str]) -> str:
+    shown = ", ".join(places[:4])
+    return f"{shown} and {len(places) - 4} more" if len(places) > 4 else shown
 
 
 def judge_hidden(stage: str, compared: VectorComparison, limits: LayerBounds) -> Verdict:

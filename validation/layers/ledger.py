@@ -17,9 +17,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import Chances, expected, log10_of_so_many, one_sided, stored_differently
 from haarkv.validation.layers.judge import Verdict
+from haarkv.validation.layers.parts import Part, Stored, parts_of
 from haarkv.validation.layers.report import Measured
 from haarkv.validation.layers.three_way import Errors
-from haarkv.validation.layers.trial import Stored
 
 _LIMIT = math.log10(bounds.CHANCE)
 _Key = tuple[str, int | None, str, str, int]
@@ -29,11 +29,11 @@ _FEWEST = 16  # vectors of which a distance is judged
 
 @dataclass
 class _Tokens:
-    """What each token stored: [n, T, 2, H] by K (0) and V (1).
+    """What each token stored in one part of a layer, forward by forward.
 
     Attributes:
-        levels, lengths: bool [T, 2, H], vectors that differ.
-        off: fp64 [T, 2, H], relative differences of length.
+        levels, lengths: bool [T, H], vectors that differ.
+        off: fp64 [T, H], relative differences of length.
         chances: of those tokens for which they were asked.
         asked: tokens with chances; in the others nothing differed.
     """
@@ -54,44 +54,46 @@ class Ledger:
 
     def __init__(self, ours: PagedKVCache) -> None:
         self._cache = ours
-        self._stored: dict[tuple[str, int], _Tokens] = {}
+        self._stored: dict[tuple[str, int, str], _Tokens] = {}
         self._errors: dict[_Key, Errors] = {}
 
     # -- K and V -------------------------------------------------------------------------------------------------------
     def stored(
-        self, drive: str, layer: int, ours: Stored, theirs: Stored, chances: Callable[[], Chances]
+        self, drive: str, layer: int, ours: Stored, theirs: Stored, chances: Callable[[], Mapping[str, Chances]]
     ) -> dict[str, Verdict]:
-        """Add what a layer stored at a forward's slots; what is no rounding, by stage.
+        """Add what a layer stored of a forward's tokens; what is no rounding, by stage.
 
         Args:
             drive: "ops" or "layers"; each is summed by itself.
-            ours, theirs: fields [T, Hkv, *].
-            chances: called only where something differs.
+            ours, theirs: fields [n, Hkv, *] by part.
+            chances: by part; called only where something differs.
         """
-        formats = {"k": self._cache.k_format(layer), "v": self._cache.v_format(layer)}
-        found = [stored_differently(formats[side], layer, ours[side], theirs[side]) for side in "kv"]
-        levels, lengths, off = (torch.stack([side[i] for side in found], 1) for i in range(3))
-        kept = self._stored.setdefault((drive, layer), _Tokens())
-        for values, value in ((kept.levels, levels), (kept.lengths, lengths), (kept.off, off)):
-            values.append(value)
-        if not (levels.any() or lengths.any()):
+        parts = [part for part in parts_of(self._cache, layer) if len(next(iter(ours[part.name].values())))]
+        kept = {part.name: self._stored.setdefault((drive, layer, part.name), _Tokens()) for part in parts}
+        for part in parts:
+            found = stored_differently(part.kv_format, layer, ours[part.name], theirs[part.name])
+            of = kept[part.name]
+            for values, value in zip((of.levels, of.lengths, of.off), found, strict=True):
+                values.append(value)
+        if not any(of.levels[-1].any() or of.lengths[-1].any() for of in kept.values()):
             return {}
-        kept.chances.append(chances())
-        kept.asked += len(levels)
-        verdicts = {}
-        for number, side in enumerate("kv"):
-            verdict = self._judge_side(kept, number, side)
+        likely, verdicts = chances(), {}
+        for part in parts:
+            of = kept[part.name]
+            of.chances.append(likely[part.name])
+            of.asked += len(of.levels[-1])
+            verdict = self._judge_part(of, part)
             if verdict is not None:
                 verdicts[verdict.stage] = verdict
         return verdicts
 
-    def _judge_side(self, kept: _Tokens, number: int, side: str) -> Verdict | None:
+    def _judge_part(self, kept: _Tokens, part: Part) -> Verdict | None:
         heads = self._cache.num_kv_heads
-        parts = [slice(None), *(slice(head, head + 1) for head in range(heads) if heads > 1)]
+        of_heads = [slice(None), *(slice(head, head + 1) for head in range(heads) if heads > 1)]
         found: list[tuple[float, str, int | None]] = []
-        for part in parts:
-            head = None if part.start is None else part.start
-            for log10, words in (*_rates(kept, number, part, side), _bias(kept, number, part, side)):
+        for some in of_heads:
+            head = None if some.start is None else some.start
+            for log10, words in (*_rates(kept, some, part.title), _bias(kept, some, part.title)):
                 if log10 < _LIMIT:
                     found.append((log10, words, head))
         if not found:
@@ -99,7 +101,7 @@ class Ledger:
         guilty = {head for _, _, head in found if head is not None}
         worst = min(found, key=lambda one: (one[2] is not None, one[0]))
         head = guilty.pop() if len(guilty) == 1 and heads > 1 else None
-        return Verdict(f"store_kv.{side}", "fault", -worst[0], -_LIMIT, worst[1], head=head)
+        return Verdict(part.stage, "fault", -worst[0], -_LIMIT, worst[1], head=head)
 
     # -- Numbers -------------------------------------------------------------------------------------------------------
     def numbers(self, drive: str, layer: int, stage: str, errors: Mapping[str, Sequence[Errors]]) -> Verdict | None:
@@ -128,18 +130,16 @@ class Ledger:
     def totals(self) -> list[tuple[int | None, Verdict]]:
         """What only all layers together show; with the layer that shows it most."""
         found: list[tuple[int | None, Verdict]] = []
-        for drive in ("ops", "layers"):
-            of = {layer: kept for (key, layer), kept in self._stored.items() if key == drive}
-            asked = [kept for kept in of.values() if kept.asked]
-            if len(asked) < 2:
+        for drive, name in dict.fromkeys((drive, name) for drive, _, name in self._stored):
+            of = {layer: kept for (key, layer, part), kept in self._stored.items() if (key, part) == (drive, name)}
+            if sum(kept.asked > 0 for kept in of.values()) < 2:
                 continue
-            together = _merged(list(of.values()))
-            for number, side in enumerate("kv"):
-                log10, words = min(_rates(together, number, slice(None), side))
-                if log10 < _LIMIT:
-                    most = min(of, key=lambda layer: min(_rates(of[layer], number, slice(None), side))[0])
-                    detail = f"all layers together: {words}"
-                    found.append((most, Verdict(f"store_kv.{side}", "fault", -log10, -_LIMIT, detail)))
+            part = next(part for part in parts_of(self._cache, next(iter(of))) if part.name == name)
+            log10, words = min(_rates(_merged(list(of.values())), slice(None), part.title))
+            if log10 < _LIMIT:
+                most = min(of, key=lambda layer: min(_rates(of[layer], slice(None), part.title))[0])
+                verdict = Verdict(part.stage, "fault", -log10, -_LIMIT, f"all layers together: {words}")
+                found.append((most, verdict))
         for key, total in self._errors.items():
             share, verdict = _judge_errors(key[2], key[3], total)
             if key[1] is None and share > 1:
@@ -154,17 +154,16 @@ class Ledger:
     def measured(self) -> tuple[Measured, ...]:
         """Every figure, for a table."""
         rows = []
-        for (drive, layer), kept in sorted(self._stored.items()):
-            for number, side in enumerate("kv"):
-                together = _merged([kept])
-                count = int(together.levels[0][:, number].sum())
-                rate = sum(
-                    min(1.0, log10 / _LIMIT) if log10 else 0.0 for log10, _ in _rates(kept, number, slice(None), side)[:1]
-                )
-                usual = expected(together.chances[0].levels[:, :, number]) if kept.asked else 0.0
-                rows.append(Measured(drive, layer, f"store_kv.{side}", None, "ties", float(count), usual, rate))
-                off = float(together.off[0][:, number].mean())
-                rows.append(Measured(drive, layer, f"store_kv.{side}", None, "length", off, bounds.LENGTH_BIAS, None))
+        titles = {part.name: part for layer in self._cache.held for part in parts_of(self._cache, layer)}
+        for (drive, layer, name), kept in sorted(self._stored.items(), key=lambda of: of[0][:2]):
+            part, together = titles[name], _merged([kept])
+            count = float(together.levels[0].sum())
+            log10, _ = _rates(kept, slice(None), part.title)[0]
+            rate = min(1.0, log10 / _LIMIT) if log10 else 0.0
+            usual = expected(together.chances[0].levels) if kept.asked else 0.0
+            rows.append(Measured(drive, layer, part.stage, None, "ties", count, usual, rate))
+            off = float(together.off[0].mean())
+            rows.append(Measured(drive, layer, part.stage, None, "length", off, bounds.LENGTH_BIAS, None))
         for (drive, at, stage, name, head), total in self._errors.items():
             of_head = head if sum(key[:4] == (drive, at, stage, name) for key in self._errors) > 1 else None
             rows.append(Measured(drive, at, stage, of_head, name, total.gain, total.limit, total.share))
@@ -188,39 +187,38 @@ def _merged(every: Sequence[_Tokens]) -> _Tokens:
     return _Tokens([levels], [lengths], [off], joined, sum(kept.asked for kept in every))
 
 
-def _rates(kept: _Tokens, number: int, part: slice, side: str) -> list[tuple[float, str]]:
+def _rates(kept: _Tokens, heads: slice, title: str) -> list[tuple[float, str]]:
     """log10 of the chance of so many vectors with other levels, and with another length; in words."""
     if not kept.asked:
         return [(0.0, "")]
     together = _merged([kept])
     found, total = [], len(together.levels[0])
-    chances = together.chances[0][part]
-    for different, chance, what in (
+    chances = together.chances[0][heads]
+    for different, likely, what in (
         (together.levels[0], chances.levels, "other levels"), (together.lengths[0], chances.lengths, "another length"),
     ):  # fmt: skip
-        of_side = different[:, number, part]
-        count, likely = int(of_side.sum()), chance[:, :, number]
+        count = int(different[:, heads].sum())
         scaled = likely.repeat(1, -(-total // likely.shape[1]), 1)[:, : max(total, 1)]
         log10 = log10_of_so_many(count, scaled)
-        where = f" of KV head {part.start}" if part.start is not None else ""
+        where = f" of KV head {heads.start}" if heads.start is not None else ""
         words = (
-            f"{count} of {of_side.numel()} {side.upper()} vectors{where} are stored with {what}; rounding makes "
+            f"{count} of {different[:, heads].numel()} vectors of {title}{where} are stored with {what}; rounding makes "
             f"{expected(scaled):.2g} differ, and so many with a chance below 1e{math.ceil(log10)}"
         )
         found.append((log10, words))
     return found
 
 
-def _bias(kept: _Tokens, number: int, part: slice, side: str) -> tuple[float, str]:
+def _bias(kept: _Tokens, heads: slice, title: str) -> tuple[float, str]:
     """log10 of the chance that rounding moves the lengths so far one way; in words."""
-    off = torch.cat(kept.off)[:, number, part]
+    off = torch.cat(kept.off)[:, heads]
     mean, log10 = float(off.mean()), one_sided(off.sum(-1))
     if not abs(mean) > bounds.LENGTH_BIAS:
         return 0.0, ""
-    where = f" of KV head {part.start}" if part.start is not None else ""
+    where = f" of KV head {heads.start}" if heads.start is not None else ""
     up = int((off > 0).sum())
     words = (
-        f"{side.upper()} vectors{where} are {abs(mean):.1e} too {'long' if mean > 0 else 'short'} on average: {up} longer, "
+        f"vectors of {title}{where} are {abs(mean):.1e} too {'long' if mean > 0 else 'short'} on average: {up} longer, "
         f"{int((off < 0).sum())} shorter; rounding has no direction, the chance is below 1e{math.ceil(log10)}"
     )
     return log10, words

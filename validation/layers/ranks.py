@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.trial import Stored, sides, snapshot
+from haarkv.validation.layers.parts import Stored, load, snapshot, tensors_of
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ class _Part:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
         executor, cache = self.executor, self._cache(call.blocks)
         for layer, stored in call.stored.items():
-            for side, of in sides(cache, layer).items():
-                for name, tensor in of.items():
-                    tensor.copy_(stored[side][name][:, self._heads])
+            part = {name: {field: whole[:, self._heads] for field, whole in of.items()} for name, of in stored.items()}
+            load(cache, layer, part)
         x, batch = call.x.to(executor.device), call.batch.to(executor.device)
         if call.method == "layers":
             result = executor.layers(x, call.span, batch, cache)
@@ -108,15 +107,15 @@ class Gathered:
         return self._call("layers", hidden, span, batch, cache)
 
     def _call(self, method: str, x: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        ranks, stored = self._part.ranks, {layer: sides(cache, layer) for layer in span}
+        ranks, stored = self._part.ranks, {layer: tensors_of(cache, layer) for layer in span}
         call = ranks.share(_Call(method, x, span, batch, stored, (cache.num_blocks, cache.block_size)))
         result, parts = self._part.run(call)
         for rank, of_rank in enumerate(parts):
             heads = kv_heads_of(self.config.num_kv_heads, rank, ranks.size)
             for layer in span:
-                for side, of in sides(cache, layer).items():
+                for part, of in tensors_of(cache, layer).items():
                     for name, tensor in of.items():
-                        tensor[:, heads] = of_rank[layer][side][name]
+                        tensor[:, heads] = of_rank[layer][part][name]
         return result
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from haarkv.validation import bounds
 from haarkv.validation.layers.forward import Forward
 from haarkv.validation.layers.judge import Verdict
-from haarkv.validation.layers.trial import Outcome, Stored, Trial, take
+from haarkv.validation.layers.parts import Stored, parts_of, take
+from haarkv.validation.layers.trial import Outcome, Strays, Trial
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Run:
     """What one run of a layer left behind."""
 
     outcome: Outcome
-    strays: dict[int, list[int]]
+    strays: Strays
     stored: Stored
 
 
@@ -29,13 +30,12 @@ def run_layer(trial: Trial, hidden: Tensor, index: int, bad: Stored, forward: Fo
     """Run a layer on hidden states [T, hidden]; its cache of earlier tokens is the trial's.
 
     Args:
-        bad: what its slots hold before.
+        bad: what the places of its tokens hold before.
     """
-    slots = forward.batch.slot_mapping
-    trial.put(index, slots, bad)
+    trial.put(index, forward.batch, bad)
     outcome = trial.layer(hidden, index, forward.batch)
-    strays = trial.strays(range(index, index + 1), slots)
-    return Run(outcome, strays, take(trial.cache, index, slots))
+    strays = trial.strays(range(index, index + 1), forward.batch)
+    return Run(outcome, strays, take(trial.cache, index, forward.batch))
 
 
 class Repeats:
@@ -67,7 +67,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class FreeRun:
-    """A layer's run in a forward left to itself: what it was given, what its slots held before, and what it left behind."""
+    """A layer's run in a forward left to itself: what it was given, what its tokens' places held, and what it left behind."""
 
     hidden: Tensor
     bad: Stored
@@ -82,7 +82,8 @@ def differing_layer(free: Trial, runs: list[FreeRun], forward: Forward) -> tuple
         counted = Counter(map(bits_of, every))
         if len(counted) > 1:
             other = next(run for run in again if bits_of(run) != bits_of(first.run))
-            stage = next((f"store_kv.{side}" for side in "kv" if _differ(first.run, other, side)), "attention_mlp")
+            parts = [part for part in parts_of(free.cache, index) if _differ(first.run, other, part.name)]
+            stage = parts[0].stage if parts else "attention_mlp"
             return index, unstable(stage, len(every) - counted.most_common(1)[0][1], len(every))
     return None
 
@@ -94,14 +95,14 @@ def differing_forward(
 
     Where both K and V of a layer differ, what it was given does: the layer before is named.
     """
-    slots, layers = forward.batch.slot_mapping, range(len(runs))
-    kept = [(outcome, [take(whole.cache, index, slots) for index in layers])]
+    batch, layers = forward.batch, range(len(runs))
+    kept = [(outcome, [take(whole.cache, index, batch) for index in layers])]
     for _ in range(bounds.WHOLE_AGAIN):
         for index, of in enumerate(runs):
-            whole.put(index, slots, of.bad)
-        again = whole.forward(forward.token_ids, forward.batch, forward.phase, vocab_size)
-        whole.strays(layers, slots)
-        kept.append((again, [take(whole.cache, index, slots) for index in layers]))
+            whole.put(index, batch, of.bad)
+        again = whole.forward(forward.token_ids, batch, forward.phase, vocab_size)
+        whole.strays(layers, batch)
+        kept.append((again, [take(whole.cache, index, batch) for index in layers]))
     counted = Counter(bits_of(list(run)) for run in kept)
     if len(counted) == 1:
         return None
@@ -109,17 +110,21 @@ def differing_forward(
     _, first = kept[0]
     other = next(stored for result, stored in kept if bits_of([result, stored]) != bits_of(list(kept[0])))
     for index in layers:
-        sides = [side for side in "kv" if bits_of(first[index][side]) != bits_of(other[index][side])]
-        if len(sides) == 2 and index:
+        parts = [
+            part
+            for part in parts_of(whole.cache, index)
+            if bits_of(first[index][part.name]) != bits_of(other[index][part.name])
+        ]
+        if {part.side for part in parts} == {"k", "v"} and index:
             where = f" (K and V of layer {index} are the first to differ, so layer {index - 1} gave something else)"
             return index - 1, unstable("attention_mlp", different, len(kept), where)
-        if sides:
-            return index, unstable(f"store_kv.{sides[0]}", different, len(kept))
+        if parts:
+            return index, unstable(parts[0].stage, different, len(kept))
     return None, unstable("forward", different, len(kept), " after the last K and V")
 
 
-def _differ(one: Run, other: Run, side: str) -> bool:
-    return bits_of(one.stored[side]) != bits_of(other.stored[side])
+def _differ(one: Run, other: Run, part: str) -> bool:
+    return bits_of(one.stored[part]) != bits_of(other.stored[part])
 
 
 def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:

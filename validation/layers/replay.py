@@ -18,14 +18,15 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
+from haarkv.validation.layers.parts import Stored, load
 from haarkv.validation.layers.report import Finding, Report
 from haarkv.validation.layers.runner import validate_layer
-from haarkv.validation.layers.trial import Stored, load
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
@@ -41,9 +42,10 @@ class LayerCase:
         config: shapes; the layer is the last one, and those before it have its weights and are never run.
         weights: of the layer.
         kv: its formats, as `formats.parse` takes them.
+        tail, sink: tokens in BF16 beside them, as in `KVSpec`.
         bases: K's and V's learned coordinates in this layer, for formats that need them.
         hidden: [T, hidden], in the model's dtype.
-        before: the layer's cache before it runs: the blocks of `batch`, and one that nobody owns, which is block 0.
+        before: the layer's cache before it runs: blocks and rows of `batch`, after one of each that nobody owns.
         batch: places of the T tokens.
         phase, step: of the forward that it was cut out of.
     """
@@ -51,6 +53,8 @@ class LayerCase:
     config: DecoderConfig
     weights: LayerWeights
     kv: str
+    tail: int | None
+    sink: int
     bases: tuple[Basis, Basis] | None
     hidden: Tensor
     before: Stored
@@ -68,7 +72,7 @@ class LayerCase:
         """Of a cache of so many layers, each in this layer's formats."""
         layers = self.config.num_layers
         calibration = calibration_of((self.bases[0],) * layers, (self.bases[1],) * layers) if self.bases else None
-        return KVSpec(self.kv, calibration=calibration).plan(layers)
+        return KVSpec(self.kv, self.tail, self.sink, calibration=calibration).plan(layers)
 
     @cached_property
     def model(self) -> DecoderModel:
@@ -115,8 +119,8 @@ def capture(
     """
     if finding.layer is None:
         raise InputError(f"what was found at {finding.stage} is in no single layer, and a replay file holds one")
-    schedule = Schedule(prompts, steps)
-    trusted = Reference(reference, model, schedule.new_cache(plan, model))
+    schedule = Schedule(prompts, steps, plan)
+    trusted = Reference(reference, model, schedule.new_cache(model))
     paging = schedule.paging(trusted.cache)
     tokens = torch.zeros(len(prompts), dtype=torch.int64)
 
@@ -155,7 +159,7 @@ def _case(
         bases = calibration.k[index], calibration.v[index]
     config = replace(model.config, num_layers=index + 1, vocab_size=VOCABULARY, tie_word_embeddings=True)
     weights, places = model.weights.layers[index], (forward.batch, forward.phase, forward.step)
-    return compact(LayerCase(config, weights, kv, bases, made.hidden_in, made.before, *places))
+    return compact(LayerCase(config, weights, kv, plan.recent, plan.sink, bases, made.hidden_in, made.before, *places))
 
 
 def is_learned(kv: str) -> bool:
@@ -164,18 +168,28 @@ def is_learned(kv: str) -> bool:
 
 
 def compact(case: LayerCase) -> LayerCase:
-    """The same with no other blocks than those in use, in their old order, and block 0, which nobody owns."""
+    """The same with no other blocks and rows than those in use, in their old order, and a first one that nobody owns."""
     batch, size = case.batch, block_size(case)
     used = sorted({int(block) for block in batch.block_table.flatten() if block >= 0})
     number = {block: place for place, block in enumerate(used, 1)} | {-1: -1}
     table = batch.block_table.clone().apply_(lambda block: number[int(block)])
     block = (batch.slot_mapping // size).clone().apply_(lambda block: number[int(block)])
+    rows = sorted(map(int, batch.rows))
+    row = torch.tensor([1 + rows.index(int(row)) for row in batch.rows])
     before = {
-        side: {name: torch.cat([torch.zeros_like(tensor[:1]), tensor[used]]) for name, tensor in of.items()}
-        for side, of in case.before.items()
+        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in of.items()}
+        for part, of in case.before.items()
     }
-    placed = replace(batch, block_table=table, slot_mapping=block * size + batch.slot_mapping % size)
+    slots = block * size + batch.slot_mapping % size
+    placed = replace(batch, block_table=table, slot_mapping=slots, rows=row)
     return replace(case, before=before, batch=placed)
+
+
+def _picked(tensor: Tensor, units: Sequence[int], count: int) -> Tensor:
+    """So many units: zeros, then those that are wanted, then zeros."""
+    found = tensor.new_zeros(count, *tensor.shape[1:])
+    found[1 : 1 + len(units)] = tensor[list(units)]
+    return found
 
 
 def block_size(case: LayerCase) -> int:
@@ -191,7 +205,7 @@ def expected(case: LayerCase, make: Make) -> MadeLayer:
     Raises:
         InputError: the executor cannot run it, or what it makes is zero or not finite.
     """
-    cache = _schedule(case).new_cache(case.plan, case.model)
+    cache = new_cache(case)
     reference = Reference(make(case.model, case.plan), case.model, cache)
     load(cache, case.index, case.before)
     return reference.layer(case.index, case.hidden, _forward(case))
@@ -218,10 +232,10 @@ def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> Non
         InputError: with what differs, and by how much.
     """
     limits = bounds_of(case.hidden.dtype)
-    cache = _schedule(case).new_cache(case.plan, case.model)
-    compared = compare_both(cache, case.index, theirs.stored, made.stored, theirs.k, theirs.v, limits.kv_noise)
+    cache = new_cache(case)
+    compared = compare_both(cache, case.index, case.batch, theirs.stored, made.stored, theirs.k, theirs.v, limits.kv_noise)
     verdicts = judge_stored(compared, {}, case.index, limits)
-    if not compared.k.different + compared.v.different:
+    if not compared.different:
         verdicts.append(judge_hidden("hidden state", compare_vectors(theirs.hidden_out, made.hidden_out), limits))
     for verdict in verdicts:
         if verdict.reason == "fault":
@@ -231,9 +245,10 @@ def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> Non
             )
 
 
-def _schedule(case: LayerCase) -> Schedule:
-    """One whose cache has the blocks of a compact case."""
-    return Schedule([[0] * int(length) for length in case.batch.seq_lens], 0)
+def new_cache(case: LayerCase) -> PagedKVCache:
+    """An empty cache with the blocks and rows of a compact case."""
+    schedule = Schedule([[0] * int(length) for length in case.batch.seq_lens], 0, case.plan)
+    return schedule.new_cache(case.model)
 
 
 def _forward(case: LayerCase) -> Forward:

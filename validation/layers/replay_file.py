@@ -1,9 +1,10 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
-tensors   hidden [T, hidden]; weights.FIELD of the layer; before.SIDE.FIELD, its cache blocks; batch.NAME; learned.SIDE.NAME
-          for formats of learned coordinates; expected.hidden, .k, .v and .SIDE.FIELD, which the reference made of it
-metadata  haarkv_replay: "1"; config, kv, phase, step: as in `LayerCase`; finding, reference, candidate: what failed and how;
-          versions; sha256, of all of the rest
+tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
+          in BF16, window.k, sink.k, …; batch.NAME; learned.SIDE.NAME for formats of learned coordinates; expected.hidden,
+          .k, .v and .PART.FIELD, which the reference made of it
+metadata  haarkv_replay: "2"; config, kv, tail ("" for none), sink, phase, step: as in `LayerCase`; finding, reference,
+          candidate: what failed and how; versions; sha256, of all of the rest
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis
 from haarkv.models.base import DecoderConfig
 from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
@@ -29,11 +31,14 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.parts import Stored
 from haarkv.validation.layers.replay import VOCABULARY, LayerCase, block_size, is_learned
-from haarkv.validation.layers.trial import Stored
 
-VERSION = "1"
-_KEYS = {"haarkv_replay", "config", "kv", "phase", "step", "finding", "reference", "candidate", "versions", "sha256"}
+VERSION = "2"
+_KEYS = {
+    "haarkv_replay", "config", "kv", "tail", "sink", "phase", "step", "finding", "reference", "candidate", "versions",
+    "sha256",
+}  # fmt: skip
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
 """Of a model; each that stands before the failing one is made, too."""
@@ -66,6 +71,8 @@ def dumps(file: ReplayFile) -> bytes:
         "haarkv_replay": VERSION,
         "config": json.dumps(asdict(case.config), sort_keys=True),
         "kv": case.kv,
+        "tail": "" if case.tail is None else str(case.tail),
+        "sink": str(case.sink),
         "phase": case.phase,
         "step": str(case.step),
         "finding": json.dumps(dict(file.finding), sort_keys=True),
@@ -147,7 +154,9 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
         k, v = (Basis(*(tensors[f"learned.{side}.{of.name}"] for of in fields(Basis))) for side in "kv")
         learned = k, v
     kv, before = metadata["kv"], _read_stored(tensors, "before")
-    case = LayerCase(config, weights, kv, learned, tensors["hidden"], before, batch, metadata["phase"], int(metadata["step"]))
+    tail = int(metadata["tail"]) if metadata["tail"] else None
+    where = batch, metadata["phase"], int(metadata["step"])
+    case = LayerCase(config, weights, kv, tail, int(metadata["sink"]), learned, tensors["hidden"], before, *where)
     if is_learned(kv) != (learned is not None):
         raise ValueError(f"it lacks the learned coordinates of {kv}")
     _check(case)
@@ -178,11 +187,11 @@ def _by_hf_name(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:
-    stored: Stored = {"k": {}, "v": {}}
+    stored: Stored = {}
     for name, tensor in tensors.items():
-        match name.split("."):
-            case [first, ("k" | "v") as side, field] if first == where:
-                stored[side][field] = tensor
+        first, *place = name.split(".")
+        if first == where and len(place) > 1:
+            stored.setdefault(".".join(place[:-1]), {})[place[-1]] = tensor
     return stored
 
 
@@ -193,6 +202,11 @@ def _check(case: LayerCase) -> None:
     heads, plan = config.num_kv_heads, case.plan
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
         _check_fields(case.before[side], kv_format, config.head_dim, (blocks, heads, size))
+        if plan.has_window(kv_format):
+            kept = {f"window.{side}": plan.ring_tokens(kv_format), f"sink.{side}": plan.sink}
+            for part, tokens in kept.items():
+                if tokens:
+                    _check_fields(case.before[part], formats.get("bf16"), config.head_dim, (blocks, heads, tokens))
     counts = batch.query_start_loc.diff().long()
     needed = (lengths + size - 1) // size
     sound = (
@@ -205,6 +219,7 @@ def _check(case: LayerCase) -> None:
         and int(needed.sum()) + 1 == blocks
         and 0 <= int(batch.slot_mapping.min()) <= int(batch.slot_mapping.max()) < blocks * size
         and -1 <= int(batch.block_table.min()) <= int(batch.block_table.max()) < blocks
+        and 0 <= int(batch.rows.min()) <= int(batch.rows.max()) < blocks
         and int(needed.max()) <= batch.block_table.shape[1]
     )
     if not sound:

@@ -19,6 +19,7 @@ from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
+from haarkv.validation.layers.free import Free
 from haarkv.validation.layers.judge import (
     StoredComparison,
     Verdict,
@@ -27,13 +28,15 @@ from haarkv.validation.layers.judge import (
     first,
     judge_logits,
     judge_op,
+    judge_strays,
 )  # fmt: skip
 from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.parts import Stored, load, parts_of, poison, take
 from haarkv.validation.layers.record import replay
-from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer, run_layer
+from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer
 from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
 from haarkv.validation.layers.summary import Summaries
-from haarkv.validation.layers.trial import Outcome, Stored, Trial, load, poison, take
+from haarkv.validation.layers.trial import Outcome, Trial
 
 OnRow = Callable[[LayerRow], None]
 
@@ -93,9 +96,9 @@ def validate_layer(
     return run.layer(index, hidden, before, forward)
 
 
-def count_rows(prompts: Sequence[Sequence[int]], steps: int, num_layers: int, modes: int = 2) -> int:
+def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes: int = 2) -> int:
     """Rows that `validate` gives: each forward, layer and mode."""
-    return modes * num_layers * len(Schedule(prompts, steps))
+    return modes * len(plan.layers) * len(Schedule(prompts, steps, plan))
 
 
 class _Validation:
@@ -107,14 +110,15 @@ class _Validation:
         self.modes = frozenset(modes)
         self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
-        self.schedule, self.model = Schedule(prompts, steps), model
+        self.schedule, self.model = Schedule(prompts, steps, plan), model
         self.limits = bounds_of(model.dtype)
-        cache = self.schedule.new_cache(plan, model)
+        cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache)
         self.ops = candidate.ops if self.reference.records else None
         self.free, self.whole = (Trial(candidate, cache) for _ in range(2))
         self.ledger = Ledger(cache)
         self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats, explains)
+        self.follows = Free(self.reference, self.free, self.limits, self.forced.repeats)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []
@@ -135,15 +139,13 @@ class _Validation:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
             self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
-        return self._report(
-            count_rows(self.schedule.prompts, self.schedule.steps, self.model.config.num_layers, len(self.modes))
-        )
+        return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
     def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
         """One layer, teacher-forced, and nothing else."""
         load(self.reference.cache, index, before)
         made = self.reference.layer(index, hidden, forward)
-        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v), forward)
+        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v, forward.batch), forward)
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
@@ -152,7 +154,7 @@ class _Validation:
             last = self.rows[-1]
             self.found += [finding(verdict, last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
         exercised = self.exercise.result()
-        # Who is guilty is seen teacher-forced; what has run away without a culprit is named after that.
+        # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
         faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
@@ -177,12 +179,12 @@ class _Validation:
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
             self.exercise.saw(index, made.k, made.v)
-            bad = poison(self.reference.cache, index, made.k, made.v)
+            bad = poison(self.reference.cache, index, made.k, made.v, forward.batch)
             if "teacher-forced" in self.modes:
                 self._teacher_forced(index, made, bad, forward)
             if "free-running" in self.modes:
                 free, drift = self._free_running(index, made, bad, free, drift, forward)
-                self.whole.put(index, forward.batch.slot_mapping, bad)
+                self.whole.put(index, forward.batch, bad)
             hidden = made.hidden_out
         return self._logits(forward, hidden, free)
 
@@ -198,16 +200,17 @@ class _Validation:
         self, index: int, made: MadeLayer, bad: Stored, hidden: Tensor, drift: Tensor, forward: Forward
     ) -> tuple[Tensor, Tensor]:
         """One layer fed what the candidate made of the last; its hidden states, and how far each token is off by now."""
-        run = run_layer(self.free, hidden, index, bad, forward)
-        self.free_runs.append(FreeRun(hidden, bad, run))
-        outcome, stored = run.outcome, run.stored
+        made_free, wrong = self.follows.layer(index, hidden, bad, forward)
+        self.free_runs.append(made_free)
+        outcome, stored = made_free.run.outcome, made_free.run.stored
         noise = self.limits.kv_noise + drift[:, None, None]
-        compared = compare_both(self.reference.cache, index, made.stored, stored, made.k, made.v, noise)
-        passed = compare_vectors(made.hidden_out, outcome.result).rel_l2 <= self.limits.free_rel_l2
-        self._row(forward, index, "free-running", compared, made.hidden_out, outcome.result, made.hidden_in, passed)
-        if not passed:
-            detail = f"relative L2 of the hidden state is not within {self.limits.free_rel_l2}; {outcome.problem}"
-            self.late.append(Finding(forward.phase, forward.step, index, "free_running", "fault", detail))
+        cache, batch = self.reference.cache, forward.batch
+        compared = compare_both(cache, index, batch, made.stored, stored, made.k, made.v, noise)
+        expected, result, passed = made.hidden_out, outcome.result, wrong is None
+        self._row(forward, index, "free-running", compared, expected, result, made.hidden_in, passed)
+        if wrong is not None:
+            late = self.late if wrong.reason == "fault" else self.found
+            late.append(finding(wrong, forward.phase, forward.step, index))
         off = (outcome.result.float() - made.hidden_out.float()).norm(dim=-1) / made.hidden_out.float().norm(dim=-1)
         return outcome.result, off
 
@@ -215,7 +218,7 @@ class _Validation:
     def _logits(self, forward: Forward, hidden: Tensor, free: Tensor) -> Tensor:
         """The head, and the candidate's own prefill or decode against its own layers one by one."""
         last = forward.batch.query_start_loc[1:].long() - 1
-        recorder, trial, slots = self.reference.recorder, self.whole, forward.batch.slot_mapping
+        recorder, trial = self.reference.recorder, self.whole
         ours = self.model.head(hidden[last], recorder.ops)
         if not (ours.amax(-1) > ours.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
@@ -226,7 +229,7 @@ class _Validation:
         verdicts = [judge_op(call, result, intact, self.limits) for call, (result, intact) in replayed]
         outcome = trial.forward(forward.token_ids, forward.batch, forward.phase, self.model.config.vocab_size)
         stage = "head" if self.ops is None else "forward"
-        verdicts += self._whole_stored(stage, slots)
+        verdicts += self._whole_stored(stage, forward)
         expected = self.model.head(free[last], self.reference.ops)
         verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
         index = None
@@ -248,20 +251,20 @@ class _Validation:
         )
         return (found[0], [found[1]]) if found else None
 
-    def _whole_stored(self, stage: str, slots: Tensor) -> list[Verdict]:
+    def _whole_stored(self, stage: str, forward: Forward) -> list[Verdict]:
         """What a whole forward stored, against what the same executor's layers stored one by one."""
-        layers = range(self.model.config.num_layers)
-        strays = self.whole.strays(layers, slots)
-        for index, where in strays.items():
-            return [
-                Verdict("untouched_slots", "fault", torch.inf, 0.0, f"the whole forward wrote to {where} of layer {index}")
-            ]
+        layers, batch = range(self.model.config.num_layers), forward.batch
+        if strays := self.whole.strays(layers, batch):
+            return judge_strays(strays, None, "the whole forward")
         for index in layers:
-            ours, theirs = (take(trial.cache, index, slots) for trial in (self.free, self.whole))
-            for side, kv_format in (("k", self.plan.k(index)), ("v", self.plan.v(index))):
-                compared = compare_vectors(*(kv_format.dequantize(by_token(stored[side]), index) for stored in (ours, theirs)))
+            ours, theirs = (take(trial.cache, index, batch) for trial in (self.free, self.whole))
+            for part in parts_of(self.reference.cache, index):
+                if not len(part.where(batch)[0]):
+                    continue
+                both = (part.kv_format.dequantize(by_token(stored[part.name]), index) for stored in (ours, theirs))
+                compared = compare_vectors(*both)
                 if not compared.rel_l2 <= bounds.SAME_KV:
-                    detail = f"the whole forward stores another {side.upper()} in layer {index} than the layer run alone"
+                    detail = f"the whole forward stores another {part.title} in layer {index} than the layer run alone"
                     return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]
         return []
 
@@ -310,8 +313,6 @@ def _check(
     for kv_format in plan.formats:
         if kv_format.group_tokens != 1:
             raise InputError(f"{kv_format.name} quantizes tokens together, which cannot be validated token by token")
-    if plan.windowed:
-        raise InputError("a tail or sinks in BF16 hide what is packed, which is what a validation compares; leave them out")
     if steps < 0:
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):

@@ -14,7 +14,9 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.faults import LEARNED, Fault, planted, planted_learned, reordered, table_with
 from haarkv.validation.layers.report import FAILS, Report
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.slips import slips
+from haarkv.validation.layers.slips import Layer, slips
+from haarkv.validation.layers.window_faults import WINDOWED, window_faults
+from haarkv.validation.layers.window_merges import Parts, merging
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def self_test(
     on_row: Callable[[SelfTestRow], None] | None = None,
     part: slice = EVERY,
 ) -> list[SelfTestRow]:
-    """Plant every fault of `validation.layers.faults` and `slips` in the middle layer of each model, and validate.
+    """Plant every fault of `faults`, `slips` and `window_faults` in the middle layer of each model, and validate.
 
     Faults in learned coordinates are planted in made-up ones.
 
@@ -78,22 +80,44 @@ def self_test(
         models: of at least 3 layers.
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
-        part: of the slips.
+        part: of the slips, and of the faults in windows.
     """
     rows = []
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
         learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
-        plain = [*planted(model, layer), *slips(model, layer)[part]]
-        of_learned = (KVSpec(LEARNED, calibration=learned), planted_learned(model, layer))
-        for spec, faults in ((KVSpec("tq4"), plain), of_learned):
-            control = "control, learned" if spec.calibration else "control"
+        plain = _Setting(KVSpec("tq4"), prompts, 0, "control")
+        of_learned = _Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned")
+        shorter = [prompt[:count] for prompt, count in zip(prompts, _WINDOWED_TOKENS, strict=False)]
+        windowed = _Setting(WINDOWED, shorter, _WINDOWED_STEPS, "control, a window")
+        in_parts = _Trial(
+            "none, in two parts (control, a window)", table_with(merging(Layer(model, layer), Parts.merged)), model
+        )
+        for setting, faults, controls in (
+            (plain, [*planted(model, layer), *slips(model, layer)[part]], []),
+            (of_learned, planted_learned(model, layer), []),
+            (windowed, window_faults(model, layer)[part], [in_parts]),
+        ):
             for driven in ("ops", "layers"):
-                for trial in _trials(model, faults, control):
-                    rows.append(_row(_report(model, trial, driven, prompts, spec), driven, trial))
+                for trial in (*controls, *_trials(model, faults, setting.control)):
+                    rows.append(_row(_report(model, trial, driven, setting), driven, trial))
                     if on_row:
                         on_row(rows[-1])
     return rows
+
+
+_WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
+"""Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What faults are planted in: a cache, prompts and decode steps; and what its controls are called."""
+
+    spec: KVSpec
+    prompts: Sequence[Sequence[int]]
+    steps: int
+    control: str
 
 
 @dataclass(frozen=True)
@@ -122,12 +146,13 @@ class Mistaken(ReferenceExecutor):
         self.config = right.config
 
 
-def _report(model: DecoderModel, trial: _Trial, driven: str, prompts: Sequence[Sequence[int]], spec: KVSpec) -> Report:
+def _report(model: DecoderModel, trial: _Trial, driven: str, given: _Setting) -> Report:
     candidate: Executor = Mistaken(model, trial.model, trial.table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
-    plan = spec.plan(model.config.num_layers)
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 0, plan, modes=("teacher-forced",))
+    plan = given.spec.plan(model.config.num_layers)
+    trusted = ReferenceExecutor(model)
+    return validate(trusted, candidate, model, given.prompts, given.steps, plan, modes=("teacher-forced",))
 
 
 def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
@@ -141,8 +166,8 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
         place = (
             wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
         )
-        # Whole layers show which KV head's K and V are wrong, and whose attention is too large.
-        caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
+        head = fault.head if driven == "ops" or fault.shows_head else None
+        caught = place and not report.passed and head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
     return SelfTestRow(report.dtype, driven, trial.name, planted_at, found, how, caught)
 

@@ -13,8 +13,8 @@ from haarkv.codebooks.learned import Basis
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.replay import LayerCase, Make, block_size, compact, expected, judged
-from haarkv.validation.layers.trial import Stored
+from haarkv.validation.layers.parts import Stored, load, put, snapshot
+from haarkv.validation.layers.replay import LayerCase, Make, block_size, compact, expected, judged, new_cache
 
 Fails = Callable[[LayerCase], bool]
 _WIDTHS = tuple(2**power for power in range(3, 20))
@@ -157,13 +157,10 @@ def _tokens(case: LayerCase, made: MadeLayer, parts: Sequence[tuple[int, int]]) 
 
 def _with(case: LayerCase, made: MadeLayer) -> Stored:
     """The cache after the layer has run."""
-    size = block_size(case)
-    block, offset = case.batch.slot_mapping // size, case.batch.slot_mapping % size
-    after: Stored = {side: {name: tensor.clone() for name, tensor in of.items()} for side, of in case.before.items()}
-    for side, of in after.items():
-        for name, tensor in of.items():
-            tensor[block, :, offset] = made.stored[side][name]
-    return after
+    cache = new_cache(case)
+    load(cache, case.index, case.before)
+    put(cache, case.index, case.batch, made.stored)
+    return snapshot(cache, case.index)
 
 
 def _picked(case: LayerCase, tokens: list[int], counts: list[int], lengths: Tensor, rows: list[int]) -> LayerCase:

@@ -22,7 +22,7 @@ from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation.layers.faults import Alter, Fault, Table
-from haarkv.validation.layers.trial import Stored, put
+from haarkv.validation.layers.parts import Stored, put
 
 K, V, OUT = "store_kv.k", "store_kv.v", "attention_mlp"
 Spoil = Callable[[Tensor], Tensor]
@@ -68,12 +68,12 @@ class Layer:
         return {"paged_attention": paged_attention}
 
     def storing(self, alter: Alter) -> Table:
-        """`store_kv` of this layer, which stores what `alter` makes."""
+        """`store_kv` of this layer, which packs what `alter` makes; what stays in BF16 is right."""
 
         def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            if layer != self.index:
-                return reference.store_kv(k, v, cache, layer, batch)
-            return put(cache, layer, batch.slot_mapping, alter(k, v, cache, layer))
+            reference.store_kv(k, v, cache, layer, batch)
+            if layer == self.index:
+                put(cache, layer, batch, alter(k, v, cache, layer))
 
         return {"store_kv": store_kv}
 

@@ -9,71 +9,13 @@ from torch import Tensor
 
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation.layers.parts import Part, Stored, load, new_cache_like, parts_of, put, tensors_of
 from haarkv.validation.layers.record import copied, unchanged
 
-Stored = dict[str, dict[str, Tensor]]
-"""Fields of K and of V, by side ("k", "v") and field name."""
-
-
-def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
-    """An empty cache of the same shape on another device."""
-    return PagedKVCache(
-        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
-        block_size=cache.block_size, device=device,
-    )  # fmt: skip
-
-
-def sides(cache: PagedKVCache, layer: int) -> Stored:
-    """The very tensors of a layer."""
-    return {"k": cache.k_fields(layer), "v": cache.v_fields(layer)}
-
-
-def snapshot(cache: PagedKVCache, layer: int) -> Stored:
-    """A copy of a layer, on the host."""
-    return {
-        side: {name: tensor.to("cpu", copy=True) for name, tensor in of.items()} for side, of in sides(cache, layer).items()
-    }
-
-
-def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
-    """Put a snapshot, or another cache's `sides`, into a layer."""
-    for side, of in sides(cache, layer).items():
-        for name, tensor in of.items():
-            tensor.copy_(stored[side][name])
-
-
-def take(cache: PagedKVCache, layer: int, slots: Tensor) -> Stored:
-    """Fields [T, Hkv, *] at slots [T], copied to the host."""
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    return {
-        side: {name: tensor.cpu()[block, :, offset] for name, tensor in of.items()} for side, of in sides(cache, layer).items()
-    }
-
-
-def put(cache: PagedKVCache, layer: int, slots: Tensor, stored: Stored) -> None:
-    """Write fields [T, Hkv, *] at slots [T]."""
-    slots = slots.to(cache.device)
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    for side, of in sides(cache, layer).items():
-        for name, tensor in of.items():
-            tensor[block, :, offset] = stored[side][name].to(cache.device)
-
-
-def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> Stored:
-    """What to find in a slot that was not written: valid K and V that are far from the right ones.
-
-    Opposite vectors of another length fall into opposite levels. They are no garbage: a kernel that reads them before it has
-    written is wrong, not out of bounds.
-    """
-
-    def opposite(kv_format: KVFormat, x: Tensor) -> dict[str, Tensor]:
-        return by_token(kv_format.quantize(torch.where(x == 0, 1.0, -x / 3).transpose(0, 1), layer))
-
-    return {"k": opposite(cache.k_format(layer), k), "v": opposite(cache.v_format(layer), v)}
+Strays = dict[int, dict[str, list[str]]]
+"""Places that changed and were not to be written: layer -> part -> which, in words."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +49,10 @@ class Trial:
         load(self.cache, layer, stored)
         load(self._expected, layer, stored)
 
-    def put(self, layer: int, slots: Tensor, stored: Stored) -> None:
-        """Put something into slots, as poison for those that are about to be written."""
-        put(self.cache, layer, slots, stored)
-        put(self._expected, layer, slots, stored)
+    def put(self, layer: int, batch: Batch, stored: Stored) -> None:
+        """Put something where a batch's tokens go, as poison for what is about to be written."""
+        put(self.cache, layer, batch, stored)
+        put(self._expected, layer, batch, stored)
 
     def layer(self, hidden: Tensor, layer: int, batch: Batch) -> Outcome:
         """One layer, hidden [T, hidden] in and out."""
@@ -136,31 +78,34 @@ class Trial:
         changed = not (unchanged(x, given) and unchanged(batch, places))
         return Outcome(result.to("cpu", copy=True), "changed the inputs that it was given" if changed else "")
 
-    def strays(self, written: range, slots: Tensor) -> dict[int, list[int]]:
-        """Slots that changed and were not to be written, by layer; what is there now is expected from here on.
+    def strays(self, written: range, batch: Batch) -> Strays:
+        """What changed and was not to be written; what is there now is expected from here on.
 
         Args:
             written: layers that were run.
-            slots: [T] that these layers were to write.
+            batch: whose places these layers were to write.
         """
-        found: dict[int, list[int]] = {}
+        found: Strays = {}
         for layer in range(self.cache.num_layers):
-            now, before = sides(self.cache, layer), sides(self._expected, layer)
-            if all(torch.equal(tensor, before[side][name]) for side, of in now.items() for name, tensor in of.items()):
+            pairs = list(zip(parts_of(self.cache, layer), parts_of(self._expected, layer), strict=True))
+            if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
                 continue
-            changed = torch.zeros(self.cache.num_slots, dtype=torch.bool, device=self.cache.device)
-            for side, of in now.items():
-                for name, tensor in of.items():
-                    changed |= _rows(tensor, self.cache).ne(_rows(before[side][name], self.cache)).any(-1)
-            if layer in written:
-                changed[slots.to(changed.device)] = False
-            if changed.any():
-                found[layer] = changed.nonzero().flatten().tolist()
-            load(self._expected, layer, now)
+            changed = {now.name: _changed(now, before, batch if layer in written else None) for now, before in pairs}
+            if any(changed.values()):
+                found[layer] = {name: places for name, places in changed.items() if places}
+            load(self._expected, layer, tensors_of(self.cache, layer))
         return found
 
 
-def _rows(tensor: Tensor, cache: PagedKVCache) -> Tensor:
-    """A field's bytes by slot: uint8 [num_slots, n]. Bytes, since a NaN is not equal to itself."""
-    flat = tensor.reshape(cache.num_blocks, cache.num_kv_heads, cache.block_size, -1).view(torch.uint8)
-    return flat.transpose(1, 2).flatten(2).flatten(0, 1)
+def _changed(now: Part, before: Part, batch: Batch | None) -> list[str]:
+    """Places of a part that changed, but for those of a batch's tokens."""
+    changed = torch.stack([_bytes(now.fields[name]).ne(_bytes(before.fields[name])).any(-1) for name in now.fields]).any(0)
+    if batch is not None:
+        _, unit, offset = now.where(batch)
+        changed[unit.to(changed.device), offset.to(changed.device)] = False
+    return [now.words(int(place)) for place in changed.flatten().nonzero().flatten()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A field's bytes by place: uint8 [units, places, n]. Bytes, since a NaN is not equal to itself."""
+    return tensor.reshape(*tensor.shape[:3], -1).contiguous().view(torch.uint8).transpose(1, 2).flatten(2)

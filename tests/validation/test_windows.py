@@ -1,0 +1,255 @@
+"""The validator and what stays in BF16: newest tokens and sinks are stored, read and merged right, or it says where not."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from small_models import SMALL, random_tokens, small_model
+
+import haarkv.validation.layers.forced as forced
+import haarkv.validation.layers.forward as forward
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import validate
+from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
+from haarkv.validation.layers.failure import OneRun, replay_of
+from haarkv.validation.layers.faults import reordered, table_with
+from haarkv.validation.layers.parts import load, put, quantized, snapshot, take, without_unread
+from haarkv.validation.layers.replay_file import dumps, loads
+from haarkv.validation.layers.self_test import WholeLayers
+from haarkv.validation.layers.slips import Layer
+from haarkv.validation.layers.window_faults import WINDOWED, window_faults
+from haarkv.validation.layers.window_merges import Parts, merging
+
+CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
+AT = 1
+PROMPTS = [random_tokens(CONFIG, 90), random_tokens(CONFIG, 40, seed=1)]  # the first one's ring of 80 starts over
+
+
+@cache
+def model_of(dtype="float32"):
+    return small_model(CONFIG, dtype=DTYPES[dtype])
+
+
+def compared(model, candidate, spec=WINDOWED, prompts=PROMPTS, steps=1, modes=("teacher-forced",), **more):
+    plan = spec.plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, **more)
+
+
+def faulty(dtype, name, drive):
+    model = model_of(dtype)
+    fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
+    return fault, compared(model, DRIVES[drive](ReferenceExecutor(model, fault.table())))
+
+
+# -- What is right passes ----------------------------------------------------------------------------------------------------
+SPECS = {
+    "a tail and sinks": WINDOWED,
+    "a tail": KVSpec("tq3", tail=1),
+    "sinks": KVSpec("tq4", sink=6),
+    "of V alone": KVSpec("k=bf16,v=tq4", tail=3, sink=2),
+    "not in every layer": KVSpec("tq4_seed", tail=70, sink=1, skip_layers=(0,)),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("drive", DRIVES)
+def test_the_reference_equals_itself(spec, drive):
+    model = model_of()
+    report = compared(model, DRIVES[drive](ReferenceExecutor(model)), spec, modes=("teacher-forced", "free-running"))
+    assert report.passed
+    assert report.first_divergence is None
+    stages = {stage.stage for stage in report.stages}
+    assert ("window.v" in stages, "sink.v" in stages) == (spec.tail is not None, spec.sink > 0)
+    assert "window.k" not in stages or spec.kv != "k=bf16,v=tq4"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drive", DRIVES)
+def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
+    model = model_of(dtype)
+    other = DRIVES[drive](ReferenceExecutor(model, reordered()))
+    report = compared(model, other, modes=("teacher-forced", "free-running"))
+    assert report.passed, report.first_divergence
+    assert report.first_divergence.reason in ("rounding", "tie")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_parts_merged_into_one_softmax_are_right(dtype):
+    """The control of the faults of a merge: the same code, merged as it should be."""
+    model = model_of(dtype)
+    assert compared(model, ReferenceExecutor(model, table_with(merging(Layer(model, AT), Parts.merged)))).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_kernels_pass(dtype):
+    model = model_of(dtype)
+    candidate = catalog.create("cpu", model, WINDOWED.plan(CONFIG.num_layers))
+    report = compared(model, candidate, steps=2, modes=("teacher-forced", "free-running"))
+    assert report.passed, report.first_divergence
+
+
+@pytest.mark.parametrize("executor", ["npu", "onnx"])
+def test_who_reads_no_window_says_so(executor):
+    model = model_of()
+    plan = WINDOWED.plan(CONFIG.num_layers)
+    with pytest.raises(InputError, match=r"leave out the tail and the sinks"):
+        catalog.check(executor, model.config, plan)
+
+
+# -- What is wrong is found where it is --------------------------------------------------------------------------------------
+NAMES = [fault.name for fault in window_faults(model_of(), AT)]
+
+
+def test_there_are_thirty_faults_and_more():
+    assert len(set(NAMES)) == len(NAMES) >= 35
+    without_sinks = window_faults(model_of(), AT, (True, False))
+    assert 25 < len(without_sinks) < len(NAMES)
+    assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
+
+
+@pytest.mark.parametrize("number", range(0, len(NAMES), 3))
+def test_every_fault_is_found_where_it_is(number):
+    """A third of them, in turns FP32 and BF16, by ops and by layers; all four of each: `make test-judge`."""
+    name = NAMES[number]
+    dtype, drive = list(DTYPES)[number % 2], list(DRIVES)[number // 2 % 2]
+    fault, report = faulty(dtype, name, drive)
+    first = report.first_divergence
+    assert not report.passed
+    assert (first.layer, first.reason) == (AT, "fault")
+    assert first.stage in (fault.stage if drive == "ops" else fault.seen_as, *fault.also)
+    if fault.head is not None and (drive == "ops" or fault.shows_head):
+        assert first.head == fault.head
+
+
+def test_whole_layers_are_explained():
+    model = model_of()
+    name = "the window is one token short"
+    fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
+    candidate, prompts = WholeLayers(ReferenceExecutor(model, fault.table())), [PROMPTS[1]]
+    assert name in compared(model, candidate, prompts=prompts, steps=0, explains=1).first_divergence.causes
+
+
+# -- What must not be read ---------------------------------------------------------------------------------------------------
+def stored(tokens=100):
+    """A cache of one sequence and the batch of its last token."""
+    config, plan = CONFIG, WINDOWED.plan(CONFIG.num_layers)
+    cache_ = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=3)
+    paging = PagedSequences(3, cache_.block_size)
+    sequence, generator = paging.add(), torch.Generator().manual_seed(0)
+    for count in (64, tokens - 65, 1):
+        batch = paging.batch([sequence], [count])
+        k, v = torch.randn(2, count, config.num_kv_heads, config.head_dim, generator=generator)
+        reference.store_kv(k, v, cache_, AT, batch)
+    return cache_, batch
+
+
+def test_what_no_query_may_read_is_replaced_and_nothing_else():
+    cache_, batch = stored()
+    before = snapshot(cache_, AT)
+    after = without_unread(cache_, AT, before, batch, batch.seq_lens)
+    codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
+    slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
+    # Token 99 sees the newest 16 tokens and the first 4 in BF16, and all others packed.
+    assert slots == [*range(4), *range(84, 100)]
+    changed = (before["window.v"]["data"] != after["window.v"]["data"]).any(-1).any(1)[0].nonzero().flatten().tolist()
+    # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
+    assert changed == sorted(token % 80 for token in range(20, 84))
+    assert torch.equal(before["sink.k"]["data"], after["sink.k"]["data"])
+    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
+    expected = reference.paged_attention(q, cache_, AT, batch, 0.1)
+    load(cache_, AT, after)
+    assert torch.equal(reference.paged_attention(q, cache_, AT, batch, 0.1), expected)
+
+
+def test_a_batch_goes_to_its_places_and_comes_back():
+    cache_, batch = stored()
+    k, v = torch.randn(2, 1, CONFIG.num_kv_heads, CONFIG.head_dim)
+    made = quantized(cache_, AT, batch, k, v)
+    put(cache_, AT, batch, made)
+    again = take(cache_, AT, batch)
+    assert list(again) == ["k", "v", "window.k", "window.v", "sink.k", "sink.v"]
+    assert torch.equal(again["window.k"]["data"], k.bfloat16())
+    assert len(again["sink.k"]["data"]) == 0
+    for part, of in made.items():
+        assert all(torch.equal(again[part][name], tensor) for name, tensor in of.items())
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize("name", ["the window is one token short", "the last of the sinks is read packed"])
+def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, drive, name):
+    """One token of 250, in a decode kernel alone: packed in 8 bits and in BF16 it is nearly the same."""
+    model, spec = model_of("bfloat16"), KVSpec("tq8", tail=16, sink=4)
+    wrong = next(fault for fault in window_faults(model, AT) if fault.name == name).ops["paged_attention"]
+
+    def paged_attention(q, cache_, layer, batch, scale):
+        decodes = len(q) == len(batch.seq_lens)
+        return (wrong if decodes else reference.paged_attention)(q, cache_, layer, batch, scale)
+
+    def report():
+        candidate = DRIVES[drive](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
+        return compared(model, candidate, spec, [random_tokens(CONFIG, 250)])
+
+    first = report().first_divergence
+    assert (first.phase, first.layer, first.reason) == ("decode", AT, "fault")
+    for module in (forced, forward):
+        monkeypatch.setattr(module, "without_unread", lambda _cache, _layer, kept, *_: kept)
+    assert report().passed
+
+
+# -- What is exercised -------------------------------------------------------------------------------------------------------
+def test_the_chosen_prompts_exercise_every_window():
+    tiny = load_model("tiny")
+    config = replace(CONFIG, max_position_embeddings=1024)
+    model, plan = small_model(config), KVSpec("tq4", tail=20, sink=4).plan(2)
+    ids = chosen_prompts(load_tokenizer("tiny", tiny.config), config, plan, 2)
+    assert [len(prompt) for prompt in ids] == [128, 129, 19, 515]
+    prompts = [[token % config.vocab_size for token in prompt] for prompt in ids]
+    report = validate(ReferenceExecutor(model), ReferenceExecutor(model), model, prompts, 2, plan, modes=("teacher-forced",))
+    assert report.passed
+    assert set(report.not_exercised) == {"whole forwards", TINY_SCALES, HUGE_SCALES}
+    assert {"a decode step beyond a tail of 20", "a tail of 20 whose ring starts over"} <= set(report.exercised)
+    assert "sinks that an earlier forward stored" in report.exercised
+
+
+def test_a_short_prompt_says_which_windows_it_did_not_see():
+    model = model_of()
+    report = compared(model, ReferenceExecutor(model), prompts=[PROMPTS[0][:7]], steps=0)
+    for what in ("is just full", "with one token beyond it", "with a block beyond it", "whose ring starts over"):
+        assert f"a tail of 16 that {what}".replace("that with", "with").replace("that whose", "whose") in report.not_exercised
+    assert "a tail of 16 that is not full" in report.exercised
+    assert "sinks that an earlier forward stored" in report.not_exercised
+
+
+# -- As a file ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["the window is one token short"])
+def test_a_failing_layer_with_a_window_becomes_a_small_file_that_fails_alike(name):
+    model, plan = model_of(), WINDOWED.plan(CONFIG.num_layers)
+    fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
+
+    def broken(of, _plan):
+        mine = next(f for f in window_faults(of, of.config.num_layers - 1) if f.name == name)
+        return ReferenceExecutor(of, mine.table())
+
+    report = compared(model, ReferenceExecutor(model, fault.table()))
+    make = (lambda of, _plan: ReferenceExecutor(of)), broken
+    found = replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {}, 20.0)
+    again = loads(dumps(found), "a file")
+    assert (again.case.tail, again.case.sink) == (16, 4)
+    assert again.case.tokens <= 4
+    assert again.finding["stage"] == fault.stage
+    assert all(
+        torch.equal(tensor, again.case.before[part][field])
+        for part, of in found.case.before.items()
+        for field, tensor in of.items()
+    )

@@ -1,0 +1,234 @@
+"""What a layer stores, part by part: packed K and V, the newest tokens in BF16, and the first ones in BF16.
+
+Each part is a format with places of its own. A forward's tokens go to some of them; what it must not read is known as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.window import Window
+
+Stored = dict[str, dict[str, Tensor]]
+"""Fields by part ("k", "window.k", …) and field name."""
+Where = tuple[Tensor, Tensor, Tensor]
+"""Which tokens of a batch, and unit and offset of each."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of what a layer stores.
+
+    Attributes:
+        name: "k" or "v", packed; "window.k": the newest tokens in BF16; "sink.k": the first ones.
+        side: "k" or "v".
+        kv_format: how its vectors are stored.
+        fields: the very tensors, [units, Hkv, places of a unit, *]. A unit is a block, or a sequence's row.
+        where: of a batch's tokens.
+    """
+
+    name: str
+    side: str
+    kv_format: KVFormat
+    fields: dict[str, Tensor]
+    where: Callable[[Batch], Where]
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is quantized."""
+        return self.name == self.side
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage that stores it."""
+        return f"store_kv.{self.name}" if self.packed else self.name
+
+    @property
+    def title(self) -> str:
+        """What it holds, in words."""
+        side = self.side.upper()
+        return side if self.packed else f"{side} of the {'window' if self.name.startswith('window') else 'sinks'}"
+
+    @property
+    def per_unit(self) -> int:
+        """Places of a unit."""
+        return int(next(iter(self.fields.values())).shape[2])
+
+    def words(self, place: int) -> str:
+        """A place, counted over all units."""
+        return f"slot {place}" if self.packed else f"place {place % self.per_unit} of row {place // self.per_unit}"
+
+
+def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
+    """Every part of a layer: packed K and V, then their windows, then their sinks."""
+
+    def slots(batch: Batch) -> Where:
+        slot = batch.slot_mapping
+        return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
+
+    pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
+    packed = [Part(side, side, of, fields, slots) for side, of, fields in pair]
+    windows, sinks, plain = [], [], formats.get("bf16")
+    for side, window in zip("kv", cache.windows(layer), strict=True):
+        if window and window.ring:
+            newest = {"data": window.vectors[:, :, window.sink :]}
+            windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring)))
+        if window and window.sink:
+            first = {"data": window.vectors[:, :, : window.sink]}
+            sinks.append(Part(f"sink.{side}", side, plain, first, _among_first(window.sink)))
+    return [*packed, *windows, *sinks]
+
+
+def _in_ring(ring: int) -> Callable[[Batch], Where]:
+    def where(batch: Batch) -> Where:
+        tokens = torch.arange(len(batch.positions), device=batch.positions.device)
+        return tokens, token_rows(batch), batch.positions % ring
+
+    return where
+
+
+def _among_first(sink: int) -> Callable[[Batch], Where]:
+    def where(batch: Batch) -> Where:
+        tokens = (batch.positions < sink).nonzero().flatten()
+        return tokens, token_rows(batch)[tokens], batch.positions[tokens]
+
+    return where
+
+
+def token_rows(batch: Batch) -> Tensor:
+    """[T] int64: each token's row of the windows."""
+    return torch.repeat_interleave(batch.rows, batch.query_start_loc.diff().long())
+
+
+def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
+    """An empty cache of the same shape on another device."""
+    return PagedKVCache(
+        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+        num_rows=cache.num_rows, chunk=cache.chunk, block_size=cache.block_size, device=device,
+    )  # fmt: skip
+
+
+def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
+    """The very tensors of a layer."""
+    return {part.name: part.fields for part in parts_of(cache, layer)}
+
+
+def snapshot(cache: PagedKVCache, layer: int) -> Stored:
+    """A copy of a layer, on the host."""
+    return {
+        part: {name: tensor.to("cpu", copy=True) for name, tensor in of.items()}
+        for part, of in tensors_of(cache, layer).items()
+    }
+
+
+def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
+    """Put a snapshot, or another cache's tensors, into a layer."""
+    for part, of in tensors_of(cache, layer).items():
+        for name, tensor in of.items():
+            tensor.copy_(stored[part][name])
+
+
+def take(cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
+    """Fields [n, Hkv, *] of a batch's tokens (of sinks: of those that are among them), copied to the host."""
+    taken: Stored = {}
+    for part in parts_of(cache, layer):
+        _, unit, offset = part.where(batch)
+        taken[part.name] = {name: tensor.cpu()[unit, :, offset] for name, tensor in part.fields.items()}
+    return taken
+
+
+def put(cache: PagedKVCache, layer: int, batch: Batch, stored: Stored) -> None:
+    """Write fields [n, Hkv, *] of a batch's tokens into the parts that are given; other parts stay as they are."""
+    for part in parts_of(cache, layer):
+        if part.name in stored:
+            _, unit, offset = (index.to(cache.device) for index in part.where(batch))
+            for name, tensor in part.fields.items():
+                tensor[unit, :, offset] = stored[part.name][name].to(cache.device)
+
+
+def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor) -> Stored:
+    """What every part would hold of K and V [T, Hkv, D] fp32."""
+    made: Stored = {}
+    for part in parts_of(cache, layer):
+        x = (k if part.side == "k" else v)[part.where(batch)[0]]
+        made[part.name] = by_token(part.kv_format.quantize(x.transpose(0, 1), layer))
+    return made
+
+
+# -- Poison ------------------------------------------------------------------------------------------------------------
+def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, batch: Batch) -> Stored:
+    """What to find in a place that was not written: valid K and V that are far from the right ones.
+
+    Opposite vectors of another length fall into opposite levels. They are no garbage: a kernel that reads them before it has
+    written is wrong, not out of bounds.
+    """
+    bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in (k, v))
+    return quantized(cache, layer, batch, bad_k, bad_v)
+
+
+_FAR, _LONG = -4.0, 2.0**13
+"""Times which a vector becomes one that must not be read; and from which length on a multiple might have no scale."""
+
+
+def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch, lengths: Tensor) -> Stored:
+    """A layer's cache in which what no query of a batch may read is far from what it was.
+
+    A token lies packed and, for a while, in BF16; each query must read it in one of these. What it would read by mistake is
+    near the right vector, so that the mistake would show little.
+
+    Args:
+        stored: a snapshot of the layer.
+        batch: the queries.
+        lengths: [B], tokens of each sequence that are stored.
+    Returns:
+        packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
+    """
+    windows = dict(zip("kv", cache.windows(layer), strict=True))
+    if not any(windows.values()):
+        return stored
+    changed = {part: {name: tensor.clone() for name, tensor in of.items()} for part, of in stored.items()}
+    starts = batch.query_start_loc.long()
+    for part in parts_of(cache, layer):
+        window = windows[part.side]
+        if window is None or part.name.startswith("sink"):
+            continue
+        for row in range(len(lengths)):
+            queries = batch.positions[starts[row] : starts[row + 1]]
+            token = torch.arange(int(lengths[row]))
+            unread = _unread(window, queries, token, packed=part.packed)
+            if part.packed:
+                block = batch.block_table[row, token // cache.block_size].long()
+                _spoil(part, changed[part.name], layer, block[unread], (token % cache.block_size)[unread])
+            else:
+                held = unread & (token >= int(lengths[row]) - window.ring)
+                _spoil(part, changed[part.name], layer, batch.rows[row].expand(int(held.sum())), token[held] % window.ring)
+    return changed
+
+
+def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+    """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
+    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between.
+    first = torch.maximum(token, queries[0])
+    of_first = window.seen(first, len(token)).diagonal()
+    of_last = window.seen(queries[-1:], len(token))[0]
+    return of_first & of_last if packed else ~of_first & ~of_last
+
+
+def _spoil(part: Part, fields: dict[str, Tensor], layer: int, unit: Tensor, offset: Tensor) -> None:
+    """Replace vectors of a part by others that are far from them."""
+    if not len(unit):
+        return
+    x = part.kv_format.dequantize(by_token({name: tensor[unit, :, offset] for name, tensor in fields.items()}), layer)
+    far = torch.where(lengths_of(x).unsqueeze(-1) < _LONG, _FAR, -1 / 3) * x
+    made = by_token(part.kv_format.quantize(torch.where(x == 0, 1.0, far), layer))
+    for name, tensor in fields.items():
+        tensor[unit, :, offset] = made[name]
