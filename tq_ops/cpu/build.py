@@ -64,7 +64,18 @@ def units() -> dict[str, tuple[str, ...]]:
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(flags)}
     defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
-    return {"driver": (), "elementwise": (), "isa": defined, "paged_attention": (), "pool": (), "portable": (), **isas}
+    # Some formats' bytes depend on every rounding.
+    exact = ("-ffp-contract=off",)
+    return {
+        "blocks": exact,
+        "driver": (),
+        "elementwise": (),
+        "isa": defined,
+        "paged_attention": (),
+        "pool": (),
+        "portable": (),
+        **isas,
+    }
 
 
 def _accepted(flags: Sequence[str]) -> bool:

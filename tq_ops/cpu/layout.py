@@ -3,7 +3,8 @@
 The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
 bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
 rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices. Levels of 2
-or 3 bits are unpacked to such words first; those of 5 to 8 bits become numbers, in the order of `places`.
+or 3 bits are unpacked to such words first; those of 5 to 8 bits become numbers, in the order of `places`. What `KNOWN` names
+becomes numbers in the order of its own coordinates.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.cpu.known import KNOWN, Known
+from haarkv.tq_ops.formats import SEED_EPS, KVFormat
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
 
@@ -34,15 +35,15 @@ def places(described: Description) -> tuple[int, ...] | None:
     return found.pop() if len(found) == 1 else None
 
 
-_BF16 = formats.get("bf16")
 READS = Reads(
     "the CPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)),
-    in_one_order=lambda described: places(described) is not None, also=(_BF16,), windows=True, learned=_learned,
+    in_one_order=lambda described: places(described) is not None, also=tuple(KNOWN), windows=True, learned=_learned,
 )  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
-    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, also=READS.also, most_scales=1, order=in_parts,
-    matrix_dtype=torch.bfloat16, quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
+    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, most_scales=1, order=in_parts,
+    also=tuple(kv_format for kv_format, known in KNOWN.items() if known.most is not None), matrix_dtype=torch.bfloat16,
+    quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
 """What the append kernel quantizes; the reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
@@ -57,14 +58,17 @@ class Layout:
 
     Attributes:
         levels: N, of a vector.
-        planes: widths of a level's planes, low bits first, one or two; none of numbers as they are.
+        planes: widths of a level's planes, low bits first, one or two; of a `known` format the bits of a stream, or none.
         rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, or of levels above 4 bits in that of
             `places`; None where the vectors are not rotated.
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of `places`) to the model's own.
         mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
-        centroids: [2**bits] fp32; None of numbers as they are, and so are the next two.
-        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of up to 4 bits.
+        centroids: [2**bits] fp32; of a `known` format its `numbers`; None where the codes are numbers.
+        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words alone.
         unit: that makes the largest error of a level, `centroids - integers * unit`, least.
+        known: how a format is read that is none of rotated levels.
+        restore: [D, D] bf16, of a format that is rotated back vector by vector.
+        least: added to the square of a vector's length there.
     """
 
     levels: int
@@ -75,6 +79,9 @@ class Layout:
     centroids: Tensor | None
     integers: Tensor | None
     unit: float
+    known: Known | None = None
+    restore: Tensor | None = None
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,10 +110,11 @@ class Tables:
     Attributes:
         planes: widths of a level's planes, low bits first.
         matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
-            None of numbers that are stored as they are, and so are the next two.
+            None of a `known` format, and so are the next two.
         boundaries: [2**bits - 1] fp32.
         centroids: [2**bits] fp32.
         refinement: of learned coordinates; None of a rotation.
+        known: how a format is stored that is none of rotated levels.
     """
 
     planes: tuple[int, ...]
@@ -114,12 +122,13 @@ class Tables:
     boundaries: Tensor | None
     centroids: Tensor | None
     refinement: Refinement | None
+    known: Known | None = None
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
-    if kv_format == _BF16:
-        return Layout(head_dim, (), None, None, None, None, None, 0.0)
+    if kv_format in KNOWN:
+        return _known_layout(KNOWN[kv_format], layer, head_dim)
     return _layout(*_described(kv_format, layer, head_dim))
 
 
@@ -127,8 +136,8 @@ def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
     """What the append kernel quantizes a format by, made once; None if it cannot. Do not write to it."""
     if misfit(APPENDS, kv_format, head_dim) is not None:
         return None
-    if kv_format == _BF16:
-        return Tables((), None, None, None, None)
+    if kv_format in KNOWN:
+        return Tables((KNOWN[kv_format].bits,), None, None, None, None, KNOWN[kv_format])
     return _tables(*_described(kv_format, layer, head_dim))
 
 
@@ -136,6 +145,24 @@ def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Descript
     described = kv_format.description(head_dim)
     assert described is not None, "unsupported() lets formats of rotated levels pass alone"
     return described, layer if described.transform.per_layer else 0
+
+
+@cache
+def _known_layout(known: Known, layer: int, head_dim: int) -> Layout:
+    back = known.back(head_dim).unsqueeze(0) if known.back else None
+    return Layout(
+        levels=head_dim,
+        planes=(known.bits,),
+        rotate=None if back is None else back.mT.contiguous(),
+        rotate_back=None if back is None else back.contiguous(),
+        mean=None,
+        centroids=known.numbers(head_dim),
+        integers=None,
+        unit=0.0,
+        known=known,
+        restore=known.restore(layer, head_dim).bfloat16().contiguous() if known.restore else None,
+        least=SEED_EPS,
+    )
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 
 from torch import Tensor
@@ -14,6 +15,21 @@ from haarkv.tq_ops.table import OP_NAMES
 
 ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
+
+
+class Cell(IntEnum):
+    """What the vectors of a side are unpacked to, as csrc/kernels.h says."""
+
+    NIBBLE = 4
+    BYTE = 8
+    BF16 = 16
+    FP32 = 32
+    FP8 = 33
+    INT8 = 34
+    HALVES = 35
+    STREAM = 36
+    CHANNELS = 37
+    RESTORED = 38
 
 
 class _Structure(ctypes.Structure):
@@ -40,10 +56,11 @@ class SideArgs(_Structure):
     """K or V of one layer."""
 
     _fields_ = (
-        ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("levels", c_int32), ("bytes", c_int32),
-        ("cell", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p),
-        ("mean", c_void_p), ("kept", Kept),
+        ("codes", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
+        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("scale_bytes", c_int32), ("group", c_int32),
+        ("levels", c_int32), ("bytes", c_int32), ("cell", c_int32), ("first_plane", c_int32), ("second_plane", c_int32),
+        ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("restore", c_void_p), ("least", c_float),
+        ("kept", Kept),
     )  # fmt: skip
 
 
@@ -79,6 +96,7 @@ class Quantizer(_Structure):
         ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
         ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
         ("tries", c_int32), ("levels", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32),
+        ("cell", c_int32), ("scales_per_vector", c_int32), ("scale_bytes", c_int32), ("group", c_int32), ("most", c_float),
     )  # fmt: skip
 
 
@@ -86,8 +104,8 @@ class StoreSide(_Structure):
     """K or V of new tokens and where they go."""
 
     _fields_ = (
-        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
-        ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
+        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("codes_stride", c_int64),
+        ("scales_stride", c_int64), ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cpu.known import Known
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
+from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.window import Window
-
-_BF16_CELL = 16
 
 
 class CpuOps:
@@ -149,8 +150,8 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store each once at its slots, and in BF16 where a window keeps them. `tq2` to `tq8`, `lrN` and
-        `bf16` are stored in C++, other formats by the reference.
+        """Quantize K and V and store each once at its slots, and in BF16 where a window keeps them. Where both formats are in
+        `APPENDS`, this is done in C++; else the reference does it.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
@@ -184,14 +185,14 @@ class CpuOps:
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
         Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
-        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. Numbers in BF16
-        are not rotated.
+        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. Where a format
+        does not rotate, neither does this.
 
         Tokens that a query sees in BF16 (`Window.seen`) take part in the same softmax, block by block as the others: their
         logits replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are
         summed beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
 
-        Up to 4 bits, levels are looked up in registers. Wider ones and numbers in BF16 become FP32, 16 vectors at a time. Keys
+        Rotated levels of up to 4 bits are looked up in registers. All else becomes FP32 numbers, 16 vectors at a time. Keys
         are summed 1,024 at a time and merged in order, so that results do not depend on the number of threads, on the rest
         of the batch or on how a prompt was split.
 
@@ -308,20 +309,47 @@ def _kept(window: Window | None) -> library.Kept:
 
 
 def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    if not of.planes:
-        data = fields["data"]
-        return library.SideArgs(
-            codes=data, scales=0, centroids=0, codes_stride=_block_bytes(data), scales_stride=0, scales_per_vector=0,
-            levels=of.levels, bytes=data.itemsize * data.shape[3], cell=_BF16_CELL, first_plane=0, second_plane=0, unit=0.0,
-            integers=0, mean=0, kept=kept,
-        )  # fmt: skip
-    codes, scale, planes = fields["codes"], fields["scale"], (*of.planes, 0)
+    known, planes = of.known, (*of.planes, 0)
+    cell = known.cell if known else Cell.NIBBLE if sum(planes) <= 4 else Cell.BYTE
+    stored = _stored(fields, known)
     return library.SideArgs(
-        codes=codes, scales=scale, centroids=_sixteen(of.centroids), codes_stride=_block_bytes(codes),
-        scales_stride=scale.stride(0), scales_per_vector=scale.shape[3] if scale.ndim == 4 else 1, levels=of.levels,
-        bytes=codes.shape[3], cell=4 if sum(planes) <= 4 else 8, first_plane=planes[0], second_plane=planes[1], unit=of.unit,
-        integers=_sixteen(of.integers), mean=0 if of.mean is None else of.mean, kept=kept,
+        codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero), centroids=_sixteen(of.centroids),
+        codes_stride=_block_bytes(stored.codes), scales_stride=0 if stored.scale is None else stored.scale.stride(0),
+        scales_per_vector=stored.scales, scale_bytes=stored.scale_bytes, group=stored.group, levels=of.levels,
+        bytes=stored.bytes, cell=cell, first_plane=planes[0], second_plane=planes[1], unit=of.unit,
+        integers=_sixteen(of.integers), mean=_or_null(of.mean), restore=_or_null(of.restore), least=of.least, kept=kept,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The fields of a side as the kernels see them.
+
+    Attributes:
+        bytes: of a vector's codes.
+        scales: of a group of tokens; 0 where there are none.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    group: int
+    bytes: int
+    scales: int
+    scale_bytes: int
+
+
+def _stored(fields: dict[str, Tensor], known: Known | None) -> _Stored:
+    codes, scale, zero = (fields.get(x) for x in ((known.codes, known.scale, known.zero) if known else ("codes", "scale", "")))
+    assert codes is not None, "every format has codes"
+    group = known.group if known else 1
+    scales = 0 if scale is None else scale.shape[3] if scale.ndim == 4 else 1
+    size = codes.itemsize * math.prod(codes.shape[3:]) // group
+    return _Stored(codes, scale, zero, group, size, scales, 2 if scale is None else scale.itemsize)
+
+
+def _or_null(table: Tensor | None) -> Tensor | int:
+    return 0 if table is None else table
 
 
 def _block_bytes(field: Tensor) -> int:
@@ -335,18 +363,19 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 
 
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
-    codes, scale, planes = fields["codes" if by.planes else "data"], fields.get("scale"), (*by.planes, 0, 0)
-    learned = by.refinement
+    stored, planes, learned = _stored(fields, by.known), (*by.planes, 0, 0), by.refinement
     own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
-        matrix=_matrix(by.matrix, head_dim), boundaries=0 if by.boundaries is None else by.boundaries,
-        centroids=_sixteen(by.centroids), **own, stages=len(learned.steps) if learned else 0,
-        tries=len(learned.gains) if learned else 0, levels=2 * codes.shape[3],
-        first_plane=planes[0], second_plane=planes[1], bytes=codes.itemsize * codes.shape[3],
+        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
+        stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
+        first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, cell=by.known.cell if by.known else Cell.NIBBLE,
+        scales_per_vector=stored.scales, scale_bytes=stored.scale_bytes, group=stored.group,
+        most=by.known.most if by.known else torch.finfo(torch.float32).max,
     )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=codes, scales=0 if scale is None else scale, codes_stride=_block_bytes(codes),
-        scales_stride=0 if scale is None else scale.stride(0), quantizer=quantizer, kept=kept, bf16=0,
+        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
+        codes_stride=_block_bytes(stored.codes), scales_stride=0 if stored.scale is None else stored.scale.stride(0),
+        quantizer=quantizer, kept=kept, bf16=0,
     )  # fmt: skip
 
 

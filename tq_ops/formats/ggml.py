@@ -107,18 +107,18 @@ class RotatedBlockQ4(BlockQ4):
             raise InputError(f"{self.name} rotates {self.smallest} values at a time and cannot hold head_dim {head_dim}")
         return super().count_blocks(head_dim)
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        """[..., D] fp32, its own inverse."""
+    def rotate(self, x: Tensor) -> Tensor:
+        """WHT(x) / sqrt(n) of each n numbers: [..., D] fp32 -> [..., D] fp32, its own inverse."""
         head_dim = x.shape[-1]
         size = head_dim & -head_dim if self._whole else self.smallest
         return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
         self.count_blocks(x.shape[-1])
-        return super().split(self._rotate(x.float()))
+        return super().split(self.rotate(x.float()))
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return self._rotate(super().dequantize(fields, layer))
+        return self.rotate(super().dequantize(fields, layer))
 
 
 class BlockQ8(BlockFormat):

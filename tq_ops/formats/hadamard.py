@@ -69,8 +69,11 @@ class HadamardTQ3(BlockFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.block)
-        y = _at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)
-        return (fwht(y) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
+        return self.rotate_back((_at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)).flatten(-2))
+
+    def rotate_back(self, y: Tensor) -> Tensor:
+        """s * WHT32(y) * 0.17677669 of each block: [..., D] fp32 -> [..., D] fp32."""
+        return (fwht(self.split(y)) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         codes, signs = groups_of(fields["codes"], 8), groups_of(fields["signs"], 4)

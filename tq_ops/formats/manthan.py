@@ -26,7 +26,7 @@ def _boundaries_on(device: torch.device) -> Tensor:
 
 
 @cache
-def _centroids_on(head_dim: int, device: torch.device) -> Tensor:
+def centroids_on(head_dim: int, device: torch.device) -> Tensor:
     """c / sqrt(D), [8] fp32, divided on the host."""
     return (torch.tensor(CENTROIDS) / torch.tensor(math.sqrt(head_dim))).to(device)
 
@@ -68,7 +68,7 @@ class Manthan3:
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = self.levels(fields)
-        centroids = _centroids_on(level.shape[-1], level.device)
+        centroids = centroids_on(level.shape[-1], level.device)
         return centroids.index_select(0, level.flatten().int()).view(level.shape) * fields["radius"].unsqueeze(-1)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:

@@ -100,6 +100,8 @@ class TurboQuant4Seed:
 
     Args:
         rotation: of a layer; the shipped one unless given.
+    Attributes:
+        transform: the rotation.
     """
 
     name = "tq4_seed"
@@ -108,7 +110,7 @@ class TurboQuant4Seed:
     lossy = True
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
-        self._transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
+        self.transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
 
     def description(self, head_dim: int) -> Description | None:
         """None: it does not store `scale * c[level]`, but a norm, and two more roundings."""
@@ -156,4 +158,4 @@ class TurboQuant4Seed:
         return x / norm, norm
 
     def _rotation(self, x: Tensor, layer: int) -> Tensor:
-        return self._transform.on(layer, x.shape[-1], x.device)
+        return self.transform.on(layer, x.shape[-1], x.device)

@@ -76,9 +76,10 @@ def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
 
 def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
-    if kv_format in reads.also:
-        return None
     try:
+        if kv_format in reads.also:
+            kv_format.fields(head_dim)
+            return None
         found = kv_format.description(head_dim)
         of_kind = _is_of_kind(reads, found, head_dim)
     except InputError as error:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
@@ -226,17 +227,17 @@ class Store(_OnCache):
         reference.store_kv(*theirs)
         fault = _changed(arguments[:2], before[:2])
         batch, error = theirs[4], 0.0
-        block, offset = batch.slot_mapping // self.cache.block_size, batch.slot_mapping % self.cache.block_size
         for side, x in (("k", theirs[0]), ("v", theirs[1])):
             mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
             mine = {name: tensor.cpu() for name, tensor in mine.items()}
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
-            wanted, got = ({name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine))
+            x, block, place = _stored(kv_format, x, batch, self.cache.block_size)
+            wanted, got = ({name: t[block, :, place] for name, t in fields.items()} for fields in (other, mine))
             compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
             error = max(error, float(length))
-        untouched = [_untouched(made, block, offset) for made in (arguments[2], before[2])]
+        untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
         if any(not _same(a, b) for a, b in zip(*untouched, strict=True)):
             fault = fault or "it changed a slot of no token"
         kept = [windows_of(made) for made in (arguments[2], theirs[2])]
@@ -250,13 +251,26 @@ def _tensors(made: PagedKVCache) -> list[Tensor]:
     return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
-def _untouched(made: PagedKVCache, block: Tensor, offset: Tensor) -> list[Tensor]:
+def _stored(kv_format: KVFormat, x: Tensor, batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a batch packs: vectors [n, Hkv, D], or of a format of groups those that it fills by itself [n, Hkv, G, D] in BF16;
+    the block of each, and its place there."""
+    group = kv_format.group_tokens
+    last = ((batch.positions + 1) % group == 0).nonzero().flatten()
+    if group > 1:
+        x = x.bfloat16().float()[last.unsqueeze(1) + torch.arange(1 - group, 1)].transpose(1, 2)
+    slots = batch.slot_mapping[last]
+    return x, slots // block_size, slots % block_size // group
+
+
+def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
     """Whatever a cache holds outside the slots of a batch."""
     parts = []
-    for layer, _, _, tensor in cache_tensors(made):
+    for layer, side, _, tensor in cache_tensors(made):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            outside[block, :, offset] = False
+            kv_format = getattr(made, f"{side}_format")(LAYER)
+            _, block, place = _stored(kv_format, torch.zeros(len(batch.positions), 1, 1), batch, made.block_size)
+            outside[block, :, place] = False
         parts.append(tensor.cpu()[outside])
     return parts
 

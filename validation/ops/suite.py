@@ -64,6 +64,18 @@ ATTENTION = (
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
     CacheCase("k=tq5,v=tq8", 256, 2, 2, 24, (40, 0), (1, 7)),
+    # What becomes numbers otherwise: bytes, halves, streams, channels of groups, and vectors that are rotated back.
+    CacheCase("q8_0", 128, 5, 2, 128, (0, 2, 127, 1500), (1, 1, 9, 1)),
+    CacheCase("k=q4_0,v=fp8_e4m3", 64, 8, 2, 24, (200, 7), (1, 20), pages=True),
+    CacheCase("kivi2", 128, 5, 2, 128, (0, 30, 31, 126, 1100), (1, 1, 1, 40, 1)),
+    CacheCase("k=kivi4_g64,v=tq4", 64, 2, 2, 128, (300, 0), (1, 140), tail=100, sink=5),
+    CacheCase("k=tq4,v=kivi4", 256, 1, 2, 16, (130, 5), (1, 9), pages=True),
+    CacheCase("k=kivi2_g128,v=kivi2_g64", 64, 5, 1, 128, (700, 100), (1, 60), pages=True),
+    CacheCase("k=tq3_0,v=manthan3", 128, 5, 2, 16, (140, 0), (1, 9), tail=17, sink=4),
+    CacheCase("k=manthan3,v=q4_0_rot", 256, 2, 2, 128, (300,), (9,)),
+    CacheCase("k=q4_0_rot,v=tq3_0", 64, 8, 1, 128, (200, 3), (1, 1)),
+    CacheCase("k=tq4_seed,v=q8_0", 128, 2, 1, 128, (130, 3), (1, 9)),
+    CacheCase("k=fp32,v=tq4_seed", 128, 5, 2, 16, (40,), (3,), sink=7),
     # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, sinks of a whole block.
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
     CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
@@ -125,6 +137,10 @@ STORES = (
     CacheCase("k=tq3,v=tq2", 128, 1, 3, 16, (0,), (20,)),
     CacheCase("k=tq5,v=tq6", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
     CacheCase("k=bf16,v=tq8", 256, 1, 2, 16, (0,), (12,)),
+    CacheCase("k=q8_0,v=q4_0", 128, 1, 3, 16, (0,), (20,)),
+    CacheCase("k=q4_0,v=fp8_e4m3", 64, 1, 9, 8, (0, 0), (11, 4), pages=True),
+    CacheCase("kivi2", 128, 1, 2, 128, (0, 0), (300, 31)),
+    CacheCase("k=kivi4_g64,v=fp32", 256, 1, 3, 64, (0, 0), (64, 130), pages=True, tail=100, sink=5),
 )
 SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -175,8 +191,11 @@ def format_cases(table: Table) -> Iterator[OpCase]:
         for head_dim in HEAD_DIMS:
             plan = KVSpec(name).plan(1)
             if table is not REFERENCE and table.unsupported(plan, head_dim) is None:
-                yield Store(CacheCase(name, head_dim, 1, 2, 8, (0,), (3,)), small=True)
-                yield Attention(CacheCase(name, head_dim, 2, 1, 8, (11,), (2,)), FP32, small=True)
+                # Tokens that are stored together: two of such groups, and some that fill none.
+                group = formats.get(name).group_tokens
+                block, more = max(8, group), 2 * group if group > 1 else 0
+                yield Store(CacheCase(name, head_dim, 1, 2, block, (0,), (3 + more,)), small=True)
+                yield Attention(CacheCase(name, head_dim, 2, 1, block, (11 + more,), (2,)), FP32, small=True)
 
 
 def cases(table: Table) -> list[OpCase]:

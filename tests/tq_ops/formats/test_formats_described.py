@@ -229,7 +229,10 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
 ONLY = "only --executor reference reads every format"
-CPU_READS = "the CPU kernels read tq4, tq2, tq3, tq5, tq6, tq8, tbq4_0 and bf16"
+CPU_READS = (
+    "the CPU kernels read tq4, tq4_seed, tq2, tq3, tq5, tq6, tq8, manthan3, tq3_0, tbq4_0, kivi2, kivi2_g64, kivi2_g128, "
+    "kivi4, kivi4_g64, kivi4_g128, q4_0, q4_0_rot, q8_0, fp8_e4m3, bf16 and fp32"
+)
 ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
 
 
@@ -239,7 +242,9 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
         ("cpu", "k=tq4,v=tbq4_0", 256, None),
         ("cpu", "k=tq8,v=tq3", 64, None),
         ("cpu", "k=bf16,v=tq5", 128, None),
-        ("cpu", "tq4_seed", 128, f"{CPU_READS}, not tq4_seed; {ONLY}"),
+        ("cpu", "k=kivi2,v=q8_0", 64, None),
+        ("cpu", "kvarn4", 128, f"{CPU_READS}, not kvarn4; {ONLY}"),
+        ("cpu", "kivi2_g128", 64, "kivi2_g128 groups 128 channels of V and cannot hold head_dim 64"),
         ("cpu", "bf16", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),

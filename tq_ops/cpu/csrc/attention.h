@@ -223,9 +223,9 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
         int seen[R];
         for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
-        fetch_scales(v, cache.v.scales_per_vector * n);
+        fetch_scales(cache.v, v, n);
         rows.score(k, base, n, seen, v.codes, next_k.codes);
-        fetch_scales(next_k, cache.k.scales_per_vector * n);
+        fetch_scales(cache.k, next_k, n);
         rows.mix(v, base, n, seen, next_k.codes);
     }
 }

@@ -12,12 +12,13 @@ namespace {
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "float_products.h"
+#include "vectors.h"
 #include "unpacked.h"
+#include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "elementwise.h"
-#include "vectors.h"
 template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
 }  // namespace
 
@@ -25,6 +26,7 @@ const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
         scratch_floats<Products>,
         attend<Avx2, Products>,
+        numbers_of<Avx2>,
         rotate<Avx2>,
         quantize<Avx2>,
         prepared_floats<Avx2>,

@@ -13,12 +13,13 @@ namespace {
 #include "simd_avx2.h"
 #include "simd_avx512.h"
 #include "float_products.h"
+#include "vectors.h"
 #include "unpacked.h"
+#include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "elementwise.h"
-#include "vectors.h"
 template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
 }  // namespace
 
@@ -26,6 +27,7 @@ const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = {
         scratch_floats<Products>,
         attend<Avx512, Products>,
+        numbers_of<Avx512>,
         rotate<Avx512>,
         quantize<Avx512>,
         prepared_floats<Avx512>,

@@ -16,6 +16,9 @@ namespace {
 #include "integers.h"
 #include "integer_products.h"
 #include "unpacked.h"
+template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
+    avx512_kernels().numbers(side, at, key, n, bytes, out);
+}
 #include "kept.h"
 #include "attention.h"
 

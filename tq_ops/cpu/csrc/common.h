@@ -5,7 +5,8 @@
 // The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
 // (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
 // times_power_of_two, expf, round_bf16, first(n, a, b), reduce_add, reduce_max; table, load_words, shift<N>, lookup (by the
-// low 4 bits of each word), wide_table, lookup_bytes, no_words, store_words, add_reached (1 more where y reaches a boundary),
+// low 4 bits of each word), wide_table, lookup_bytes, load_bytes (one a word), spread (levels of a stream likewise, with what
+// follows above them), signed_bytes, fp8, no_words, store_words, add_reached (1 more where y reaches a boundary),
 // interleave, low_bf16, high_bf16, widen_halves and transpose.
 
 // A compile-time number as a value, for generic lambdas.
@@ -46,16 +47,11 @@ inline int larger(int a, int b) { return a > b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
 
-// Codes and scales of one block and KV head, where they lie in the cache.
-struct Place {
-    const uint8_t* codes;
-    const uint16_t* scales;
-};
-
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
     const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
-    return {side.codes + block * side.codes_stride + vector * side.bytes,
-            side.scales + block * side.scales_stride + vector * side.scales_per_vector};
+    const int64_t scale = block * side.scales_stride + vector / side.group * side.scales_per_vector;
+    return {side.codes + block * side.codes_stride + vector * side.bytes, side.scales + scale * (side.scale_bytes / 2),
+            side.zeros + (side.zeros ? scale : 0)};
 }
 
 // Bytes from a vector of nibbles to the next, unpacked.
@@ -84,8 +80,16 @@ struct Ahead {
     }
 };
 
-inline void fetch_scales(Place at, int n) {
-    for (int i = 0; i < n; i += kLine / 2) fetch(at.scales + i);
+// Asks for bytes that are read soon: the hardware foresees nothing beyond a page.
+inline void fetch_bytes(const void* begin, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += kLine) fetch(static_cast<const char*>(begin) + byte);
+}
+
+// The same of the scales of a block's first n vectors.
+inline void fetch_scales(const Side& side, Place at, int n) {
+    const int64_t scales = (n + side.group - 1) / side.group * static_cast<int64_t>(side.scales_per_vector);
+    fetch_bytes(at.scales, scales * side.scale_bytes);
+    if (at.zeros) fetch_bytes(at.zeros, scales * 4);
 }
 
 // Widens the scales of n vectors to [scales_per_vector, padded] FP32; the padding is zero.
@@ -93,6 +97,13 @@ template <class Simd> void widen_scales(const uint16_t* scales, int per_vector, 
     if (per_vector == 1) return Simd::widen_halves(scales, n, stride, out);
     for (int s = 0; s < per_vector; ++s)
         for (int i = 0; i < stride; ++i) out[s * stride + i] = i < n ? half_to_float(scales[i * per_vector + s]) : 0.0f;
+}
+
+// Eight levels of a stream in the low bits.
+template <int BITS> inline uint32_t eight_levels(const uint8_t* p) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, p, BITS);
+    return bits;
 }
 
 // Centroids of level LEVEL of each word. The lookup ignores the upper bits, so an unaligned load replaces most shifts, which

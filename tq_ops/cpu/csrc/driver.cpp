@@ -3,20 +3,22 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "blocks.h"
 #include "pool.h"
 
 namespace haarkv {
 
 namespace {
 
-// Whether n numbers, given as bits, are finite: `exponent` masks the bits that are all ones in an infinity or a NaN.
-template <class T> bool finite(const T* x, int64_t n, T exponent) {
-    T bad = 0;
-    for (int64_t i = 0; i < n; ++i) bad |= static_cast<T>((x[i] & exponent) == exponent);
-    return !bad;
+// Whether n numbers, given as bits, are no larger in size than another; neither is a NaN. `size` masks all bits but the sign.
+template <class T> bool within(const T* x, int64_t n, T size, T most) {
+    T largest = 0;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, static_cast<T>(x[i] & size));
+    return largest <= most;
 }
 
 // Numbers x [n] in BF16.
@@ -46,6 +48,7 @@ struct HaarkvStoreSide {
     const void* x;   // [T, Hkv, D] BF16 or FP32
     uint8_t* codes;  // as in Side, and so are the strides
     uint16_t* scales;
+    float* zeros;
     int64_t codes_stride, scales_stride;
     Quantizer quantizer;
     Kept kept;
@@ -104,18 +107,42 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
     return first;
 }
 
-// Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is not finite.
+// Where the vectors from `vector` on of a block go, of all that a block holds one head after the other.
+static Stored place_of(const HaarkvStoreSide& side, int64_t block, int64_t vector) {
+    const Quantizer& by = side.quantizer;
+    const int64_t scale = block * side.scales_stride + vector / by.group * by.scales_per_vector;
+    return {side.codes + block * side.codes_stride + vector * by.bytes, side.scales + scale * (by.scale_bytes / 2),
+            side.zeros + (side.zeros ? scale : 0)};
+}
+
+// Stores the group that a new token fills, of one head: all of it lies in the ring by now.
+static void store_group(const HaarkvStore& s, const HaarkvStoreSide& side, int64_t token, int64_t row, int64_t head) {
+    const Kept& kept = side.kept;
+    const int64_t dim = side.quantizer.matrix.inputs, group = side.quantizer.group;
+    const uint16_t* of_head = kept.vectors + (row * s.num_kv_heads + head) * (kept.sink + kept.ring) * dim;
+    std::vector<const uint16_t*> x(group);
+    for (int64_t i = 0; i < group; ++i) {
+        const int64_t position = s.positions[token] + 1 - group + i;
+        x[i] = of_head + (kept.sink + position % kept.ring) * dim;
+    }
+    const int64_t first = head * s.block_size + s.slots[token] % s.block_size + 1 - group;
+    put_channels(side.quantizer, x.data(), place_of(side, s.slots[token] / s.block_size, first));
+}
+
+// Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is larger than a side takes.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t heads = s->num_kv_heads;
     const HaarkvStoreSide* const sides[] = {&s->k, &s->v};
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
     for (const HaarkvStoreSide* side : sides) {
-        if (!side->quantizer.matrix.numbers) continue;  // BF16 holds any number
+        if (std::isinf(side->quantizer.most)) continue;
         const int64_t n = s->tokens * heads * side->quantizer.matrix.inputs;
+        const uint32_t most = bits_of(side->quantizer.most);
         if (side->bf16) {
-            if (!finite(static_cast<const uint16_t*>(side->x), n, uint16_t{0x7f80})) return 1;
-        } else if (!finite(static_cast<const uint32_t*>(side->x), n, uint32_t{0x7f800000})) {
+            const auto upper = static_cast<uint16_t>(most >> 16);
+            if (!within(static_cast<const uint16_t*>(side->x), n, uint16_t{0x7fff}, upper)) return 1;
+        } else if (!within(static_cast<const uint32_t*>(side->x), n, uint32_t{0x7fffffff}, most)) {
             return 1;
         }
     }
@@ -129,7 +156,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
                                                  : s->tokens * divide_up(heads, kMaxRows);
     };
     auto quantize_tile = [&](const HaarkvStoreSide& side, int64_t tile) {
-        const int64_t dim = side.quantizer.matrix.inputs, bytes = side.quantizer.bytes;
+        const int64_t dim = side.quantizer.matrix.inputs;
         const bool by_head = side.quantizer.matrix.head_stride != 0;
         const int64_t together = by_head ? s->tokens : heads, tiles = divide_up(together, kMaxRows);
         const int64_t fixed = tile / tiles, first = tile % tiles * kMaxRows;
@@ -141,11 +168,11 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
             widen(at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
             if (side.kept.vectors) keep(side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
-            const int64_t block = s->slots[token] / s->block_size, offset = s->slots[token] % s->block_size;
-            const int64_t vector = head * s->block_size + offset;
-            codes[r] = side.codes + block * side.codes_stride + vector * bytes;
-            scales[r] = side.scales + block * side.scales_stride + vector;
-            if (!side.quantizer.matrix.numbers) put_bf16(x + r * dim, dim, codes[r]);
+            if (side.quantizer.cell == kChannels) continue;
+            const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
+            const Stored to = place_of(side, s->slots[token] / s->block_size, vector);
+            codes[r] = to.codes, scales[r] = to.scales;
+            if (!side.quantizer.matrix.numbers) put_numbers(side.quantizer, x + r * dim, to);
         }
         if (!side.quantizer.matrix.numbers) return;
         kernels.quantize(side.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
@@ -157,6 +184,17 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         quantize_tile(k_tiles > v_tiles ? s->k : s->v, item - both / 2);
     };
     parallel_for(s->threads, k_tiles + v_tiles, quantize);
+    for (const HaarkvStoreSide* side : sides) {
+        if (side->quantizer.cell != kChannels) continue;
+        std::vector<int64_t> last;  // tokens that fill a group
+        for (int64_t t = 0; t < s->tokens; ++t)
+            if ((s->positions[t] + 1) % side->quantizer.group == 0) last.push_back(t);
+        auto store = [&](int64_t item, int) {
+            const int64_t token = last[item / heads];
+            store_group(*s, *side, token, kept_rows[token], item % heads);
+        };
+        parallel_for(s->threads, static_cast<int64_t>(last.size()) * heads, store);
+    }
     return 0;
 }
 

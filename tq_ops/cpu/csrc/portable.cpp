@@ -13,12 +13,13 @@ namespace {
 #include "exponential.h"
 #include "simd_portable.h"
 #include "float_products.h"
+#include "vectors.h"
 #include "unpacked.h"
+#include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
 #include "projection.h"
 #include "elementwise.h"
-#include "vectors.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
 }  // namespace
 
@@ -26,6 +27,7 @@ const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
         scratch_floats<Products>,
         attend<Portable, Products>,
+        numbers_of<Portable>,
         rotate<Portable>,
         quantize<Portable>,
         prepared_floats<Portable>,

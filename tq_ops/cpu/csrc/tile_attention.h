@@ -94,9 +94,9 @@ inline void attend_together(const Cache& cache, const Tile* tiles, int count, fl
         const Place next_k = place(cache.k, cache, tiles->block_table[next], tiles->kv_head);
         for (int t = 0; t < count; ++t)
             for (int r = 0; r < R; ++r) together.seen[t][r] = smaller(n, tiles[t].limits[r] - base);
-        fetch_scales(v, n);
+        fetch_scales(cache.v, v, n);
         together.score(k, base, n, v.codes);
-        fetch_scales(next_k, n);
+        fetch_scales(cache.k, next_k, n);
         together.mix(v, base, n, next_k.codes);
     }
     for (int t = 0; t < count; ++t) together.rows(t).products.finish(tiles[t].sums);

@@ -1,5 +1,4 @@
-// Vectors whose levels are not nibbles already: unpacked to nibbles, or to FP32 numbers a few at a time, and the products of
-// those.
+// Vectors whose levels are not nibbles already: unpacked to nibbles, and the products of those that are numbers.
 
 constexpr int kTileKeys = 16;  // vectors that are numbers at a time
 
@@ -49,40 +48,8 @@ inline void unpack(const Side& side, const uint8_t* codes, int n, uint8_t* out) 
 
 inline bool unpacks_nibbles(const Side& side) { return side.cell == kNibble && side.planes[0] != kNibble; }
 
-// Centroids of n vectors' levels, a byte each, by their scales.
-template <class Simd, int BITS>
-inline void scaled(const Side& side, Place at, int key, int n, const uint8_t* level, float* out) {
-    const auto table = Simd::template wide_table<BITS>(side.centroids);
-    const int part = side.levels / side.scales_per_vector;
-    const uint16_t* scales = at.scales + static_cast<int64_t>(key) * side.scales_per_vector;
-    for (int s = 0; s < n * side.scales_per_vector; ++s, level += part, out += part) {
-        const typename Simd::F scale = Simd::set1(half_to_float(scales[s]));
-        for (int j = 0; j < part; j += Simd::width)
-            Simd::store(out + j, Simd::mul(Simd::template lookup_bytes<BITS>(table, level + j), scale));
-    }
-}
-
-// Vectors key ... key + n - 1 of a block as numbers [n, levels], scales included; `bytes` is scratch.
-template <class Simd> void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
-    const uint8_t* codes = at.codes + static_cast<int64_t>(key) * side.bytes;
-    const int levels = side.levels;
-    if (side.cell == kBf16) {
-        for (int i = 0; i < n * levels; i += Simd::width)
-            Simd::store(out + i, Simd::load(reinterpret_cast<const uint16_t*>(codes) + i));
-        return;
-    }
-    const uint8_t* level = codes;
-    if (side.planes[0] != kByte) unpack(side, codes, n, bytes), level = bytes;
-    const int bits = side.planes[0] + side.planes[1];
-    if (bits == 5) return scaled<Simd, 5>(side, at, key, n, level, out);
-    if (bits == 6) return scaled<Simd, 6>(side, at, key, n, level, out);
-    scaled<Simd, 8>(side, at, key, n, level, out);
-}
-
-// Asks for bytes that are read soon: the hardware foresees nothing beyond a page.
-inline void fetch_bytes(const uint8_t* begin, int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += kLine) fetch(begin + byte);
-}
+// Vectors key ... key + n - 1 of a block as numbers, as `Kernels::numbers`.
+template <class Simd> void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out);
 
 // logits[r * stride + i] = q[r] . x[i] * factor, of KEYS vectors. The sum of a product does not depend on what else is here.
 template <class Simd, int R, int KEYS>
@@ -112,6 +79,30 @@ void score_numbers(const float* x, int n, int dim, const float* const* q, float 
     int key = 0;
     for (; key + kKeys <= n; key += kKeys) score_keys<Simd, R, kKeys>(x + key * dim, dim, q, factor, stride, logits + key);
     for (; key < n; ++key) score_keys<Simd, R, 1>(x + key * dim, dim, q, factor, stride, logits + key);
+}
+
+// The same of vectors that lie by channel, x [dim, kTileKeys]: each lane holds another key. Wide sums are taken in two parts,
+// for an addition takes as long as several products.
+template <class Simd, int R>
+void score_channels(const float* x, int dim, const float* const* q, float factor, int stride, float* logits) {
+    constexpr int kParts = Simd::registers < 32 ? 1 : 2;
+    for (int i = 0; i < kTileKeys; i += Simd::width) {
+        typename Simd::F acc[kParts][R];
+        for (int p = 0; p < kParts; ++p)
+            for (int r = 0; r < R; ++r) acc[p][r] = Simd::zero();
+        for (int d = 0; d < dim; d += kParts)
+#pragma GCC unroll 2
+            for (int p = 0; p < kParts; ++p) {
+                const typename Simd::F value = Simd::load(x + (d + p) * kTileKeys + i);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) acc[p][r] = Simd::fma(value, Simd::set1(q[r][d + p]), acc[p][r]);
+            }
+        for (int r = 0; r < R; ++r) {
+            typename Simd::F sum = acc[0][r];
+            if constexpr (kParts == 2) sum = Simd::add(sum, acc[1][r]);
+            Simd::store(logits + r * stride + i, Simd::mul(sum, Simd::set1(factor)));
+        }
+    }
 }
 
 // COLUMNS registers of sums[r] = sums[r] * shrink[r] + weights[r] @ x, of n vectors `dim` apart.
@@ -161,6 +152,10 @@ void score_unpacked(const Side& side, Place at, int n, const float* const* q, fl
         const int keys = smaller(n - key, kTileKeys);
         fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
         numbers_of<Simd>(side, at, key, keys, bytes, numbers);
+        if (side.cell == kChannels) {
+            score_channels<Simd, R>(numbers, side.levels, q, factor, stride, logits + key);
+            continue;
+        }
         score_numbers<Simd, R>(numbers, keys, side.levels, q, factor, stride, logits + key);
     }
 }
