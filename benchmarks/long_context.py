@@ -177,7 +177,7 @@ def steps_line(request: Request, executor: Executor, on_turn: Callable[[str], ob
     """Steps at every context, in turns; each part is a median over them.
 
     Returns:
-        `contexts`: for each its parts in ms, and the ns that attention takes a token, layer and KV head;
+        `at`: for each context its parts in ms, and the ns that attention takes a token, layer and KV head;
         `attention_ratio`: the most of those ns over the least; `rest_ratio`, `paging_ms_apart`: of the longest context against
         the shortest.
     """
@@ -200,7 +200,7 @@ def steps_line(request: Request, executor: Executor, on_turn: Callable[[str], ob
     each = [row["attention_ns_per_vector"] for row in rows]
     first, last = (pick(rows, key=lambda row: row["context"]) for pick in (min, max))
     return {
-        "contexts": rows, "attention_ratio": max(each) / min(each), "rest_ratio": last["rest_ms"] / first["rest_ms"],
+        "at": rows, "attention_ratio": max(each) / min(each), "rest_ratio": last["rest_ms"] / first["rest_ms"],
         "paging_ms_apart": last["paging_ms"] - first["paging_ms"],
     }  # fmt: skip
 

@@ -13,8 +13,7 @@ from haarkv.tq_ops.kv.reads import Reads, unsupported
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-# Drafts that bring no attention layers of their own.
-_DRAFTS = ("ngram",)
+_DRAFTS = ("ngram", "draft_model")
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 

@@ -50,7 +50,7 @@ def test_lines_are_measured_once(request_of, monkeypatch):
     requests = [request_of(), request_of(kv="k=tq3,v=tq4")]
     lines = list(measure(requests))
     assert [(line["line"], line["kv"]) for line in lines] == [(a, r.kv) for a in ("steps", "memory") for r in requests]
-    assert [row["context"] for row in lines[0]["contexts"]] == [200, 700]
+    assert [row["context"] for row in lines[0]["at"]] == [200, 700]
     assert lines[2]["predicted_bytes"] == lines[2]["weight_bytes"] + lines[2]["kv_bytes"]
     assert lines[2]["cache_bytes"] == lines[2]["kv_bytes"]
     known = json.loads(json.dumps(lines[:3]))
@@ -84,7 +84,8 @@ def test_memory_is_what_was_predicted(tmp_path):
             "--steps", "1", "--out", str(out)]  # fmt: skip
     main(args)
     (line,) = [found for found in map(json.loads, out.read_text().splitlines()) if found["line"] == "memory"]
-    assert 0.98 < line["memory_ratio"] < 1.1  # what stays of a chunk is a few MB here, and nothing beside a real model
+    # What the program itself grows by, and what stays of a chunk, is some MB: nothing beside a real model.
+    assert -0.02 * line["predicted_bytes"] < line["resident_bytes"] - line["predicted_bytes"] < 48 * 2**20
     assert line["peak_bytes"] > line["kv_bytes"]
     out.write_text(out.read_text()[:-40])  # cut off in the middle of a line
     before = out.read_text()

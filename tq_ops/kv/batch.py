@@ -58,6 +58,12 @@ _LEAST_ROOM = 4
 """Blocks that a sequence's table has room for at first."""
 
 
+@torch.inference_mode(False)
+def _room(blocks: int) -> Tensor:
+    """A table that may be written to in any mode, whatever mode it was begun in."""
+    return torch.empty(blocks, dtype=torch.int32)
+
+
 class CacheFullError(InputError):
     """No free block is left for the tokens that should be stored."""
 
@@ -98,7 +104,7 @@ class PagedSequences:
         self._rows[sequence] = self._free_rows.pop()
         self._next_id += 1
         self._blocks[sequence], self._lengths[sequence] = [], 0
-        self._tables[sequence] = torch.empty(_LEAST_ROOM, dtype=torch.int32)
+        self._tables[sequence] = _room(_LEAST_ROOM)
         try:
             self._reserve([sequence], [tokens])
         except CacheFullError:
@@ -138,7 +144,7 @@ class PagedSequences:
         begin, end = len(held), len(held) + len(blocks)
         held += blocks
         if end > len(table):
-            self._tables[sequence] = torch.empty(2 * end, dtype=torch.int32)
+            self._tables[sequence] = _room(2 * end)
             self._tables[sequence][:begin] = table[:begin]
         self._tables[sequence][begin:end] = torch.tensor(blocks, dtype=torch.int32)
 
