@@ -12,8 +12,7 @@ from typing import Any
 
 from haarkv.engine.session import Result, Session
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.stored import StoredSequence
 
 
@@ -48,14 +47,15 @@ class Conversations:
         session: the model and its cache.
         budget: bytes of K and V that may be in memory.
         folder: where sequences go that have no room, and where those of an earlier process are found; None drops them.
+        compress: pack their files without loss.
     Attributes:
         counters: what happened.
     Raises:
         InputError: the folder cannot be written to.
     """
 
-    def __init__(self, session: Session, budget: int, folder: str | Path | None = None) -> None:
-        self.session, self.budget = session, budget
+    def __init__(self, session: Session, budget: int, folder: str | Path | None = None, compress: bool = True) -> None:
+        self.session, self.budget, self.compress = session, budget, compress
         self.folder = None if folder is None else Path(folder)
         self.counters = Counters()
         self._held: OrderedDict[str, StoredSequence] = OrderedDict()  # the one used last at the end
@@ -127,7 +127,7 @@ class Conversations:
     def _write(self, name: str) -> None:
         file = self._file(name)
         if file is not None and name in self._unsaved:
-            self.session.save_cache(file, self._held[name])
+            self.session.save_cache(file, self._held[name], compress=self.compress)
         self._unsaved.discard(name)
 
     def _read(self, name: str) -> StoredSequence | None:
@@ -148,5 +148,4 @@ class Conversations:
 
     def _bytes_of(self, tokens: int) -> int:
         shape = (self.session.config.num_kv_heads, self.session.config.head_dim)
-        slots = blocks_for(tokens) * BLOCK_SIZE
-        return int(slots * self.session.plan.bytes_per_token(*shape) + self.session.plan.window_bytes(*shape))
+        return cache_bytes(self.session.plan, tokens, *shape)

@@ -30,8 +30,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for, cache_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
 
@@ -255,17 +255,18 @@ class Session:
         ranks = tuple(self.ranks.collect(held))
         return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept))
 
-    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "") -> None:
+    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = False) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
 
         Args:
             note: a text that the file carries along; `cache_file.read_note` gives it back.
+            compress: pack without loss what becomes smaller by it.
         Raises:
             InputError: it is not of this model and cache, or the file cannot be written.
         """
         origin = self._origin()
         origin.require_fits(stored, self.plan, "the stored sequence")
-        cache_file.save(Path(path), stored, origin, note)
+        cache_file.save(Path(path), stored, origin, note, compress)
 
     def load_cache(self, path: str | Path) -> StoredSequence:
         """Read a stored sequence that this model made with this cache.
@@ -296,10 +297,10 @@ class Session:
         if self.executor.device.type != "cpu":
             return
         shape = (self.config.num_kv_heads, self.config.head_dim)
-        slots = blocks_for(max_context) * BLOCK_SIZE
-        each = slots * self.plan.bytes_per_token(*shape) + self.plan.window_bytes(*shape)
         what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
-        require_memory(sequences * each, what, "take fewer tokens or sequences, or a smaller format")
+        require_memory(
+            cache_bytes(self.plan, max_context, *shape, sequences), what, "take fewer tokens or sequences, or a smaller format"
+        )
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
         shape = (self.config.num_kv_heads, self.config.head_dim)

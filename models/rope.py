@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import require_memory
 
 if TYPE_CHECKING:
@@ -113,30 +116,109 @@ def inverse_frequencies(config: DecoderConfig) -> Tensor:
     return config.rope_scaling.scaled(inv_freq, config.rope_theta) if config.rope_scaling else inv_freq
 
 
+def extended(config: DecoderConfig, positions: int) -> DecoderConfig:
+    """The same model with room for so many positions, by YaRN from those it has; itself if it has them.
+
+    Raises:
+        InputError: it is scaled already.
+    """
+    trained = config.max_position_embeddings
+    if positions <= trained:
+        return config
+    if config.rope_scaling is not None:
+        raise InputError(f"the model's {trained:,} positions are scaled already, and {positions:,} are asked for")
+    factor = positions / trained
+    scaling = YarnScaling(factor, trained, yarn_attention_factor(factor))
+    return replace(config, rope_scaling=scaling, max_position_embeddings=positions)
+
+
+_SPAN = 1024
+"""Positions whose cos and sin are computed together."""
+_SPANS_KEPT = 32
+
+
 class RopeTable:
-    """cos and sin of every position, FP32: computed once on the host and handed to every executor.
+    """cos and sin of any position, FP32, from the host: every executor is handed the same numbers.
 
         inv_freq_i = theta ** (-2i/D);   angle = position * inv_freq
 
-    Scaling is in the tables, its attention factor too: whoever is given them needs to know nothing of it.
+    Scaling is in them, its attention factor too: whoever is given them needs to know nothing of it. On the host they are
+    computed as they are asked for, always whole spans of positions, so that no bit depends on who asks; the spans used last
+    are kept. A device's positions are known to the device alone: there, the table is whole.
 
     Args:
         config: theta, head_dim, scaling and the number of positions.
-        device: where the tables live.
+        device: where the results live.
+    Attributes:
+        positions: so many, from 0.
     Raises:
-        InputError: this machine has no room for them.
+        InputError: this machine has no room for a whole table, where one is needed.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
-        require_memory(
-            4 * 3 * config.max_position_embeddings * (config.head_dim // 2),
-            f"cos and sin of {config.max_position_embeddings:,} positions",
-            "lower max_position_embeddings in config.json",
-        )
-        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
-        angle = torch.arange(config.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * inverse_frequencies(config)
-        self.cos, self.sin = (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
+        self.positions, self.device = config.max_position_embeddings, torch.device(device)
+        self._inv_freq = inverse_frequencies(config)
+        self._factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+        self._spans: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()  # the one used last at the end
+        self._on_device = None if self.device.type == "cpu" else self.whole()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D/2] fp32 of positions [T]."""
-        return self.cos[positions], self.sin[positions]
+        """cos and sin [T, D/2] fp32 of positions [T].
+
+        Raises:
+            IndexError: on the host, a position that there is not.
+        """
+        if self._on_device is not None:
+            cos, sin = self._on_device
+            return cos[positions], sin[positions]
+        first, last = (int(end) for end in positions.aminmax()) if len(positions) else (0, 0)
+        if not 0 <= first <= last < self.positions:
+            raise IndexError(f"positions must lie in 0 … {self.positions - 1}")
+        if first // _SPAN == last // _SPAN:
+            self._keep([first // _SPAN])
+            cos, sin = self._spans[first // _SPAN]
+            inside = positions % _SPAN
+            return cos[inside], sin[inside]
+        span = positions // _SPAN
+        needed = span.unique().tolist()
+        self._keep(needed)
+        cos, sin = (torch.empty(len(positions), len(self._inv_freq)) for _ in range(2))
+        for number in needed:
+            here = (span == number).nonzero().flatten()
+            inside = positions[here] % _SPAN
+            cos[here], sin[here] = (table[inside] for table in self._spans[number])
+        return cos, sin
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D/2] fp32 of all positions.
+
+        Raises:
+            InputError: this machine has no room for them.
+        """
+        shape = (self.positions, len(self._inv_freq))
+        require_memory(
+            2 * 4 * shape[0] * shape[1], f"cos and sin of {self.positions:,} positions",
+            "lower max_position_embeddings in config.json",
+        )  # fmt: skip
+        cos, sin = (torch.empty(shape, device=self.device) for _ in range(2))
+        for begin in range(0, self.positions, _SPAN):
+            end = min(begin + _SPAN, self.positions)
+            for table, span in zip((cos, sin), self._computed(begin // _SPAN), strict=True):
+                table[begin:end] = span[: end - begin]
+        return cos, sin
+
+    def _keep(self, needed: Sequence[int]) -> None:
+        """Have these spans, and beside them some of those used last."""
+        for number in needed:
+            if number not in self._spans:
+                self._spans[number] = self._computed(number)
+            self._spans.move_to_end(number)
+        while len(self._spans) > max(_SPANS_KEPT, len(needed)):
+            self._spans.popitem(last=False)
+
+    @torch.inference_mode(False)
+    def _computed(self, number: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [_SPAN, D/2] of one span, the last one's beyond the last position too."""
+        position = torch.arange(number * _SPAN, (number + 1) * _SPAN, dtype=torch.float32)
+        angle = position.unsqueeze(1) * self._inv_freq
+        return angle.cos() * self._factor, angle.sin() * self._factor

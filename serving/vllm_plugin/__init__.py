@@ -15,6 +15,9 @@ BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 PER_LAYER = "haarkv_metrics_per_layer"
 """Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
 
+HOST_MEMORY = "HostMemory"
+"""The class of `offload.py` that offloads where vLLM runs on a CPU."""
+
 
 def register() -> None:
     """Name the backend; what vLLM calls in each of its processes (entry-point group `vllm.general_plugins`)."""

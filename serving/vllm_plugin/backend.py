@@ -32,6 +32,9 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
 
+_OF_DRAFT_MODEL = "draft_model."
+"""What vLLM calls the layers of a draft model by, before their own names."""
+
 
 @dataclass
 class RotatedMetadata(AttentionMetadata):
@@ -59,7 +62,8 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
         scales = scales_here(vllm_config)
-        for name in layer_names:
+        # Layers of a draft model are numbered from 0, too; its weights are others, and its channels stay as they are.
+        for name in (name for name in layer_names if not name.startswith(_OF_DRAFT_MODEL)):
             k, v = scales.get(extract_layer_index(name), (None, None))
             if k is not None or v is not None:
                 vllm_config.compilation_config.static_forward_context[name].impl.balance(k, v, device)

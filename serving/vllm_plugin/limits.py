@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from haarkv.serving.vllm_plugin import KV
+from haarkv.serving.vllm_plugin import HOST_MEMORY, KV
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import Reads, unsupported
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
-# Drafts that bring no attention layers of their own.
-_DRAFTS = ("ngram",)
+_DRAFTS = ("ngram", "draft_model")
+# Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
+_OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
 
 def is_asked_for(vllm_config: VllmConfig) -> bool:
@@ -65,6 +66,21 @@ def _model(vllm_config: VllmConfig) -> str | None:
     return unsupported(reads_here(), KVSpec(KV).plan(1), model.get_head_size())
 
 
+def _transfer(transfer: KVTransferConfig) -> str | None:
+    """Why pages cannot go where they are sent: they are taken as bytes by whoever runs in this process, and by nobody else.
+
+    What goes to another process or to a disk is known there by the model and its dtype, which do not tell `tq4` from BF16.
+    """
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != "OffloadingConnector":
+        return f"KV transfer by {transfer.kv_connector} is not supported; by OffloadingConnector it is"
+    if (spec := extra.get("spec_name", _OFFLOADING[0])) not in _OFFLOADING:
+        return f"offloading by {spec} is not supported, which may keep pages for another server; leave out spec_name"
+    if extra.get("canonical_layout"):
+        return "canonical_layout takes pages apart, and these are of one piece; leave it out"
+    return None
+
+
 def _options(vllm_config: VllmConfig) -> str | None:
     """Which option stands in the way."""
     cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
@@ -74,8 +90,8 @@ def _options(vllm_config: VllmConfig) -> str | None:
         return "--kv-cache-dtype-skip-layers is not supported; every layer is kept in tq4"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported; --tensor-parallel-size is"
-    if vllm_config.kv_transfer_config is not None:
-        return "--kv-transfer-config is not supported"
+    if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):
+        return reason
     if drafts is not None and drafts.method not in _DRAFTS:
         return f"speculative decoding by {drafts.method} is not supported; by {' and '.join(_DRAFTS)} it is"
     return None

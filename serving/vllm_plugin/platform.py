@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from haarkv.serving.vllm_plugin import HOST_MEMORY
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
 from haarkv.tq_ops.cpu import library
 
@@ -35,3 +36,11 @@ class RotatedCpuPlatform(CpuPlatform):
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
             library.load()  # or its reason, before anything is started
+            _offload_on_the_host(vllm_config)
+
+
+def _offload_on_the_host(vllm_config: VllmConfig) -> None:
+    """Let vLLM's offloading, where it is asked for, move pages by what runs on a CPU; its own worker does not."""
+    if vllm_config.kv_transfer_config is not None:
+        ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.offload"}
+        vllm_config.kv_transfer_config.kv_connector_extra_config |= ours

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zstandard
 from bases import calibration
 from checkpoints import poison, write_checkpoint
 from safetensors.torch import load as load_tensors
@@ -22,9 +23,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
 
 SPECS = {
@@ -170,12 +173,12 @@ def test_requantizing_keeps_what_is_known_best():
 SHAPE = ModelShape(1, 1, 64, 32, 400)
 
 
-@pytest.fixture
-def file(tmp_path):
+@pytest.fixture(params=[False, True], ids=["plain", "packed"])
+def file(request, tmp_path):
     plan = KVSpec("tq4", tail=4).plan(1)
     _, stored = stored_of(plan)
     origin = cache_file.origin_of(plan, SHAPE, "weights")
-    cache_file.save(tmp_path / "c", stored, origin)
+    cache_file.save(tmp_path / "c", stored, origin, compress=request.param)
     return tmp_path / "c", plan, stored, origin
 
 
@@ -237,6 +240,94 @@ def test_every_damaged_file_is_refused_in_one_line(file):
     assert taken < 25
 
 
+# -- Packed files ----------------------------------------------------------------------------------------------------------
+
+
+def packed_file(tmp_path, tokens=300):
+    plan = KVSpec("tq4").plan(1)
+    _, stored = stored_of(plan, tokens)
+    cache_file.save(tmp_path / "p", stored, cache_file.origin_of(plan, SHAPE, "weights"), compress=True)
+    return tmp_path / "p", stored
+
+
+def test_only_what_gains_is_packed(tmp_path):
+    """Scales and rows of zeros do, random codes do not; a file that is packed is smaller and holds the same."""
+    path, stored = packed_file(tmp_path)
+    raw = load_tensors(path.read_bytes())
+    described = json.loads(metadata_of(path.read_bytes())["packed"])
+    assert described["layers.0.k.scale"] == {"dtype": "float16", "shape": [3, 1, 128]}
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (3, 1, 128, 32), dtype=torch.uint8, generator=draw)
+    tensors, words = pack({"codes": codes, "zeros": torch.zeros_like(codes), "kept": torch.zeros(9)}, frozenset({"kept"}))
+    assert set(json.loads(words)) == {"zeros"}
+    assert torch.equal(tensors["codes"], codes)
+    assert tensors["zeros"].numel() < 100
+    assert sum(t.nbytes for t in raw.values()) < sum(t.nbytes for t in stored.tensors.values()) + 3 * 32 + 300 * 8
+    plain = tmp_path / "plain"
+    cache_file.save(plain, stored, cache_file.load(path)[1])
+    assert path.stat().st_size < plain.stat().st_size
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
+def test_packing_keeps_every_bit(dtype):
+    """Of any dtype, not-a-numbers too."""
+    bits = torch.randint(0, 40, (4, 2, 128, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    bits[0, 0, :2] = 255
+    tensor = bits.view(dtype)
+    packed, words = pack({"x": tensor})
+    assert json.loads(words)
+    found = unpack(packed, words, 4, tensor.nbytes // 4)["x"]
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), bits)
+
+
+def altered(path, tensors=None, **packed):
+    """A packed file with other sizes or tensors, its SHA-256 taken anew, as another program would write it."""
+    content = path.read_bytes()
+    metadata, found = metadata_of(content), load_tensors(content) | (tensors or {})
+    described = json.loads(metadata["packed"])
+    described["layers.0.k.scale"] |= packed
+    metadata["packed"] = json.dumps(described)
+    del metadata["sha256"]
+    outside = {name: found[name] for name in ("token_ids", "sha256")}
+    path.write_bytes(save_tensors(found, metadata | {"sha256": digest_of(outside, metadata)}))
+
+
+BOMB = torch.frombuffer(bytearray(zstandard.compress(bytes(2**26))), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("packed", "tensors", "words"),
+    [
+        ({}, None, None),
+        ({"shape": [3, 2**40]}, None, "not described as a tensor of 3 blocks"),
+        ({"shape": [2**40, 1, 128]}, None, "not described as a tensor of 3 blocks"),
+        ({"shape": [3, 1, 64]}, None, "does not hold 384 bytes"),
+        ({"shape": [3, -1, 128]}, None, "not described"),
+        ({"shape": 3}, None, "not described"),
+        ({"dtype": "int64"}, None, "not described"),
+        ({"dtype": "uint8"}, None, "does not hold 384 bytes"),
+        ({}, {"layers.0.k.scale": BOMB}, "does not hold 768 bytes"),
+        ({}, {"layers.0.k.scale": BOMB[:40]}, "does not hold 768 bytes"),
+        ({}, {"layers.0.k.scale": BOMB.new_zeros(5)}, "cannot be unpacked"),
+        ({}, {"layers.0.k.scale": torch.zeros(3, 1, 128)}, "is said to be packed"),
+    ],
+)
+def test_a_packed_file_is_believed_nothing_before_it_is_unpacked(tmp_path, monkeypatch, packed, tensors, words):
+    path, stored = packed_file(tmp_path)
+    altered(path, tensors, **packed)
+    if words is None:
+        assert same(cache_file.load(path)[0], stored)
+        return
+    most = []
+    unpacker = zstandard.ZstdDecompressor
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: most.append(0) or unpacker())
+    with pytest.raises(InputError, match=words) as refused:
+        cache_file.load(path)
+    assert "\n" not in str(refused.value)
+    assert len(most) <= 1  # the frames before it, of its own size
+
+
 def test_content_that_does_not_fit_its_header_is_refused(file):
     """With digests taken anew, as a file would be that another program wrote."""
     path, plan, stored, origin = file
@@ -254,7 +345,7 @@ def test_content_that_does_not_fit_its_header_is_refused(file):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"haarkv_cache": "2"}, {"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"sha256": ""}],
+    [{"haarkv_cache": "3"}, {"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"sha256": ""}],
 )
 def test_metadata_of_another_kind_is_refused(file, changed):
     path, plan, _, origin = file
@@ -327,7 +418,15 @@ def test_cache_commands(run):
     code, _, err = run("--max-new-tokens", "2", "--load-cache", "c", "--save-cache", "d", "--seed", "1")
     assert code == 0
     assert "were stored already" in err
-    assert run("convert", "d", "--kv", "tq3", "--out", "d")[0] == 0
+    assert run("convert", "d", "--kv", "tq3", "--compress", "--out", "d")[0] == 0
+    assert run("save", "--prompt", "spam and eggs " * 12, "--compress", "--out", "p")[0] == 0
+    assert Path("p").stat().st_size < Path("c").stat().st_size
+    assert (
+        json.loads(run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--load-cache", "p", "--json")[1])[
+            "text"
+        ]
+        == json.loads(whole[1])["text"]
+    )
     assert json.loads(run("info", "d", "--json")[1])["formats"] == ["tq3"] * 2
     code, _, err = run("--load-cache", "d", "--max-new-tokens", "1")
     assert (code, err.count("\n")) == (2, 1)

@@ -1,6 +1,7 @@
 """RoPE and its scaling against transformers: frequencies, cos and sin, from both generations of `config.json`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.rope import RopeTable, inverse_frequencies, yarn_attention_factor
+from haarkv.models.rope import RopeTable, extended, inverse_frequencies, yarn_attention_factor
+from haarkv.tq_ops.errors import InputError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SCALINGS = {
@@ -61,11 +63,59 @@ def test_frequencies_and_tables_equal_transformers(tmp_path, name, old, head_dim
         assert ((mine - expected).abs() <= slack).all()
 
 
+@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0, 6.25, 16.0])
+def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
+    """And the very same comes of a plain model that is extended to as many positions."""
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
+    theirs, ours = configs(tmp_path, rope, False, max_position_embeddings=32768)
+    rotary, table = Qwen3RotaryEmbedding(theirs), RopeTable(ours)
+    last = round(factor * 32768) - 1
+    assert table.positions == last + 1
+    positions = torch.tensor([1, 1023, 1024, 32767, 32768, 40000, last]).sort().values
+    cos, sin = (t[0, :, :64] for t in rotary(torch.zeros(1), positions[None]))
+    slack = 2e-6 + positions[:, None] * (inverse_frequencies(ours) - rotary.inv_freq).abs() * 2
+    for mine, expected in zip(table.at(positions), (cos, sin), strict=True):
+        assert ((mine - expected).abs() <= slack).all()
+    plain = configs(tmp_path, {"rope_type": "default"}, False, max_position_embeddings=32768)[1]
+    assert extended(plain, last + 1) == ours
+    assert extended(plain, 32768) is plain
+    with pytest.raises(InputError, match="scaled already"):
+        extended(ours, last + 2)
+
+
+def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
+    """In any order and any number, inside and outside inference mode, bit for bit; and few of them are kept."""
+    config = configs(tmp_path, YARN, False)[1]
+    whole = RopeTable(config).whole()
+    table, draw = RopeTable(config), torch.Generator().manual_seed(0)
+    for count in (1, 1, 3, 64, 700, 0):
+        positions = torch.randint(0, table.positions, (count,), generator=draw)
+        with torch.inference_mode(count == 3):
+            found = table.at(positions)
+        assert all(torch.equal(mine, rows[positions]) for mine, rows in zip(found, whole, strict=True))
+    for position in (0, 1023, 1024, table.positions - 1):
+        assert torch.equal(table.at(torch.tensor([position]))[1], whole[1][position : position + 1])
+    for begin in range(0, table.positions, 1024):
+        table.at(torch.tensor([begin]))
+    assert len(table._spans) == 32
+    for wrong in (-1, table.positions):
+        with pytest.raises(IndexError):
+            table.at(torch.tensor([wrong]))
+
+
+def test_positions_that_nobody_asks_for_take_no_memory(tmp_path):
+    config = replace(configs(tmp_path, SCALINGS["default"], False)[1], max_position_embeddings=2**31)
+    cos, _ = RopeTable(config).at(torch.tensor([2**24]))
+    assert cos.shape == (1, 64)
+    with pytest.raises(InputError, match="cos and sin of 2,147,483,648 positions"):
+        RopeTable(config).whole()
+
+
 def test_scalings_differ(tmp_path):
     """The comparison above would see one taken for another, and an attention factor left out."""
     same = {"yarn_one_mscale"}  # as transformers has it, one alone changes nothing
     tables = [RopeTable(configs(tmp_path, rope, False)[1]) for name, rope in SCALINGS.items() if name not in same]
-    rows = [(table.cos[500], table.sin[500]) for table in tables]
+    rows = [table.at(torch.tensor([500])) for table in tables]
     for i, (cos, sin) in enumerate(rows):
         for other_cos, other_sin in rows[i + 1 :]:
             assert max((cos - other_cos).abs().max(), (sin - other_sin).abs().max()) > 1e-3

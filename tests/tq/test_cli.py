@@ -716,8 +716,31 @@ def test_info_tiny_counts_every_kv_byte(tq):
     for row in info["kv"]:
         assert row["ratio"] == sizes["bf16"] / row["bytes_per_token"]
         assert row["max_tokens"] % 128 == 0
-        fits = (info["memory"] - info["weight_bytes"]) / row["bytes_per_token"]
+        # Tokens in groups wait in BF16: all but one and a chunk of 64, of each side that has groups.
+        groups = [formats.get(row["format"], side).group_tokens for side in "kv"]
+        waiting = sum(6 * 2 * (group - 1 + 64) * 256 for group in groups if group > 1)
+        fits = (info["memory"] - info["weight_bytes"] - waiting) / row["bytes_per_token"]
         assert fits - 128 < row["max_tokens"] <= fits
+
+
+def test_info_tells_several_memories_and_a_context(tq):
+    """One function says all of it: a context that just fits takes no more than the memory, and one block more does."""
+    memories = [size * 2**30 for size in (24, 32, 64, 80)]
+    info = tq("info", "random:14b", "--json", "--memory", "24GiB,32GiB,64G, 80 GiB", "--context", 200_000).json
+    assert info["memories"] == memories
+    for row in info["kv"]:
+        assert row["tokens"][0] == row["max_tokens"] == 0  # the weights alone take more
+        assert row["tokens"] == sorted(row["tokens"])
+        assert row["bytes"] - info["weight_bytes"] >= 200_000 * row["bytes_per_token"]
+    tq4 = next(row for row in info["kv"] if row["format"] == "tq4")
+    assert tq4["bytes"] == info["weight_bytes"] + 1563 * 128 * 42_240
+    tokens = tq4["tokens"][2]
+    for context, fits in ((tokens, True), (tokens + 128, False)):
+        (found,) = [r for r in tq("info", "random:14b", "--json", "--context", context).json["kv"] if r["format"] == "tq4"]
+        assert (found["bytes"] <= memories[2]) == fits
+    out = tq("info", "random:14b", "--memory", "24GiB,80GiB", "--context", 200_000).out
+    assert "in 80.0 GiB" in out
+    assert "GiB at 200,000 tokens" in out
 
 
 @pytest.mark.parametrize("name", formats.names())

@@ -520,6 +520,18 @@ def test_a_batch_that_does_not_fit_advances_none_of_its_sequences():
     assert paging.batch([second], [3 * BLOCK]).seq_lens.tolist() == [3 * BLOCK]
 
 
+def test_a_sequence_grows_in_and_out_of_inference_mode():
+    paging = PagedSequences(9, 4, order=[8, 1, 7, 2, 6, 3, 5, 4, 0])
+    with torch.inference_mode():
+        sequence = paging.add(5)
+        paging.batch([sequence], [4])
+    earlier = paging.batch([sequence], [8])
+    with torch.inference_mode():
+        later = paging.batch([sequence], [19])
+    assert earlier.block_table.tolist() == [[8, 1, 7, 2, 6]]
+    assert later.block_table.tolist() == [[8, 1, 7, 2, 6, 3, 5, 4, 0]]
+
+
 @pytest.mark.parametrize("counts", [[], [0], [2, 0]])
 def test_a_batch_without_a_token_of_each_sequence_is_refused(counts):
     paging = PagedSequences(4, BLOCK)

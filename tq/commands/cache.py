@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path)
 _OUT = click.option("--out", required=True, metavar="FILE", type=_FILE, help="The file to write.")
+_COMPRESS = click.option("--compress", is_flag=True, help="Pack the file without loss, where that saves 5 % or more.")
 
 
 @click.group("cache")
@@ -44,6 +45,7 @@ def command() -> None:
 @executor_option()
 @run_options()
 @chat_options
+@_COMPRESS
 @_OUT
 def save(
     model: str,
@@ -56,6 +58,7 @@ def save(
     threads: int | None,
     chat: bool | None,
     system: str | None,
+    compress: bool,
     out: Path,
     **others: Any,
 ) -> None:
@@ -82,7 +85,7 @@ def save(
         )
     found = result.stored[0]
     stored = StoredSequence(found.token_ids[: found.length], found.length, found.tensors)
-    session.save_cache(out, stored)
+    session.save_cache(out, stored, compress=compress)
     print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 
 
@@ -116,8 +119,9 @@ def info(file: Path, as_json: bool) -> None:
 @command.command("convert")
 @click.argument("file", type=_FILE)
 @kv_options()
+@_COMPRESS
 @_OUT
-def convert(file: Path, out: Path, **others: Any) -> None:
+def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     """Store a sequence in another format, from what the file holds: the model is not needed.
 
     What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
@@ -144,7 +148,7 @@ def convert(file: Path, out: Path, **others: Any) -> None:
     after.require_layout(shape.head_dim, num_kv_heads=shape.num_kv_heads)
     after.require_context(len(stored.token_ids))
     changed = requantized(stored, before, after, shape.num_kv_heads, shape.head_dim)
-    cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by))
+    cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by), compress=compress)
     print(f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}", file=err().file)
 
 

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-class _Memory(click.ParamType[int]):
-    """Bytes, from 24GiB, 24G, 512MiB or a plain number."""
+class _Memory(click.ParamType[tuple[int, ...]]):
+    """Amounts of bytes, separated by commas: each as 24GiB, 24G, 512MiB or a plain number."""
 
     name = "memory"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        return tuple(self._amount(part, param, ctx) for part in str(value).split(","))
+
+    def _amount(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
         if not match:
             self.fail(f"{value!r} is not an amount of memory; write it like 24GiB", param, ctx)
         size = float(match[1]) * _UNITS[match[2].upper()]
@@ -38,24 +41,30 @@ class _Memory(click.ParamType[int]):
 @click.command("info")
 @click.argument("model", default="tiny")
 @click.option(
-    "--memory", type=_Memory(), default="24GiB", show_default=True, help="Room for the weights in bf16 and the KV cache."
-)
+    "--memory", "memories", type=_Memory(), default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
+    help="Room for the weights in bf16 and the KV cache; several are told side by side.",
+)  # fmt: skip
+@click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
 @layers_option
 @json_option
-def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
+def command(model: str, memories: tuple[int, ...], context: int | None, layers: int | None, as_json: bool) -> None:
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
     MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format (~ is home), or the Hub id of a model already
     downloaded. The weights are not read.
+
+    A context that fits may be longer than the model's positions, which YaRN extends. What a forward computes with comes on
+    top.
     """
     from haarkv.models.catalog import read_config
 
     config = read_config(model, layers)
     weights = 2 * config.num_parameters()
-    rows = _kv_rows(config, memory - weights)
+    rows = _kv_rows(config, memories, context)
     if as_json:
         shapes = {**asdict(config), "parameters": config.num_parameters(), "weight_bytes": weights}
-        print(json.dumps({"model": model, **shapes, "memory": memory, "kv": rows}))
+        found = {"model": model, **shapes, "memory": memories[0], "memories": memories, "context": context, "kv": rows}
+        print(json.dumps(found))
         return
     print_table(model, [], _shape_rows(config, weights))
     cells = [
@@ -63,12 +72,16 @@ def command(model: str, memory: int, layers: int | None, as_json: bool) -> None:
             r["format"],
             f"{r['bytes_per_token']:,.0f}",
             f"{r['ratio']:.2f}x",
-            f"{r['max_tokens']:,}" if weights < memory else "–",
+            *(f"{n:,}" if weights < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
+            *([f"{r['bytes'] / 2**30:,.2f}"] if context else []),
         )
         for r in rows
     ]
-    title = f"KV cache; tokens that fit in {memory / 2**30:.1f} GiB beside the weights"
-    print_table(title, ["format", "bytes/token", "vs bf16", "tokens"], cells)
+    sizes = [f"{memory / 2**30:.1f} GiB" for memory in memories]
+    title = f"KV cache; tokens that fit in {', '.join(sizes)} beside the weights"
+    names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
+    total = [f"GiB at {context:,} tokens"] if context else []
+    print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
 
 
 def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
@@ -83,24 +96,25 @@ def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
     ]
 
 
-def _kv_rows(config: DecoderConfig, free: int) -> list[dict[str, Any]]:
+def _kv_rows(config: DecoderConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
+    from haarkv.engine.memory import longest_context, needed
     from haarkv.engine.plans import plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
+    from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
-    def size_of(name: str) -> float:
-        return plan_for(KVSpec(name), config).bytes_per_token(config.num_kv_heads, config.head_dim)
+    def size_of(plan: KVPlan) -> float:
+        return plan.bytes_per_token(config.num_kv_heads, config.head_dim)
 
-    rows = []
+    bf16, rows = size_of(plan_for(KVSpec("bf16"), config)), []
     for name in formats.names():
         try:
-            size = size_of(name)
+            plan = plan_for(KVSpec(name), config)
         except InputError:
             continue
-        blocks = max(0, int(free // (size * BLOCK_SIZE)))
-        rows.append(
-            {"format": name, "bytes_per_token": size, "ratio": size_of("bf16") / size, "max_tokens": blocks * BLOCK_SIZE}
-        )
+        tokens = [longest_context(config, plan, memory) for memory in memories]
+        row = {"format": name, "bytes_per_token": size_of(plan), "ratio": bf16 / size_of(plan)}
+        row |= {"max_tokens": tokens[0], "tokens": tokens}
+        rows.append(row | ({"bytes": needed(config, plan, context).total} if context else {}))
     return rows

@@ -54,6 +54,16 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+_LEAST_ROOM = 4
+"""Blocks that a sequence's table has room for at first."""
+
+
+@torch.inference_mode(False)
+def _room(blocks: int) -> Tensor:
+    """A table that may be written to in any mode, whatever mode it was begun in."""
+    return torch.empty(blocks, dtype=torch.int32)
+
+
 class CacheFullError(InputError):
     """No free block is left for the tokens that should be stored."""
 
@@ -74,6 +84,7 @@ class PagedSequences:
         self.block_size = block_size
         self._free = list(reversed(order if order is not None else range(num_blocks)))
         self._blocks: dict[int, list[int]] = {}
+        self._tables: dict[int, Tensor] = {}  # the same blocks, and room for more behind them: a step copies no list
         self._lengths: dict[int, int] = {}
         self._free_rows = list(reversed(range(num_blocks if num_rows is None else num_rows)))
         self._rows: dict[int, int] = {}
@@ -93,6 +104,7 @@ class PagedSequences:
         self._rows[sequence] = self._free_rows.pop()
         self._next_id += 1
         self._blocks[sequence], self._lengths[sequence] = [], 0
+        self._tables[sequence] = _room(_LEAST_ROOM)
         try:
             self._reserve([sequence], [tokens])
         except CacheFullError:
@@ -113,7 +125,7 @@ class PagedSequences:
         """End a sequence; its blocks may be handed out again."""
         self._free.extend(reversed(self._blocks.pop(sequence)))
         self._free_rows.append(self._rows.pop(sequence))
-        del self._lengths[sequence]
+        del self._lengths[sequence], self._tables[sequence]
 
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Give sequences the blocks that so many tokens need, all of them or none."""
@@ -124,7 +136,17 @@ class PagedSequences:
                 f"{len(self._free)} are free; raise --max-context or send fewer prompts"
             )
         for sequence, count in zip(sequences, needed, strict=True):
-            self._blocks[sequence].extend(self._free.pop() for _ in range(count))
+            if count > 0:
+                self._extend(sequence, [self._free.pop() for _ in range(count)])
+
+    def _extend(self, sequence: int, blocks: list[int]) -> None:
+        held, table = self._blocks[sequence], self._tables[sequence]
+        begin, end = len(held), len(held) + len(blocks)
+        held += blocks
+        if end > len(table):
+            self._tables[sequence] = _room(2 * end)
+            self._tables[sequence][:begin] = table[:begin]
+        self._tables[sequence][begin:end] = torch.tensor(blocks, dtype=torch.int32)
 
     def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
         """Reserve room for the next tokens of some sequences and describe them.
@@ -141,16 +163,16 @@ class PagedSequences:
         if min(new_tokens, default=0) < 1:
             raise ValueError("a batch has at least one new token of each of its sequences")
         self._reserve(sequences, [self._lengths[s] + n for s, n in zip(sequences, new_tokens, strict=True)])
+        tables = [self._tables[sequence][: len(self._blocks[sequence])] for sequence in sequences]
         positions, slots, starts = [], [], [0]
-        for sequence, count in zip(sequences, new_tokens, strict=True):
+        for sequence, count, blocks in zip(sequences, new_tokens, tables, strict=True):
             begin = self._lengths[sequence]
             self._lengths[sequence] = begin + count
             position = torch.arange(begin, begin + count)
-            blocks = torch.tensor(self._blocks[sequence])
             positions.append(position)
-            slots.append(blocks[position // self.block_size] * self.block_size + position % self.block_size)
+            block = blocks[position // self.block_size].long()
+            slots.append(block * self.block_size + position % self.block_size)
             starts.append(starts[-1] + count)
-        tables = [torch.tensor(self._blocks[sequence], dtype=torch.int32) for sequence in sequences]
         return Batch(
             positions=torch.cat(positions),
             slot_mapping=torch.cat(slots),

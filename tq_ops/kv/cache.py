@@ -250,6 +250,19 @@ class _SideStorage:
         return vectors if self.kv_format.group_tokens == 1 else vectors.flatten(2, 3)
 
 
+def cache_bytes(plan: KVPlan, tokens: int, num_kv_heads: int, head_dim: int, sequences: int = 1) -> int:
+    """Bytes that a `PagedKVCache` allocates for sequences of so many tokens each: whole blocks, and the tokens in BF16."""
+    slots = blocks_for(tokens) * BLOCK_SIZE
+    each = slots * plan.bytes_per_token(num_kv_heads, head_dim) + plan.window_bytes(num_kv_heads, head_dim)
+    return sequences * round(each)
+
+
+def tokens_that_fit(plan: KVPlan, room: float, num_kv_heads: int, head_dim: int, sequences: int = 1) -> int:
+    """The most tokens for which `cache_bytes` is at most `room`: of each sequence, in whole blocks."""
+    each = room / sequences - plan.window_bytes(num_kv_heads, head_dim)
+    return max(0, int(each // (plan.bytes_per_token(num_kv_heads, head_dim) * BLOCK_SIZE))) * BLOCK_SIZE
+
+
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """Blocks that hold so many tokens of one sequence."""
     return math.ceil(tokens / block_size)

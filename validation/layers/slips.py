@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
@@ -274,12 +274,12 @@ def _steps(side: str, steps: int) -> Alter:
 class _Shifted(RopeTable):
     """Rotary tables whose positions are off."""
 
-    def __init__(self, of: RopeTable, by: int) -> None:
-        self.cos, self.sin = of.cos, of.sin
+    def __init__(self, config: DecoderConfig, by: int) -> None:
+        super().__init__(config)
         self._by = by
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return super().at((positions + self._by).clamp(max=len(self.cos) - 1))
+        return super().at((positions + self._by).clamp(max=self.positions - 1))
 
 
 def _config(model: DecoderModel) -> Iterator[Fault]:
@@ -298,4 +298,4 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
             # V's length shows it; in BF16 it tips so many inputs to their other neighbours that K's levels do, too.
             yield wrong(f"norms' eps {eps:g} for {config.rms_norm_eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
     # Q and K turn alike: what they are to each other stays.
-    yield wrong("positions off by one", K, rope=_Shifted(model.rope, 1))
+    yield wrong("positions off by one", K, rope=_Shifted(config, 1))

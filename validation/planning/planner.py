@@ -27,7 +27,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
-from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.cache import blocks_for, cache_bytes
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_BYTES, KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
@@ -150,7 +150,7 @@ def bits_per_value(kv: KVPlan, config: DecoderConfig, context: int) -> float:
     """Bits of one number of K or V, all included, as allocated for one sequence of so many tokens."""
     shape, slots = (config.num_kv_heads, config.head_dim), BLOCK_SIZE * blocks_for(context)
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * slots
-    return 8 * (slots * kv.bytes_per_token(*shape) + kv.window_bytes(*shape)) / values
+    return 8 * cache_bytes(kv, context, *shape) / values
 
 
 def _size(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:

@@ -129,18 +129,17 @@ def weight_types(
 
 
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that a graph of the model may want: the very tensors, where they exist already."""
+    """(name, tensor) of everything that a graph of the model may want: of its weights the very tensors."""
     return chain(model.weights.named(), table_values(model.config, model.rope))
 
 
 def table_values(config: DecoderConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the weights that no checkpoint holds: rotary tables and rotations."""
     rope = rope or RopeTable(config)
-    yield ROPE_COS, rope.cos
-    yield ROPE_SIN, rope.sin
+    yield from zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
     transform = READS.built_in(config.head_dim).transform
     for layer in range(config.num_layers):
-        yield rotation_name(layer), transform.on(layer, config.head_dim, rope.cos.device)
+        yield rotation_name(layer), transform.on(layer, config.head_dim, rope.device)
 
 
 def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:

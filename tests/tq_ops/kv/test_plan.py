@@ -14,7 +14,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.validation.layers.runner import validate
 
@@ -176,6 +176,12 @@ def test_bytes_are_what_is_allocated(name, config):
     cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=5, num_rows=2)
     shape = (config.num_kv_heads, config.head_dim)
     assert cache.nbytes == cache.num_slots * plan.bytes_per_token(*shape) + 2 * plan.window_bytes(*shape)
+    one = PagedKVCache(plan, num_kv_heads=shape[0], head_dim=shape[1], num_blocks=3, num_rows=1).nbytes
+    assert cache_bytes(plan, 300, *shape) == one
+    assert cache_bytes(plan, 384, *shape, sequences=2) == 2 * one
+    assert tokens_that_fit(plan, 2 * one, *shape, sequences=2) == 384
+    assert tokens_that_fit(plan, one - 1, *shape) == 256
+    assert tokens_that_fit(plan, -5, *shape) == 0
     windows = [w.vectors for layer in range(config.num_layers) for w in cache.windows(layer) if w]
     assert cache.nbytes == sum(t.nbytes for t in windows) + sum(tensor.nbytes for *_, tensor in cache_tensors(cache))
     assert all(window is None for window in cache.windows(0))  # a layer in bf16 keeps nothing twice

@@ -1,0 +1,94 @@
+"""Offloading on a CPU, through vLLM's own framework: pages go as they are to memory beside the cache, and come back.
+
+vLLM's scheduler decides what leaves and what returns, here as on a GPU. What moves the bytes is part of the framework, and its
+own part refuses a CPU; this one copies pages, whatever they hold, from one tensor of the host to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class HostMemory(CPUOffloadingSpec):
+    """vLLM's `CPUOffloadingSpec` with a worker for engines that run on the CPU."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        return HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+
+
+class HostWorker(OffloadingWorker):
+    """Copies blocks of an engine's pages to chunks of some blocks each, and back; a job is done when it was submitted.
+
+    Args:
+        kv_caches: the pages, each tensor [num_blocks, page_bytes] of bytes.
+        blocks_per_chunk: blocks that lie together.
+        chunks: so many there is room for.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
+        self._pages = [of.tensor for of in kv_caches.tensors]
+        self._groups = [sorted({ref.tensor_idx for ref in group}) for group in kv_caches.group_data_refs]
+        self._blocks_per_chunk = blocks_per_chunk
+        rows = chunks * blocks_per_chunk
+        self._stored = [torch.zeros(rows, pages.shape[1], dtype=pages.dtype) for pages in self._pages]
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, stores=True)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, stores=False)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way between calls."""
+
+    def _copy(self, job_id: int, engine: GPULoadStoreSpec, chunks: Any, stores: bool) -> bool:
+        assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        began, count = time.perf_counter(), 0
+        for tensors, blocks, rows in self._places(engine, chunks.block_ids.tolist()):
+            for index in tensors:
+                pages, stored = self._pages[index], self._stored[index]
+                if stores:
+                    stored[rows] = pages[blocks]
+                else:
+                    pages[blocks] = stored[rows]
+                count += len(blocks) * pages.shape[1]
+        self._finished.append(TransferResult(job_id, True, count, time.perf_counter() - began))
+        return True
+
+    def _places(self, engine: GPULoadStoreSpec, chunks: Sequence[int]) -> list[tuple[list[int], Tensor, Tensor]]:
+        """For each group of layers: its tensors, the engine's blocks, and the rows that they have here.
+
+        A group's blocks are consecutive ones of a sequence. The first may lie in the middle of its chunk, the last too.
+        """
+        per, found, used = self._blocks_per_chunk, [], 0
+        ends = list(accumulate(engine.group_sizes, initial=0))
+        for tensors, (begin, end), first in zip(self._groups, pairwise(ends), engine.block_indices, strict=True):
+            if begin == end:
+                continue
+            skipped = first % per
+            needed = -(-(skipped + end - begin) // per)
+            rows = [chunk * per + place for chunk in chunks[used : used + needed] for place in range(per)]
+            used += needed
+            blocks = torch.from_numpy(engine.block_ids[begin:end]).long()
+            found.append((tensors, blocks, torch.tensor(rows[skipped : skipped + end - begin])))
+        return found

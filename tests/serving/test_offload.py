@@ -1,0 +1,90 @@
+"""Offloading under vLLM: pages leave and come back byte for byte, and users who outnumber the memory get the same text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm_judge import Judge
+from vllm_server import Server, serving
+
+from haarkv.serving.vllm_plugin.offload import HostWorker
+
+TRANSFER = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20},
+}  # fmt: skip
+
+
+@dataclass
+class Pages:
+    """Pages of an engine: three layers in two groups, one with a gap between its pages."""
+
+    tensors: list[torch.Tensor]
+    worker: HostWorker
+
+
+def pages_of(per_chunk: int) -> Pages:
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randint(-128, 128, (3, 20, 96), dtype=torch.int8, generator=draw)
+    tensors = [whole[0], whole[1][:, :64], whole[2]]
+    canonical = [CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors]
+    groups = [[CanonicalKVCacheRef(0, 96), CanonicalKVCacheRef(1, 64)], [CanonicalKVCacheRef(2, 96)]]
+    return Pages(tensors, HostWorker(CanonicalKVCaches(canonical, groups), per_chunk, 8))
+
+
+@pytest.mark.vllm_short
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_blocks_come_back_as_they_left_wherever_they_are_put(per_chunk):
+    """Five blocks of one group and two of the other, the first in the middle of its chunk; they return to other blocks."""
+    pages = pages_of(per_chunk)
+    before = [tensor.clone() for tensor in pages.tensors]
+    out, back = [4, 9, 2, 17, 11, 5, 6], [3, 0, 19, 8, 1, 12, 13]
+    first = 1 % per_chunk
+    chunks = [7, 2, 0, 5, 1, 3, 6] if per_chunk == 1 else [7, 2, 4]
+    sizes, indices = [5, 2], [3 + first, 6]
+    assert pages.worker.submit_store(1, GPULoadStoreSpec(out, sizes, indices), CPULoadStoreSpec(chunks))
+    for tensor in pages.tensors:
+        tensor.zero_()
+    assert pages.worker.submit_load(2, CPULoadStoreSpec(chunks), GPULoadStoreSpec(back, sizes, indices))
+    for tensor, was, places in zip(pages.tensors, before, (slice(0, 5), slice(0, 5), slice(5, 7)), strict=True):
+        assert torch.equal(tensor[back[places]], was[out[places]])
+        others = np.setdiff1d(np.arange(20), back[places])
+        assert not tensor[others].any()
+    done = pages.worker.get_finished()
+    assert [(of.job_id, of.success, of.transfer_size) for of in done] == [(n, True, 5 * 160 + 2 * 96) for n in (1, 2)]
+    assert pages.worker.get_finished() == []
+    pages.worker.wait({1, 2})
+
+
+@pytest.fixture(scope="module")
+def offloading(tmp_path_factory):
+    """A server whose cache holds about ten users at a time, and that keeps what leaves it."""
+    from test_server_load import SMALL_CACHE
+
+    log = tmp_path_factory.mktemp("offloading") / "log"
+    with serving(log, "--kv-transfer-config", json.dumps(TRANSFER), cache_bytes=SMALL_CACHE) as server:
+        yield server
+
+
+@pytest.mark.vllm_server
+def test_users_whose_pages_left_and_came_back_get_the_same(offloading: Server, judge: Judge, record_property):
+    from test_server_load import all_at_once, assert_right
+
+    answers = all_at_once(offloading)
+    found = {name: value for name, value in offloading.metrics().items() if "preempt" in name or "offload" in name}
+    record_property("offloading", json.dumps(found))
+    print(found)
+    assert found["vllm:num_preemptions_total"] > 0
+    assert_right(judge, *_asked_and(answers))
+
+
+def _asked_and(answers):
+    from test_server_load import ASKED
+
+    return ASKED, answers
