@@ -13,6 +13,7 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.drafting import Drafting, drafting_of
 from haarkv.engine.drafts import Draft
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.plans import balanced_for, plan_for, shape_of
@@ -64,6 +65,7 @@ class Result:
         sampling: as it was done.
         ranks: what each rank holds, on rank 0; elsewhere nothing.
         stored: the sequences as they are stored, prompt and text, if they were to be kept.
+        drafting: what it did, if tokens were drafted.
     """
 
     texts: list[str]
@@ -73,6 +75,7 @@ class Result:
     sampling: Sampling
     ranks: tuple[RankMemory, ...] = ()
     stored: tuple[StoredSequence, ...] = ()
+    drafting: Drafting | None = None
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,8 @@ class Session:
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
-        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept))
+        drafting = drafting_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
+        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept), drafting)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "") -> None:
         """Write a stored sequence to a file: the whole file, or nothing.

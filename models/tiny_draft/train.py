@@ -31,19 +31,37 @@ EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
 
 
 def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The architecture of README.md with fresh layers and the model's own embedding, which stays as it is."""
+    """The architecture of README.md with the model's own embedding, which stays as it is, and a part of its layers to begin
+    with: of the first and of the last, two query heads over one KV head, and the MLP's largest columns."""
     tiny = model.config
     draft = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=tiny.vocab_size, hidden_size=tiny.hidden_size, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=tiny.max_position_embeddings,
-            rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
-            bos_token_id=tiny.bos_token_id, eos_token_id=tiny.eos_token_id, attention_bias=False,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=tiny.head_dim, rms_norm_eps=tiny.rms_norm_eps,
+            max_position_embeddings=tiny.max_position_embeddings, tie_word_embeddings=True, attention_bias=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=tiny.bos_token_id,
+            eos_token_id=tiny.eos_token_id,
         )
     )  # fmt: skip
     draft.model.embed_tokens.weight = model.model.embed_tokens.weight
     draft.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        draft.model.norm.weight.copy_(model.model.norm.weight)
+        for ours, theirs in zip(draft.model.layers, (model.model.layers[0], model.model.layers[-1]), strict=True):
+            _begin_with(ours, theirs)
     return draft
+
+
+def _begin_with(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Copy as much of one layer as fits into a smaller one: leading heads, and the columns of the MLP that weigh most."""
+    kept = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
+    columns = kept.topk(ours.mlp.up_proj.out_features).indices.sort().values
+    taken = dict(theirs.state_dict())
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        taken[name] = taken[name][columns]
+    taken["mlp.down_proj.weight"] = taken["mlp.down_proj.weight"][:, columns]
+    for name, tensor in ours.state_dict().items():
+        tensor.copy_(taken[name][tuple(slice(size) for size in tensor.shape)])
 
 
 def loss_of(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
@@ -110,7 +128,7 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the draft that ships)")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--final-lr", type=float, default=0.02, help="fraction of --lr at the last step")
