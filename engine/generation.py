@@ -10,7 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from haarkv.engine.drafts import Beginning, Draft, DraftCost
 from haarkv.engine.sampling import BatchSampler, Sampling
+from haarkv.engine.speculation import Speculation
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
@@ -46,10 +48,11 @@ class Timing:
 
     Attributes:
         prefill_s: all prompts, up to and with the first sampled tokens.
-        decode_s: all decode steps.
-        decode_steps: forwards of one token a sequence.
+        decode_s: all decode steps, with what was drafted for them.
+        decode_steps: forwards of one token a sequence, or with drafts of several.
         prefill_tokens: tokens of all prompts that were computed.
         decode_tokens: tokens that the decode steps gave, of all sequences.
+        drafts: what drafting did; None without it.
     """
 
     prefill_s: float = 0.0
@@ -57,6 +60,13 @@ class Timing:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafts: DraftCost | None = None
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast the decode steps gave tokens as those of them without drafts; None if none was without."""
+        plain = self.drafts.plain_s if self.drafts else None
+        return plain * self.decode_tokens / self.decode_s if plain and self.decode_s else None
 
     @property
     def decode_ms_per_token(self) -> float | None:
@@ -121,6 +131,8 @@ def generate(
     prefiller: Executor | None = None,
     stored: Sequence[StoredSequence | None] = (),
     on_end: Callable[[int, StoredSequence], object] | None = None,
+    draft: Draft | None = None,
+    draft_tokens: int = 4,
 ) -> tuple[list[Completion], Timing]:
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
@@ -132,57 +144,107 @@ def generate(
         prefiller: the same executor, looking on; it runs the prefill.
         stored: for each prompt, a sequence that may begin like it: what they share is copied, and not computed.
         on_end: called with (index of the prompt, the sequence as it is stored in the end), for each.
+        draft: guesses tokens ahead, which are then checked together.
+        draft_tokens: so many a step and sequence at most.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
     _check_prompts(prompts, max_context, max_new_tokens)
-    began, sequences = time.perf_counter(), []
+    began, sampling = time.perf_counter(), sampling or Sampling()
+    sequences: list[int] = []
     try:
-        reused = []
+        texts = []
         for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
-            reused.append(reusable(known, prompt, cache.plan) if known else 0)
-            sequences.append(put(known, cache, paging, reused[-1]) if known and reused[-1] else paging.add())
-        completions = [Completion(len(prompt), reused_tokens=count) for prompt, count in zip(prompts, reused, strict=True)]
-        sampler = BatchSampler(sampling or Sampling(), prompts)
-        running = list(range(len(prompts)))
-        rest = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
-        timing = Timing(prefill_tokens=sum(map(len, rest)))
+            count = reusable(known, prompt, cache.plan) if known else 0
+            sequences.append(put(known, cache, paging, count) if known and count else paging.add())
+            texts.append(_Text(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
+        rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
+        timing, sampler = Timing(prefill_tokens=sum(map(len, rest))), BatchSampler(sampling, prompts)
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
+        speculation = None
+        if draft and max_new_tokens > 1:
+            beginning = Beginning(prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences)
+            speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens)
+            timing.drafts = speculation.cost
+        running = list(range(len(prompts)))
+        drawn = sampler.next(logits, running)
+        # Here the host waits for the device, for one id a sequence.
+        came = [[token] for token in drawn.tolist()]
         while True:
-            drawn, before = sampler.next(logits, running), running
-            # Here the host waits for the device, for one id a sequence.
-            for index, token in zip(running, drawn.tolist(), strict=True):
-                done = completions[index]
-                if token in eos_token_ids:
-                    done.finish = "eos"
-                    continue
-                done.token_ids.append(token)
-                if on_token and on_token(index, token) is True:
-                    done.finish = "stop"
-                elif len(done.token_ids) == max_new_tokens:
-                    done.finish = "length"
-                elif done.prompt_tokens + len(done.token_ids) > max_context:
-                    done.finish = "context"
-            now = time.perf_counter()
-            if not timing.prefill_s:
-                timing.prefill_s = now - began
-            else:
-                timing.decode_s, timing.decode_steps = now - began - timing.prefill_s, timing.decode_steps + 1
-                timing.decode_tokens += len(running)
-            running = [index for index in running if completions[index].finish is None]
+            taken = [texts[i].take(new, i, eos_token_ids, on_token) for i, new in zip(running, came, strict=True)]
+            if speculation:
+                speculation.keep(taken)
+            _note(timing, time.perf_counter() - began, sum(taken))
+            before, running = running, [index for index in running if texts[index].done.finish is None]
             if not running:
-                for index, done in enumerate(completions if on_end else ()):
-                    whole = [*prompts[index], *done.token_ids]
-                    on_end(index, take(cache, paging, sequences[index], whole))  # type: ignore[misc]
-                return completions, timing
+                for index, text in enumerate(texts if on_end else ()):
+                    on_end(index, take(cache, paging, sequences[index], text.token_ids))  # type: ignore[misc]
+                return [text.done for text in texts], timing
+            if speculation:
+                came = speculation.next(running, [sequences[i] for i in running], [texts[i] for i in running])
+                continue
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):
-                drawn = torch.tensor([completions[i].token_ids[-1] for i in running])
-            token_ids = uploaded(drawn, cache.device)
-            logits = executor.decode(token_ids, batch, cache)
+                drawn = torch.tensor([texts[i].token_ids[-1] for i in running])
+            drawn = sampler.next(executor.decode(uploaded(drawn, cache.device), batch, cache), running)
+            came = [[token] for token in drawn.tolist()]
     finally:
         for sequence in sequences:
             paging.free(sequence)
+
+
+@dataclass
+class _Text:
+    """A sequence as it grows.
+
+    Attributes:
+        done: what came so far.
+        token_ids: prompt and new tokens.
+    """
+
+    done: Completion
+    token_ids: list[int]
+    max_new_tokens: int
+    max_context: int
+
+    @property
+    def room(self) -> int:
+        """Tokens beyond the next one that may still come, and be stored."""
+        return min(self.max_new_tokens - len(self.done.token_ids) - 1, self.max_context - len(self.token_ids))
+
+    def take(
+        self, tokens: Sequence[int], index: int, ends: Sequence[int], on_token: Callable[[int, int], bool | None] | None
+    ) -> int:
+        """Take tokens until the sequence ends.
+
+        Returns:
+            how many of those that the last step stored are now part of it: the one before these, and all but the last.
+        """
+        done = self.done
+        for count, token in enumerate(tokens, 1):
+            if token in ends:
+                done.finish = "eos"
+                return count
+            done.token_ids.append(token)
+            self.token_ids.append(token)
+            if on_token and on_token(index, token) is True:
+                done.finish = "stop"
+            elif len(done.token_ids) == self.max_new_tokens:
+                done.finish = "length"
+            elif len(self.token_ids) > self.max_context:
+                done.finish = "context"
+            if done.finish:
+                return count
+        return len(tokens)
+
+
+def _note(timing: Timing, elapsed_s: float, tokens: int) -> None:
+    """Count a step that is over: the prefill, if it is the first."""
+    if not timing.prefill_s:
+        timing.prefill_s = elapsed_s
+        return
+    timing.decode_s, timing.decode_steps = elapsed_s - timing.prefill_s, timing.decode_steps + 1
+    timing.decode_tokens += tokens
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,14 +68,47 @@ class BatchSampler:
         sampling: the settings.
         prompts: token ids of each sequence, which a repetition penalty counts as said.
         first: number of the first sequence among those generated together: sequence i draws from `seed + first + i`.
+        drafts: it draws what is then judged, with random numbers that have nothing to do with the judge's.
     """
 
-    def __init__(self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0) -> None:
+    def __init__(self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, drafts: bool = False) -> None:
         self._sampling = sampling
-        self._prompts = prompts
+        self._prompts = list(prompts)
         self._said: Tensor | None = None
         seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(_apart(seed) if drafts else seed) for seed in seeds]
+
+    @property
+    def settled(self) -> bool:
+        """Whether a token depends on its logits alone: greedy, and without a penalty."""
+        return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
+
+    def best(self, logits: Tensor) -> Tensor:
+        """The most likely token of each row of logits [n, vocab] as they are: [n] int64; the lowest id wins a tie."""
+        return _lowest_of_largest(_at_hand(logits))
+
+    def uniform(self, row: int) -> float:
+        """The next random number in [0, 1) of a sequence."""
+        return float(torch.rand((), dtype=torch.float64, generator=self._generators[row]))
+
+    def draw(self, weights: Tensor, row: int) -> int:
+        """Draw the next token of a sequence by weights [vocab] fp64, instead of by logits."""
+        token = drawn_from(weights, self.uniform(row))
+        self.say(row, token)
+        return token
+
+    def say(self, row: int, token: int) -> None:
+        """Count a token as said in a sequence, which was not drawn here."""
+        if self._said is not None:
+            self._said[row, token] = True
+
+    def begin_again(self, row: int, text: Sequence[int]) -> None:
+        """Count the tokens of this text as said in a sequence, and no others."""
+        if self._said is None:
+            self._prompts[row] = text
+        else:
+            self._said[row] = False
+            self._said[row, torch.tensor(text, device=self._said.device)] = True
 
     def next(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Draw one token for each of some sequences; the lowest id wins a tie when greedy.
@@ -91,20 +125,22 @@ class BatchSampler:
         if self._sampling.temperature == 0:
             tokens = _lowest_of_largest(logits)
         else:
-            drawn = [float(torch.rand((), dtype=torch.float64, generator=self._generators[row])) for row in rows]
+            drawn = [self.uniform(row) for row in rows]
             tokens = self._drawn(logits, uploaded(torch.tensor(drawn, dtype=torch.float64), logits.device))
         if self._said is not None:
             self._said[at] = self._said[at].scatter(1, tokens.unsqueeze(1), True)
         return tokens
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The probability [B, vocab] fp64 with which `next` draws each token of every sequence at a temperature above 0.
+    def probabilities(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """The probability [n, vocab] fp64 with which `next` draws each token of some sequences at a temperature above 0.
 
         Args:
-            logits: [B, vocab] fp32, of all sequences.
+            logits: [n, vocab] fp32.
+            rows: which sequences they are of; all of them unless given.
         """
         logits = _at_hand(logits)
-        kept = [self._kept(part) for part in _parts(self._penalized(logits, slice(None)))]
+        at = slice(None) if rows is None else uploaded(torch.tensor(rows), logits.device)
+        kept = [self._kept(part) for part in _parts(self._penalized(logits, at))]
         found = [torch.zeros(ids.shape[0], logits.shape[1], dtype=torch.float64, device=ids.device) for ids, _ in kept]
         return torch.cat([p.scatter(1, ids, w / w.sum(-1, keepdim=True)) for p, (ids, w) in zip(found, kept, strict=True)])
 
@@ -184,6 +220,18 @@ class Sampler:
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability [vocab] fp64 with which `next` draws each token at a temperature above 0."""
         return self._batch.probabilities(logits.unsqueeze(0))[0]
+
+
+def drawn_from(weights: Tensor, u: float) -> int:
+    """The first token whose weight and those before it, [vocab] fp64, add up to more than u in [0, 1) of all."""
+    sums = weights.cumsum(-1)
+    place = torch.searchsorted(sums, sums[-1:] * u, right=True)
+    return int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
+
+
+def _apart(seed: int) -> int:
+    """Another seed. A generator looks at 32 bits of it, so that adding a large number would change nothing."""
+    return int.from_bytes(hashlib.sha256(f"draft {seed}".encode()).digest()[:8], "little")
 
 
 def _at_hand(logits: Tensor) -> Tensor:

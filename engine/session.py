@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
+from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.drafting import Drafting, drafting_of
+from haarkv.engine.drafts import Draft
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.plans import balanced_for, plan_for, shape_of
 from haarkv.engine.ranks import RankMemory, memory_here
@@ -62,6 +65,7 @@ class Result:
         sampling: as it was done.
         ranks: what each rank holds, on rank 0; elsewhere nothing.
         stored: the sequences as they are stored, prompt and text, if they were to be kept.
+        drafting: what it did, if tokens were drafted.
     """
 
     texts: list[str]
@@ -71,6 +75,7 @@ class Result:
     sampling: Sampling
     ranks: tuple[RankMemory, ...] = ()
     stored: tuple[StoredSequence, ...] = ()
+    drafting: Drafting | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Session:
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
         weights: fingerprint of the weights as they are here; stored sequences belong to them.
+        draft: guesses tokens ahead for the model to check; None generates one by one.
+        draft_tokens: so many a step at most.
     """
 
     name: str
@@ -104,6 +111,8 @@ class Session:
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
+    draft: Draft | None = None
+    draft_tokens: int = 4
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
     _process: int = field(default_factory=os.getpid, repr=False, compare=False)
 
@@ -244,7 +253,7 @@ class Session:
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
                 sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
-                on_end=(lambda _, of: kept.append(of)) if keep else None,
+                on_end=(lambda _, of: kept.append(of)) if keep else None, draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):
@@ -253,7 +262,8 @@ class Session:
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
-        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept))
+        drafting = drafting_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
+        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept), drafting)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = False) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
@@ -298,9 +308,9 @@ class Session:
             return
         shape = (self.config.num_kv_heads, self.config.head_dim)
         what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
-        require_memory(
-            cache_bytes(self.plan, max_context, *shape, sequences), what, "take fewer tokens or sequences, or a smaller format"
-        )
+        drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
+        needed = cache_bytes(self.plan, max_context, *shape, sequences) + drafts
+        require_memory(needed, what, "take fewer tokens or sequences, or a smaller format")
 
     def _usage(self, cache: PagedKVCache) -> KVUsage:
         shape = (self.config.num_kv_heads, self.config.head_dim)
@@ -346,6 +356,7 @@ def load(
     balance: bool = True,
     allow_collapse: bool = False,
     on_warning: Callable[[str], object] | None = None,
+    draft: str | DraftSpec | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -366,6 +377,8 @@ def load(
             every channel as it is.
         allow_collapse: warn where text from this cache would be garbage, instead of refusing.
         on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
+        draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
+            `DraftSpec` for how many and in which cache. Text is distributed as without.
     Raises:
         InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
         InputError: one of these does not exist, or they do not fit together.
@@ -380,7 +393,11 @@ def load(
     check(selected.name, part, plan, device, ranks)
     generation = generation_settings(name)
     _check_generation(generation, name)
-    loaded = load_model(name, dtype or default_dtype(selected.name), layers, progress, ranks)
+    dtype = dtype or default_dtype(selected.name)
+    drafts = DraftSpec(draft) if isinstance(draft, str) else draft
+    drafted = Drafted(name, part, plan, selected.name, device, dtype, ranks, balance)
+    make_draft = choose(drafts, drafted, progress, on_program) if drafts else None
+    loaded = load_model(name, dtype, layers, progress, ranks)
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
     made = balanced_for(loaded, plan, spec, balance)
@@ -393,10 +410,11 @@ def load(
     if spec.calibration is None:
         guard = Guard(plan, dict(enumerate(made.moments)), loaded.config.softmax_scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
+    running = create(selected.name, loaded, plan, device, on_program)
     return Session(
         name=name,
         config=loaded.config,
-        executor=create(selected.name, loaded, plan, device, on_program),
+        executor=running,
         tokenizer=load_tokenizer(name, loaded.config),
         plan=plan,
         generation=generation,
@@ -406,6 +424,8 @@ def load(
         uneven=made.uneven,
         guard=guard,
         weights=weights,
+        draft=make_draft(running) if make_draft else None,
+        draft_tokens=drafts.tokens if drafts else 4,
     )
 
 

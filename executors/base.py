@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -26,6 +27,9 @@ class Executor(Protocol):
         simulated: it runs in an interpreter of its device: right numbers, and times that mean nothing.
         compiled: seconds that the first calls of its programs took with their compilation, by the program's name; empty for an
             executor that keeps no programs.
+        batches_alike: a token's logits have the same bits however its sequence was cut, and whatever runs beside it. Else sums
+            change with the batch, and where two tokens nearly tie, either may come.
+        weights: of the model, as they are on its device; a draft may share them.
     """
 
     name: str
@@ -36,6 +40,12 @@ class Executor(Protocol):
 
     @property
     def compiled(self) -> Mapping[str, float]: ...
+
+    @property
+    def batches_alike(self) -> bool: ...
+
+    @property
+    def weights(self) -> Weights: ...
 
     @property
     def ops(self) -> OpTable | None:
@@ -52,6 +62,10 @@ class Executor(Protocol):
 
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Logits [B, vocab] fp32 after one new token a sequence, [B] int64."""
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Logits [T, vocab] fp32 after each of T new tokens [T] int64, which all are stored: what drafted tokens are held
+        against."""
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Hidden states [T, hidden] after the layers of `span`; what the validator drives."""

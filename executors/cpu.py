@@ -38,6 +38,7 @@ class CpuExecutor(ReferenceExecutor):
         try:
             ops = self._kernels = CpuOps(isa)
             self.description = f"C++ kernels ({ops.isa}) on the CPU"
+            self.batches_alike = True
         except KernelsMissingError as missing:
             if isa:
                 raise

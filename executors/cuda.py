@@ -17,7 +17,7 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.weights import LayerWeights
+from haarkv.models.weights import LayerWeights, Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
 from haarkv.tq_ops.errors import InputError
@@ -34,6 +34,7 @@ class _Forwards(NamedTuple):
     prefill: Callable[[Tensor, Batch, PagedKVCache], Tensor]
     decode: Callable[[Tensor, Batch, PagedKVCache], Tensor]
     layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
+    verify: Callable[[Tensor, Batch, PagedKVCache], Tensor]
 
 
 class CudaExecutor:
@@ -59,6 +60,7 @@ class CudaExecutor:
     """
 
     name = "cuda"
+    batches_alike = False
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(
@@ -95,6 +97,10 @@ class CudaExecutor:
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
 
+    @property
+    def weights(self) -> Weights:
+        return self._model.weights
+
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         if self._folded and [v for _, v in plan.layers] != [v for _, v in self._folded.layers]:
             return "its output projections hold the rotations of another plan"
@@ -116,6 +122,13 @@ class CudaExecutor:
         with self._current():
             logits = self._run.prefill(token_ids, batch, cache)
             return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
+
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        cache.require_room(batch)
+        with self._current():
+            logits = self._run.verify(token_ids, batch, cache)
+            return self._checked(logits, self._all_sound(logits), partial(self._model.verify, token_ids, batch, cache))
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

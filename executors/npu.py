@@ -11,6 +11,7 @@ from torch import Tensor
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
+from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -37,6 +38,7 @@ class NpuExecutor:
 
     name = "npu"
     ops = None
+    batches_alike = False
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -66,6 +68,10 @@ class NpuExecutor:
     def compiled(self) -> dict[str, float]:
         """What its runner has compiled so far."""
         return self._runner.compiled
+
+    @property
+    def weights(self) -> Weights:
+        return self._model.weights
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
@@ -105,6 +111,10 @@ class NpuExecutor:
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self.verify(token_ids, batch, cache)
+
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         with self._runner.refusals():
             hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
             return self._logits(hidden)

@@ -102,6 +102,7 @@ class OnnxExecutor:
     name = "onnx"
     ops = None
     simulated = False
+    batches_alike = False
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
@@ -112,7 +113,9 @@ class OnnxExecutor:
         self.device = torch.device(self._provider.device)
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
-        self._weights = dict(weight_values(model.to(self.device)))
+        there = model.to(self.device)
+        self.weights = there.weights
+        self._weights = dict(weight_values(there))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
@@ -130,11 +133,15 @@ class OnnxExecutor:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._forward(token_ids, batch, cache, "tokens")
+        return self._forward(token_ids, batch, cache, Sizes())
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._forward(token_ids, batch, cache, 1)
+        return self._forward(token_ids, batch, cache, Sizes(tokens=1))
+
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._forward(token_ids, batch, cache, Sizes(predictions="predictions"))
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -147,17 +154,20 @@ class OnnxExecutor:
             hidden = out[valid]
         return hidden
 
-    def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, tokens: int | str) -> Tensor:
+    def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, sizes: Sizes) -> Tensor:
+        """Logits after each sequence's last token, or after every token where the sizes have a name for so many."""
         token, _, valid = pad_queries(batch)
         every = range(self.config.num_layers)
-        plan = GraphSpec(
-            every, embed=True, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=tokens), levels=self._levels(cache, every)
-        )
+        levels = self._levels(cache, every)
+        plan = GraphSpec(every, embed=True, head=True, opset=DEFAULT_OPSET, sizes=sizes, levels=levels)
         inputs = {"input_ids": token_ids[token]}
-        if tokens != 1:
-            rows = torch.arange(token.shape[0], device=self.device) * token.shape[1]
-            inputs["last_rows"] = (rows + valid.sum(-1) - 1).int()
-        logits = torch.empty(token.shape[0], self.config.vocab_size, device=self.device)
+        if sizes.predictions is None:
+            rows = torch.arange(token.shape[0], device=self.device) * token.shape[1] + valid.sum(-1) - 1
+        else:
+            rows = valid.flatten().nonzero().flatten()
+        if sizes.tokens != 1:
+            inputs["last_rows"] = rows.int()
+        logits = torch.empty(len(rows), self.config.vocab_size, device=self.device)
         self._run(plan, inputs, {"logits": logits}, batch, cache)
         if not torch.isfinite(logits).all():
             raise NonFiniteError("logits are not finite on onnx; --executor reference on the same prompt names the tensor")

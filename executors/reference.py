@@ -13,6 +13,7 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -33,6 +34,7 @@ class ReferenceExecutor:
 
     name = "reference"
     simulated = False
+    batches_alike = False
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
@@ -41,6 +43,10 @@ class ReferenceExecutor:
         self.config = model.config
         self.ops = ops
         self._model = model
+
+    @property
+    def weights(self) -> Weights:
+        return self._model.weights
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return None
@@ -57,6 +63,10 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._finite(self._model.decode, token_ids, batch, cache)
+
+    @torch.inference_mode()
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._finite(self._model.verify, token_ids, batch, cache)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:

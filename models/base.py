@@ -220,4 +220,8 @@ class DecoderModel:
         Returns:
             [B, vocab] fp32.
         """
+        return self.verify(token_ids, batch, cache, ops)
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
+        """Store the K and V of T tokens of B sequences and predict what follows each of them: [T, vocab] fp32."""
         return self.head(self.layers(self.embed(token_ids), range(self.config.num_layers), batch, cache, ops), ops)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.checkpoint import Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.checkpoint import NOTHING_LENT, Progress, load_weights, random_tensors, random_weights, stored_tensors
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
@@ -19,6 +19,7 @@ from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
+_SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM = "random:"
 
@@ -34,7 +35,7 @@ def folder_of(name: str | Path) -> Path | None:
     if str(name).startswith(_RANDOM):
         return None
     try:
-        folder = TINY if name == "tiny" else Path(name).expanduser()
+        folder = _SHIPPED[str(name)] if str(name) in _SHIPPED else Path(name).expanduser()
         found = folder.is_dir()
     except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home
         found = False
@@ -93,6 +94,7 @@ def load_model(
     layers: int | None = None,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
+    lent: Mapping[str, Tensor] = NOTHING_LENT,
 ) -> DecoderModel:
     """Load a model by name onto the host; of several ranks, each its part.
 
@@ -100,6 +102,7 @@ def load_model(
         name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
+        lent: as in `load_weights`.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
@@ -110,7 +113,7 @@ def load_model(
     if folder is None:
         weights = random_weights(config, DTYPES[dtype], progress=progress, split=split)
     else:
-        weights = load_weights(folder, config, DTYPES[dtype], progress, split)
+        weights = load_weights(folder, config, DTYPES[dtype], progress, split, lent)
     part = split.part if split else config
     return DecoderModel(part, weights, RopeTable(part), ranks)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from reprlib import repr as shown
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from haarkv.tq_ops.memory import require_memory
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
+
+NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
@@ -69,6 +72,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     split: Split | None = None,
+    lent: Mapping[str, Tensor] = NOTHING_LENT,
 ) -> Weights:
     """Load a checkpoint folder, one file or sharded.
 
@@ -78,10 +82,11 @@ def load_weights(
     Args:
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
         split: read one rank's part of each tensor, and no more.
+        lent: tensors of another model by name, for those that this checkpoint leaves out.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    converted = stored_tensors(folder, config, dtype, split, before=lambda count: _require_room(count, split))
+    converted = stored_tensors(folder, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent)
     return _gathered(config, converted, progress)
 
 
@@ -97,17 +102,21 @@ def stored_tensors(
     split: Split | None = None,
     wanted: Callable[[str], bool] | None = None,
     before: Callable[[int], object] | None = None,
+    lent: Mapping[str, Tensor] = NOTHING_LENT,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
         wanted: of a tensor's name, whether it is read; all are unless given.
         before: called once, before the first comes, with the bytes of all tensors that are not stored as `dtype`.
+        lent: as in `load_weights`; they come as they are.
     Raises:
         InputError: as `load_weights`.
     """
     shapes = checkpoint_shapes(config)
     files = _files_of_tensors(folder)
+    lent = {name: tensor for name, tensor in lent.items() if name not in files and tensor.shape == shapes.get(name)}
+    shapes = {name: shape for name, shape in shapes.items() if name not in lent}
     _compare_names(folder, shapes, files, tied=config.tie_word_embeddings)
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for name, shape in shapes.items():
@@ -119,6 +128,9 @@ def stored_tensors(
         opened = {path: stack.enter_context(_open(path)) for path in headers}
         for name, axes in checkpoint_axes(config).items():
             if wanted and not wanted(name):
+                continue
+            if name in lent:
+                yield name, lent[name]
                 continue
             file = opened[files[name]]
             if split is None:

@@ -67,6 +67,9 @@ class Tokenizer(Protocol):
             InputError: as `encode_chat`.
         """
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Id of every token that it knows, by its name; of two tokenizers alike, the ids of one mean the same to the other."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
 
@@ -140,6 +143,9 @@ class HFTokenizer:
             raise InputError(f"{self._path} cannot be used: {said['error']}")
         return [[int(token) for token in ids] for ids in said["ids"]]
 
+    def vocabulary(self) -> Mapping[str, int]:
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
@@ -192,6 +198,9 @@ class ByteTokenizer:
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise InputError("a random model has no chat template; drop --chat")
+
+    def vocabulary(self) -> Mapping[str, int]:
+        return {f"<{byte}>": byte for byte in range(256)}
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.push(i) for i in ids)

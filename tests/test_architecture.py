@@ -30,7 +30,7 @@ ONLY_IN = {
     "pypto": ["tq_ops/npu/", "models/qwen3_14b/npu/"],
     "onnx": ["tq_ops/onnx/", "models/qwen3_14b/onnx/", "executors/onnx"],
     "onnxruntime": ["executors/onnx"],
-    "transformers": ["models/tiny_qwen3/train.py", "benchmarks/", "tq/hf/"],
+    "transformers": ["models/tiny_qwen3/train.py", "models/tiny_draft/train.py", "benchmarks/", "tq/hf/"],
     "vllm": ["benchmarks/serve_client.py", "serving/"],
 }
 TABLES = [reference, CpuOps]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from haarkv.engine.draft_choice import DraftSpec
     from haarkv.tq_ops.kv.plan import KVSpec
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -237,6 +238,44 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_SAMPLING_OPTIONS):
         function = option(function)
     return function
+
+
+_DRAFT_OPTIONS = (
+    click.option(
+        "--draft", metavar="NAME",
+        help="Guess tokens ahead and check them together: ngram, self, or a smaller model of the same tokenizer.",
+    ),
+    click.option(
+        "--draft-tokens", type=click.IntRange(1, 32), metavar="K", help="Guess at most K tokens a step [default: 4]."
+    ),
+    click.option("--draft-kv", metavar="FORMAT", help="Cache of the draft [default: of self the coarsest, else tq4]."),
+)  # fmt: skip
+
+
+def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--draft`, `--draft-tokens` and `--draft-kv`."""
+    for option in reversed(_DRAFT_OPTIONS):
+        function = option(function)
+    return function
+
+
+def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
+    """The draft that those options ask for; None without `--draft`.
+
+    Args:
+        given: a command's arguments by name.
+    Raises:
+        click.UsageError: another of the options without it.
+        InputError: values that do not fit together.
+    """
+    from haarkv.engine.draft_choice import DraftSpec
+
+    others = {name: given[f"draft_{name}"] for name in ("tokens", "kv") if given[f"draft_{name}"] is not None}
+    if given["draft"] is not None:
+        return DraftSpec(given["draft"], **others)
+    if others:
+        raise click.UsageError(f"--draft-{next(iter(others))} says how to draft; give --draft as well")
+    return None
 
 
 def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,6 +52,10 @@ class FusedModel:
 
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
         """As `DecoderModel.decode`."""
+        return self.verify(token_ids, batch, cache, ops)
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.verify`."""
         return self._head(self._normed(token_ids, batch, cache, ops), ops)
 
     def _normed(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:

@@ -13,6 +13,8 @@ from tq.options import (
     SAMPLING,
     balance_option,
     collapse_option,
+    draft_options,
+    draft_spec,
     executor_option,
     kv_options,
     kv_spec,
@@ -40,6 +42,7 @@ _MOST_LINE = 2**20
 @run_options()
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @sampling_options
+@draft_options
 @click.option("--system", metavar="TEXT", help="The chat template's system message.")
 @click.option(
     "--session", "file", type=click.Path(path_type=Path), metavar="FILE",
@@ -75,6 +78,7 @@ def command(
         session = load(
             model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
             on_program=compiling, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
+            draft=draft_spec(others),
         )  # fmt: skip
         if system is not None and not session.tokenizer.has_chat_template:
             raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
@@ -95,6 +99,8 @@ def command(
             session.save_cache(file, stored, json.dumps(messages))
         if err().is_terminal:
             print(f"[{of.prompt_tokens - of.reused_tokens} of {of.prompt_tokens} tokens computed]", file=err().file)
+            if result.drafting:
+                print(f"[draft {result.drafting.describe()}]", file=err().file)
 
 
 def _begun(session: Session, file: Path | None, system: str | None) -> tuple[list[dict[str, str]], StoredSequence | None]:

@@ -18,6 +18,8 @@ from tq.options import (
     balance_option,
     chat_options,
     collapse_option,
+    draft_options,
+    draft_spec,
     executor_option,
     json_option,
     kv_options,
@@ -53,6 +55,7 @@ _MOST_TEXT = 2**28
 @click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
 @sampling_options
+@draft_options
 @chat_options
 @click.option(
     "--load-cache",
@@ -98,6 +101,8 @@ def command(
 
     Sampling options default to what the model's generation_config.json says. If it says nothing, each next token is the most
     likely one.
+
+    --draft changes how fast text comes, not which text may come.
     """
     texts = [] if load_cache and not (prompts or files) else read_prompts(prompts, files, ranks)
     if save_cache is not None:
@@ -111,13 +116,14 @@ def command(
         from haarkv.engine.session import load
         from haarkv.engine.text import stop_list
 
-        spec = kv_spec(others)
+        spec, draft = kv_spec(others), draft_spec(others)
         set_threads(threads)
         stop_list(stop)
         Sampling(**{name: value for name, value in given.items() if value is not None})
         session = load(
             model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
             on_program=compiling, ranks=ranks, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
+            draft=draft,
         )  # fmt: skip
         stored = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
@@ -224,6 +230,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "executor": session.executor.name,
         "model": session.name,
         "completions": each,
+        **({"draft": result.drafting.as_json()} if result.drafting else {}),
         **({"ranks": [rank.as_json() for rank in result.ranks]} if len(result.ranks) > 1 else {}),
     }
 
@@ -239,6 +246,7 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
                    + (f"; {reused:,} more were stored already" if reused else "")),
         ("new", f"{sum(len(c.token_ids) for c in done):,} tokens, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
+        *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
         ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
                      f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x)"),

@@ -127,6 +127,20 @@ class PagedSequences:
         self._free_rows.append(self._rows.pop(sequence))
         del self._lengths[sequence], self._tables[sequence]
 
+    def take_back(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """Drop the newest tokens of sequences. Of the sequences of the last `batch`, in its order, blocks that become free lie
+        as they lay before it, so that they are handed out again in the same order.
+
+        Args:
+            counts: how many tokens of each, at most those that it has.
+        """
+        for sequence, count in reversed(list(zip(sequences, counts, strict=True))):
+            length = self._lengths[sequence] - count
+            assert count >= 0 and length >= 0, "tokens that are not there cannot be dropped"
+            self._lengths[sequence], blocks = length, self._blocks[sequence]
+            while len(blocks) > -(-length // self.block_size):
+                self._free.append(blocks.pop())
+
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Give sequences the blocks that so many tokens need, all of them or none."""
         needed = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]

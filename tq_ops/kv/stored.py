@@ -123,27 +123,46 @@ def requantized(stored: StoredSequence, before: KVPlan, after: KVPlan, num_kv_he
         for plan in (before, after)
     )
     from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
-    put(stored, source, from_paging)
-    sequence, chunk = to_paging.add(), target.most_new_tokens or WINDOW_CHUNK
-    table = torch.arange(source.num_blocks, dtype=torch.int32).unsqueeze(0)
-    for begin in range(0, stored.length, chunk):
-        batch = to_paging.batch([sequence], [min(chunk, stored.length - begin)])
-        for layer in range(target.num_layers):
-            blocks = slice(begin // source.block_size, int(batch.positions[-1]) // source.block_size + 1)
-            inside = batch.positions - blocks.start * source.block_size
-            sides = [
-                _with_window(x[0, :, inside], window, batch.positions, stored.length).transpose(0, 1)
-                for x, window in zip(source.read(layer, table[:, blocks]), source.windows(layer), strict=True)
-            ]
-            target.write(layer, sides[0], sides[1], batch)
+    places, sequence = from_paging.places(put(stored, source, from_paging)), to_paging.add()
+    carry_over(source, *places, stored.length, target, to_paging, sequence)
     return take(target, to_paging, sequence, stored.token_ids)
 
 
-def _with_window(x: Tensor, window: Window | None, positions: Tensor, length: int) -> Tensor:
-    """Vectors x [Hkv, n, D], those in BF16 that a window holds in row 0 in their place."""
+def carry_over(
+    source: PagedKVCache, blocks: Sequence[int], row: int, length: int, target: PagedKVCache, paging: PagedSequences,
+    sequence: int,
+) -> None:  # fmt: skip
+    """Store a sequence that is in one cache in another as well, which may have another plan.
+
+    Args:
+        source: the cache that it is in, on the target's device.
+        blocks, row: its places there.
+        length: tokens that it has there.
+        target, paging: the other cache.
+        sequence: its id there, with no tokens so far.
+    Raises:
+        CacheFullError: there is no room for it.
+    """
+    chunk = target.most_new_tokens or WINDOW_CHUNK
+    table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
+    for begin in range(0, length, chunk):
+        batch = paging.batch([sequence], [min(chunk, length - begin)])
+        first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size
+        batch = batch.to(target.device)
+        inside = batch.positions - first * source.block_size
+        for layer in range(target.num_layers):
+            k, v = (
+                _with_window(x[0, :, inside], window, row, batch.positions, length).transpose(0, 1)
+                for x, window in zip(source.read(layer, table[:, first : last + 1]), source.windows(layer), strict=True)
+            )
+            target.write(layer, k, v, batch)
+
+
+def _with_window(x: Tensor, window: Window | None, row: int, positions: Tensor, length: int) -> Tensor:
+    """Vectors x [Hkv, n, D], those in BF16 that a window holds in a row in their place."""
     if window is None:
         return x
     place = torch.where(positions < window.sink, positions, window.sink + positions % max(window.ring, 1))
     held = (positions < window.sink) | (positions >= length - window.ring)
     place = torch.where(held, place, 0)
-    return torch.where(held[:, None], window.vectors[0][:, place].float(), x)
+    return torch.where(held[:, None], window.vectors[row][:, place].float(), x)

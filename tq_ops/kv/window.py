@@ -61,6 +61,30 @@ class Window:
         if first.any():
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
 
+    def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the new tokens of a batch are about to replace, both bf16: [T, Hkv, D] in the ring, of no tokens without one,
+        and [n, Hkv, D] of those that are sinks."""
+        rows, first = _token_rows(batch), self._sinks_of(batch)
+        ring = self.vectors[rows, :, self._places(batch.positions)] if self.ring else self.vectors[:0, :, 0]
+        return ring, self.vectors[rows[first], :, batch.positions[first]]
+
+    def put_back(self, saved: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
+        """Undo `write` for some tokens of a batch.
+
+        Args:
+            saved: from `overwritten` of the whole batch, before it was written.
+            tokens: [T] bool.
+        """
+        rows, first = _token_rows(batch), self._sinks_of(batch)
+        if self.ring:
+            self.vectors[rows[tokens], :, self._places(batch.positions[tokens])] = saved[0][tokens]
+        of = first[tokens[first]]
+        self.vectors[rows[of], :, batch.positions[of]] = saved[1][tokens[first]]
+
+    def _sinks_of(self, batch: Batch) -> Tensor:
+        """[n] int64, the tokens of a batch that are sinks; a device is not waited for where there can be none."""
+        return (batch.positions < self.sink).nonzero().flatten() if self.sink else batch.positions[:0]
+
     def filled(self, x: Tensor, batch: Batch) -> Groups:
         """The groups that new tokens x [T, Hkv, D] fill, of those and of the ring, to which they are not written yet."""
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()

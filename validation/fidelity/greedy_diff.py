@@ -18,6 +18,7 @@ from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.text import load_tokenizer
+from haarkv.models.weights import Weights
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -308,6 +309,14 @@ class _Finite:
         self.config, self.device, self.ops = executor.config, executor.device, executor.ops
         self._executor, self._side = executor, side
 
+    @property
+    def batches_alike(self) -> bool:
+        return self._executor.batches_alike
+
+    @property
+    def weights(self) -> Weights:
+        return self._executor.weights
+
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self._executor.supports(config, plan)
 
@@ -319,6 +328,9 @@ class _Finite:
 
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._check(self._executor.decode(token_ids, batch, cache))
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._check(self._executor.verify(token_ids, batch, cache))
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._executor.layers(hidden, span, batch, cache)

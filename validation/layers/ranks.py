@@ -28,7 +28,7 @@ class _Call:
     """One call of an executor, for every rank.
 
     Attributes:
-        method: prefill, decode or layers.
+        method: prefill, decode, verify or layers.
         x: token ids or hidden states.
         span: the layers that run, the only ones whose cache is handed out.
         stored: each of them, all KV heads.
@@ -61,7 +61,7 @@ class _Part:
         if call.method == "layers":
             result = executor.layers(x, call.span, batch, cache)
         else:
-            result = (executor.prefill if call.method == "prefill" else executor.decode)(x, batch, cache)
+            result = getattr(executor, call.method)(x, batch, cache)
         return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
 
     def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
@@ -89,6 +89,7 @@ class Gathered:
     def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
         self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
+        self.batches_alike, self.weights = executor.batches_alike, executor.weights
         self._part = _Part(executor, ranks, whole, plan)
 
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
@@ -102,6 +103,9 @@ class Gathered:
 
     def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("decode", token_ids, range(self.config.num_layers), batch, cache)
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call("verify", token_ids, range(self.config.num_layers), batch, cache)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("layers", hidden, span, batch, cache)

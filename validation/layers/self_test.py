@@ -51,7 +51,8 @@ class WholeLayers:
         self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
         self.compiled = executor.compiled
         self.supports, self.layers = executor.supports, executor.layers
-        self.prefill, self.decode = executor.prefill, executor.decode
+        self.prefill, self.decode, self.verify = executor.prefill, executor.decode, executor.verify
+        self.batches_alike, self.weights = executor.batches_alike, executor.weights
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None

@@ -44,6 +44,7 @@ class Sizes:
         tokens: Q, new tokens a sequence.
         columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
         blocks, block_size: of the cache.
+        predictions: rows of logits, where there are several new tokens a sequence; one a sequence unless given.
     """
 
     batch: int | str = "batch"
@@ -51,6 +52,7 @@ class Sizes:
     columns: int | str = "columns"
     blocks: int | str = "blocks"
     block_size: int | str = "block_size"
+    predictions: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,10 @@ class _Model:
         states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
         inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
         inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
+        rows = s.batch if s.predictions is None else s.predictions
         if self.plan.head and not self.one_token:
-            inputs["last_rows"] = TensorType(_INT32, (s.batch,))
-        ends = {"logits": TensorType(_FLOAT, (s.batch, config.vocab_size))}
+            inputs["last_rows"] = TensorType(_INT32, (rows,))
+        ends = {"logits": TensorType(_FLOAT, (rows, config.vocab_size))}
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for stored in FIELDS:

@@ -1,0 +1,168 @@
+"""Drafts by a model: a smaller one of the same tokens, or the model itself over a coarser copy of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from haarkv.engine.drafts import Beginning, Drafter, Proposal
+from haarkv.engine.generation import prefill_in_chunks
+from haarkv.engine.sampling import BatchSampler
+from haarkv.executors.base import Executor
+from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.kv.stored import carry_over
+
+
+@dataclass(frozen=True)
+class ModelDraft:
+    """Drafts by an executor with a KV cache of its own.
+
+    Attributes:
+        copies: the executor is the model's own. A drafter begins with a copy of the model's cache, stored by its own plan.
+    """
+
+    name: str
+    executor: Executor
+    plan: KVPlan
+    shared_bytes: int = 0
+    copies: bool = False
+
+    def begin(self, beginning: Beginning) -> Drafter:
+        return _Drafting(self, beginning)
+
+    def cache_bytes(self, sequences: int, max_context: int) -> int:
+        config = self.executor.config
+        shape = (config.num_kv_heads, config.head_dim)
+        slots = blocks_for(self.context(max_context)) * BLOCK_SIZE
+        return round(sequences * (slots * self.plan.bytes_per_token(*shape) + self.plan.window_bytes(*shape)))
+
+    def context(self, max_context: int) -> int:
+        """Tokens of a sequence that a drafter stores at most: beyond them it has nothing to say."""
+        return min(max_context, self.executor.config.max_position_embeddings, self.plan.context or max_context)
+
+
+@dataclass
+class _Sequence:
+    """What the draft has stored of one sequence.
+
+    Attributes:
+        known: tokens of the text when it was asked last; all of them are stored.
+        drafted: tokens that it drafted then and stored behind them.
+    """
+
+    id: int
+    known: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Drafted:
+    """Tokens of one proposal as they come, and what each was drawn from if it was drawn."""
+
+    token_ids: list[int] = field(default_factory=list)
+    probabilities: list[Tensor] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        return Proposal(self.token_ids, torch.stack(self.probabilities) if self.probabilities else None)
+
+
+class _Drafting:
+    def __init__(self, draft: ModelDraft, beginning: Beginning) -> None:
+        self._executor, config = draft.executor, draft.executor.config
+        self._vocab, self._limit = beginning.vocab_size, draft.context(beginning.max_context)
+        self._own_vocab = config.vocab_size
+        count = len(beginning.prompts)
+        self._cache = PagedKVCache(
+            draft.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            num_blocks=count * blocks_for(self._limit), num_rows=count, device=draft.executor.device,
+        )  # fmt: skip
+        self._paging = PagedSequences(self._cache.num_blocks, self._cache.block_size, num_rows=count)
+        self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
+        self._draws = beginning.sampling.temperature > 0
+        able = {row: prompt for row, prompt in enumerate(beginning.prompts) if self._can_read(prompt)}
+        self._sequences = {row: _Sequence(self._paging.add()) for row in able}
+        for row, prompt in able.items() if draft.copies else ():
+            carry_over(
+                beginning.cache, *beginning.paging.places(beginning.sequences[row]), len(prompt),
+                self._cache, self._paging, self._sequences[row].id,
+            )  # fmt: skip
+        if able and not draft.copies:
+            self._read(able)
+        for row, prompt in able.items():
+            self._sequences[row].known = len(prompt)
+
+    def _can_read(self, text: Sequence[int]) -> bool:
+        """Whether a text fits, and none of its tokens is one that this model does not have."""
+        return len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
+
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+        # The last drafted token is not stored, so that a text may be as long as the limit.
+        wanted = {row: min(most[row], self._limit - len(text) + 1) for row, text in texts.items()}
+        rows = [row for row in texts if wanted[row] > 0 and self._follows(row, texts[row])]
+        if not rows:
+            return {}
+        unread = {row: self._unread(row, texts[row]) for row in rows}
+        found = {row: _Drafted() for row in rows}
+        logits = self._read(unread)
+        while True:
+            self._draw(logits, {row: found[row] for row in rows})
+            rows = [row for row in rows if len(found[row].token_ids) < wanted[row]]
+            if not rows:
+                break
+            logits = self._decoded({row: found[row].token_ids[-1] for row in rows})
+        for row, of in found.items():
+            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), of.token_ids[:-1]
+        return {row: of.proposal() for row, of in found.items()}
+
+    def _follows(self, row: int, text: Sequence[int]) -> bool:
+        """Whether this model has followed a text so far and can go on; one that it cannot read is given up."""
+        if row not in self._sequences:
+            return False
+        if self._own_vocab < self._vocab and max(text[self._sequences[row].known :], default=0) >= self._own_vocab:
+            self._paging.free(self._sequences.pop(row).id)
+        return row in self._sequences
+
+    def _unread(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        """What is not stored of a text yet, once drafted tokens that it does not have are taken back."""
+        of = self._sequences[row]
+        came = text[of.known : of.known + len(of.drafted)]
+        right = next((i for i, token in enumerate(came) if token != of.drafted[i]), len(came))
+        self._paging.take_back([of.id], [len(of.drafted) - right])
+        self._sampler.begin_again(row, text)
+        return text[of.known + right :]
+
+    def _read(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Store the next tokens of some sequences; logits [n, vocab] after the last of each."""
+        if all(len(text) == 1 for text in texts.values()):
+            return self._decoded({row: text[0] for row, text in texts.items()})
+        ids = [self._sequences[row].id for row in texts]
+        logits = prefill_in_chunks(self._executor, list(texts.values()), ids, self._paging, self._cache)
+        return self._as_wide(logits)
+
+    def _decoded(self, tokens: Mapping[int, int]) -> Tensor:
+        """Store one token of each of some sequences; logits [n, vocab] after it."""
+        device = self._cache.device
+        batch = self._paging.batch([self._sequences[row].id for row in tokens], [1] * len(tokens)).to(device)
+        ids = uploaded(torch.tensor(list(tokens.values())), device)
+        return self._as_wide(self._executor.decode(ids, batch, self._cache))
+
+    def _as_wide(self, logits: Tensor) -> Tensor:
+        """As many logits as the model has; some models of one tokenizer round up the size of their vocabulary, some do not."""
+        return pad(logits, (0, self._vocab - logits.shape[1]), value=-torch.inf)
+
+    def _draw(self, logits: Tensor, found: Mapping[int, _Drafted]) -> None:
+        """Draw the next token of each sequence, from logits [n, vocab]."""
+        rows = list(found)
+        if not self._draws:
+            for row, token in zip(rows, self._sampler.next(logits, rows).tolist(), strict=True):
+                found[row].token_ids.append(token)
+            return
+        for row, weights in zip(rows, self._sampler.probabilities(logits, rows), strict=True):
+            found[row].token_ids.append(self._sampler.draw(weights, row))
+            found[row].probabilities.append(weights)

@@ -1,0 +1,157 @@
+"""Decode steps that check several drafted tokens in one forward, and take back what the model does not say.
+
+Greedy, a drafted token stays if it is the one that the model likes best. Sampled, it stays with probability min(1, p / q),
+where the model would draw it with p and the draft drew it with q, and the first that does not is replaced by a draw from
+max(p - q, 0): what comes is distributed as if the model had drawn each token itself (Leviathan, Kalman and Matias,
+arXiv:2211.17192). p and q are the distributions that are drawn from: with penalty, temperature and all filters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.drafts import DraftCost, Drafter, Proposal
+from haarkv.engine.sampling import BatchSampler
+from haarkv.executors.base import Executor
+from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.rollback import Advance
+
+_NOTHING = Proposal()
+PLAIN_EVERY = 24
+"""One decode step in so many drafts nothing, to measure what a step takes then."""
+_FIRST_PLAIN = 1  # not the very first, which may compile
+
+
+class Growing(Protocol):
+    """A sequence as it grows.
+
+    Attributes:
+        token_ids: prompt and all tokens that were chosen.
+        room: tokens beyond the next one that may still come, and be stored.
+    """
+
+    token_ids: list[int]
+
+    @property
+    def room(self) -> int: ...
+
+
+class Speculation:
+    """The decode steps of some sequences with drafted tokens.
+
+    Args:
+        cache, paging: where the sequences are.
+        drafter: of these sequences.
+        tokens: drafted at most, of each sequence and step.
+    Attributes:
+        cost: so far.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        cache: PagedKVCache,
+        paging: PagedSequences,
+        sampler: BatchSampler,
+        drafter: Drafter,
+        tokens: int,
+    ) -> None:
+        self._executor, self._cache, self._paging = executor, cache, paging
+        self._sampler, self._drafter = sampler, drafter
+        self._tokens = min(tokens, (cache.most_new_tokens or tokens + 1) - 1)
+        self._advance: Advance | None = None
+        self._steps = 0
+        self.cost = DraftCost()
+
+    def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
+        """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
+
+        Args:
+            rows: numbers that the sampler knows some sequences by.
+            sequences: their ids in the cache.
+            texts: what they are so far; the last token is not stored yet.
+        """
+        plain = self._steps % PLAIN_EVERY == _FIRST_PLAIN
+        self._steps += 1
+        proposals: dict[int, Proposal] = {}
+        if not plain:
+            most = {row: min(self._tokens, text.room) for row, text in zip(rows, texts, strict=True)}
+            proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
+        began = time.perf_counter()
+        proposed = [proposals.get(row, _NOTHING) for row in rows]
+        new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
+        self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
+        token_ids = uploaded(torch.tensor([token for tokens in new for token in tokens]), self._cache.device)
+        self.cost.steps += len(rows)
+        if len(token_ids) == len(rows):
+            logits = self._executor.decode(token_ids, self._advance.batch, self._cache)
+            found = [[token] for token in self._sampler.next(logits, rows).tolist()]
+            self.cost.plain.append((time.perf_counter() - began) / len(rows))
+            return found
+        logits = self._executor.verify(token_ids, self._advance.batch, self._cache)
+        found = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
+        self.cost.checks += sum(bool(drafts.token_ids) for drafts in proposed)
+        self.cost.proposed += len(token_ids) - len(rows)
+        self.cost.accepted += sum(len(tokens) - 1 for tokens in found)
+        return found
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Say of the last step how many of the tokens that it stored stay, of each sequence.
+
+        Args:
+            counts: the one before those that came, and all of these that were taken but the last.
+        """
+        if self._advance is not None:
+            self._advance.keep(counts)
+            self._advance = None
+
+    def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
+        if not self._sampler.settled:
+            return [judged(self._sampler, *given) for given in zip(logits, rows, proposals, strict=True)]
+        # Nothing depends on what is taken: one wait for the device is enough.
+        best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
+        found = []
+        for proposal in proposals:
+            liked = [next(best) for _ in range(len(proposal.token_ids) + 1)]
+            taken = next((i for i, token in enumerate(proposal.token_ids) if token != liked[i]), len(proposal.token_ids))
+            found.append(liked[: taken + 1])
+        return found
+
+
+def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
+    """The drafted tokens that the model takes, and one of its own after them.
+
+    Args:
+        sampler: draws the model's tokens.
+        logits: [n + 1, vocab] fp32, before each drafted token and after the last.
+        row: the sequence's number.
+        proposal: n tokens.
+    """
+    found: list[int] = []
+    for index, token in enumerate(proposal.token_ids):
+        before = logits[index : index + 1]
+        if proposal.probabilities is None:
+            # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
+            drawn = int(sampler.next(before, [row]))
+        else:
+            drawn = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
+        found.append(drawn)
+        if drawn != token:
+            return found
+    return [*found, int(sampler.next(logits[-1:], [row]))]
+
+
+def _accepted_or_other(sampler: BatchSampler, logits: Tensor, row: int, token: int, q: Tensor) -> int:
+    p = sampler.probabilities(logits, [row])[0]
+    if sampler.uniform(row) * float(q[token]) < float(p[token]):
+        sampler.say(row, token)
+        return token
+    rest = (p - q.to(p.device)).clamp(min=0)
+    # Where p and q are equal, only rounding can lead here.
+    return sampler.draw(rest if bool(rest.any()) else p, row)

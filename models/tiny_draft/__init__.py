@@ -1,0 +1,1 @@
+"""A two-layer draft for `tiny_qwen3` that ships."""

@@ -1,0 +1,158 @@
+"""Train `tiny_draft`, a two-layer draft for `tiny_qwen3`: `python -m haarkv.models.tiny_draft.train`.
+
+The recipe is that of `tiny_qwen3/train.py`: the same text, windows, optimiser and schedule. Two things differ. The draft
+keeps tiny's embedding, which is its head as well, and learns none of it. And it learns tiny's whole distribution after each
+token, not the token that follows: KL(tiny || draft).
+
+The result goes to `--out` without the embedding, which a draft takes from the model that it drafts for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn.functional import kl_div, log_softmax
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from haarkv.models.catalog import TINY
+from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.models.tiny_qwen3.train import learning_rate, token_stream
+from haarkv.models.weights import EMBEDDING, HEAD
+
+HERE = Path(__file__).parent
+EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
+
+
+def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The architecture of README.md with the model's own embedding, which stays as it is, and a part of its layers to begin
+    with: of the first and of the last, two query heads over one KV head, and the MLP's largest columns."""
+    tiny = model.config
+    draft = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=tiny.vocab_size, hidden_size=tiny.hidden_size, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=tiny.head_dim, rms_norm_eps=tiny.rms_norm_eps,
+            max_position_embeddings=tiny.max_position_embeddings, tie_word_embeddings=True, attention_bias=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=tiny.bos_token_id,
+            eos_token_id=tiny.eos_token_id,
+        )
+    )  # fmt: skip
+    draft.model.embed_tokens.weight = model.model.embed_tokens.weight
+    draft.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        draft.model.norm.weight.copy_(model.model.norm.weight)
+        for ours, theirs in zip(draft.model.layers, (model.model.layers[0], model.model.layers[-1]), strict=True):
+            _begin_with(ours, theirs)
+    return draft
+
+
+def _begin_with(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Copy as much of one layer as fits into a smaller one: leading heads, and the columns of the MLP that weigh most."""
+    kept = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
+    columns = kept.topk(ours.mlp.up_proj.out_features).indices.sort().values
+    taken = dict(theirs.state_dict())
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        taken[name] = taken[name][columns]
+    taken["mlp.down_proj.weight"] = taken["mlp.down_proj.weight"][:, columns]
+    for name, tensor in ours.state_dict().items():
+        tensor.copy_(taken[name][tuple(slice(size) for size in tensor.shape)])
+
+
+def loss_of(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    """KL(model || draft) in nats a token."""
+    with torch.no_grad():
+        wanted = log_softmax(model(input_ids=windows).logits.flatten(0, 1).float(), -1)
+    found = log_softmax(draft(input_ids=windows).logits.flatten(0, 1).float(), -1)
+    return kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+
+@torch.no_grad()
+def agreement(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
+    """How often both like the same token best, over evenly spaced windows of held-out text."""
+    same = 0
+    for j in range(EVAL_WINDOWS):
+        start = j * (len(tokens) - EVAL_TOKENS) // EVAL_WINDOWS
+        window = tokens[start : start + EVAL_TOKENS][None]
+        same += int((draft(input_ids=window).logits.argmax(-1) == model(input_ids=window).logits.argmax(-1)).sum())
+    return same / (EVAL_WINDOWS * EVAL_TOKENS)
+
+
+def train(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> None:
+    """Run `--steps` optimiser steps in place, printing the loss."""
+    learned = [p for p in draft.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    generator, began = torch.Generator().manual_seed(args.seed), time.monotonic()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        length = 512 if step < 0.7 * args.steps else 2048
+        starts = torch.randint(0, len(tokens) - length, (args.tokens_per_step // length,), generator=generator).tolist()
+        windows = torch.stack([tokens[s : s + length] for s in starts])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.autocast):
+            loss = loss_of(draft, model, windows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 20 == 0:
+            rate = (step + 1) * args.tokens_per_step / (time.monotonic() - began)
+            print(f"step {step + 1}/{args.steps} KL {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
+
+
+def save(draft: Qwen3ForCausalLM, out: Path) -> None:
+    """Write BF16 weights without the embedding, config and tokenizer beside `out`, then move each file into place whole."""
+    out.mkdir(parents=True, exist_ok=True)
+    shared = (EMBEDDING, HEAD)
+    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in draft.state_dict().items() if name not in shared}
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        scratch = Path(folder)
+        draft.config.dtype = torch.bfloat16
+        draft.config.save_pretrained(scratch)
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+        for path in scratch.iterdir():
+            path.chmod(0o644)
+            path.replace(out / path.name)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the draft that ships)")
+    parser.add_argument("--steps", type=int, default=220)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--final-lr", type=float, default=0.02, help="fraction of --lr at the last step")
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokens, held_out = token_stream(tokenizer, train_texts()), token_stream(tokenizer, list(held_out_texts().values()))
+    draft = new_draft(model).train()
+    train(draft, model, tokens, args)
+    draft = draft.to(torch.bfloat16).float().eval()  # as it is stored
+    print(f"of {EVAL_WINDOWS * EVAL_TOKENS} held-out tokens both like {agreement(draft, model, held_out):.1%} alike")
+    save(draft, args.out)
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

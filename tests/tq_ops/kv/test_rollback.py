@@ -1,0 +1,116 @@
+"""Tokens that are taken back: a cache and its bookkeeping as if they had never come."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import take
+
+HEADS, DIM, BLOCK = 2, 64, 32
+SPECS = {
+    "packed": KVSpec("tq4"),
+    "mixed": KVSpec("k=tq3,v=bf16"),
+    "tail": KVSpec("tq4", tail=5),
+    "sinks": KVSpec("tq4", sink=9),
+    "tail and sinks": KVSpec("k=tq5,v=tq2", tail=3, sink=6),
+    "groups": KVSpec("kivi2"),
+    "groups, a tail and sinks": KVSpec("k=kivi2,v=tq4", tail=40, sink=3),
+}
+
+
+def new(plan, sequences=3):
+    """A small chunk, so that the ring wraps often."""
+    cache = PagedKVCache(
+        plan, num_kv_heads=HEADS, head_dim=DIM, num_blocks=12 * sequences, num_rows=sequences, chunk=12, block_size=BLOCK
+    )
+    return cache, PagedSequences(cache.num_blocks, BLOCK, num_rows=sequences)
+
+
+def write(cache, batch, rows, seeds):
+    """Vectors that follow from a sequence's number, a token's position and a seed."""
+    positions, counts = batch.positions.tolist(), batch.query_start_loc.diff().tolist()
+    owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    for layer in range(cache.num_layers):
+        x = [
+            torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(hash((owner, position, seed, layer))))
+            for owner, position, seed in zip(owners, positions, seeds, strict=True)
+        ]
+        cache.write(layer, torch.stack([k for k, _ in x]), torch.stack([v for _, v in x]), batch)
+
+
+def books(paging):
+    return copy.deepcopy(vars(paging))
+
+
+def windows_of(cache, sequences, paging):
+    """Every byte of the windows of these sequences, held or not."""
+    rows = [paging.places(sequence)[1] for sequence in sequences]
+    return [window.vectors[rows].clone() for *_, window in cache.fields() if window is not None]
+
+
+def assert_same(one, other, sequences):
+    (cache_a, paging_a), (cache_b, paging_b) = one, other
+    held, free = [[books(paging)[name] for paging in (paging_a, paging_b)] for name in ("_blocks", "_free")]
+    # A wrong token of one sequence may have taken the block that another would have got, and no block more.
+    assert sorted([*free[0], *(b for of in held[0].values() for b in of)]) == list(range(cache_a.num_blocks))
+    assert {s: len(of) for s, of in held[0].items()} == {s: len(of) for s, of in held[1].items()}
+    assert len(sequences) > 1 or (held[0], free[0]) == (held[1], free[1])
+    for sequence in sequences:
+        assert paging_a.length(sequence) == paging_b.length(sequence)
+        tokens = range(paging_a.length(sequence))
+        a, b = (take(cache, paging, sequence, tokens).tensors for cache, paging in (one, other))
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
+    for a, b in zip(windows_of(cache_a, sequences, paging_a), windows_of(cache_b, sequences, paging_b), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_taken_back_never_was(name, count):
+    """Random steps of sequences, in one cache with wrong tokens that are taken back, in the other without them."""
+    plan, draw = SPECS[name].plan(1), random.Random(name)
+    tried, plain = new(plan, count), new(plan, count)
+    sequences = [(tried[1].add(), plain[1].add())[0] for _ in range(count)]
+    for _ in range(20):
+        chosen = draw.sample(sequences, draw.randint(1, count))
+        counts = [draw.randint(1, 8) for _ in chosen]
+        kept = [draw.randint(1, count) for count in counts]
+        advance = Advance(*tried, chosen, counts)
+        right = [i < stay for count, stay in zip(counts, kept, strict=True) for i in range(count)]
+        write(tried[0], advance.batch, chosen, [0 if ok else 1 + draw.randrange(9) for ok in right])
+        advance.keep(kept)
+        batch = plain[1].batch(chosen, kept)
+        write(plain[0], batch, chosen, [0] * sum(kept))
+        assert_same(tried, plain, sequences)
+
+
+def test_nothing_may_stay_and_blocks_come_back_in_order():
+    cache, paging = new(KVSpec("tq4", tail=5, sink=3).plan(1))
+    sequences = [paging.add() for _ in range(3)]
+    write(cache, paging.batch(sequences, [12, 2, 7]), sequences, [0] * 21)
+    write(cache, paging.batch(sequences, [12, 12, 12]), sequences, [0] * 36)
+    before, windows = books(paging), windows_of(cache, sequences, paging)
+    advance = Advance(cache, paging, sequences[::-1], [12, 11, 12])
+    assert books(paging)["_free"] != before["_free"]
+    write(cache, advance.batch, sequences[::-1], [1] * 35)
+    advance.keep([0, 0, 0])
+    assert books(paging) == before
+    for now, then in zip(windows_of(cache, sequences, paging), windows, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_tokens_that_are_not_there_cannot_be_dropped():
+    paging = PagedSequences(4, BLOCK)
+    sequence = paging.add(3)
+    with pytest.raises(AssertionError, match="not there"):
+        paging.take_back([sequence], [4])
+    with pytest.raises(AssertionError, match="not there"):
+        paging.take_back([sequence], [-1])

@@ -1,0 +1,48 @@
+"""Store tokens that may be taken back: afterwards a cache is as if they had never come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.window import Window
+
+
+class Advance:
+    """The next tokens of some sequences, some of which may turn out to be wrong.
+
+    Made before a forward stores them; `keep` says after it how many of each sequence stay. What is packed behind a sequence's
+    last token is nobody's, so that alone its length says what is there. A window reuses places, so what new tokens replace in
+    it is kept until then.
+
+    Args:
+        cache, paging: where they go.
+        sequences, counts: as for `PagedSequences.batch`.
+    Attributes:
+        batch: of all of them, on the cache's device.
+    Raises:
+        CacheFullError: as `PagedSequences.batch`.
+    """
+
+    def __init__(self, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        self._paging, self._sequences, self._counts = paging, list(sequences), list(counts)
+        self.batch: Batch = paging.batch(sequences, counts).to(cache.device)
+        windows = (window for _, _, _, window in cache.fields() if window is not None)
+        self._saved: list[tuple[Window, tuple[Tensor, Tensor]]] = [(w, w.overwritten(self.batch)) for w in windows]
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Keep the first so many new tokens of each sequence, and take the others back."""
+        dropped = [new - kept for new, kept in zip(self._counts, counts, strict=True)]
+        if not any(dropped):
+            return
+        self._paging.take_back(self._sequences, dropped)
+        if not self._saved:
+            return
+        kept = [torch.arange(new) < stay for new, stay in zip(self._counts, counts, strict=True)]
+        undone = ~torch.cat(kept).to(self.batch.positions.device)
+        for window, saved in self._saved:
+            window.put_back(saved, self.batch, undone)
