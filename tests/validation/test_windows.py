@@ -118,9 +118,9 @@ def test_there_are_thirty_faults_and_more():
     assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
 
 
-@pytest.mark.parametrize("number", range(0, len(NAMES), 3))
+@pytest.mark.parametrize("number", range(0, len(NAMES), 5))
 def test_every_fault_is_found_where_it_is(number):
-    """A third of them, in turns FP32 and BF16, by ops and by layers; all four of each: `make test-judge`."""
+    """A fifth of them, in turns FP32 and BF16, by ops and by layers; all four of each: `make test-judge`."""
     name = NAMES[number]
     dtype, drive = list(DTYPES)[number % 2], list(DRIVES)[number // 2 % 2]
     fault, report = faulty(dtype, name, drive)

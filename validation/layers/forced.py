@@ -28,7 +28,7 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.repeat import Repeats, Run, run_layer
+from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import Strays, Trial
 
@@ -84,8 +84,9 @@ class Forced:
         if unstable is None and any(verdict.fails for verdict in judged.verdicts):
             unstable = self.repeats.confirmed(run, lambda: self.run(index, made, bad, forward))
         if unstable is not None:
-            stage = next((v.stage for v in judged.verdicts if v.fails), unstable.stage)
-            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=stage)])
+            wrong = next((v.stage for v in judged.verdicts if v.fails), None)
+            detail = unstable.detail if wrong else f"{unstable.detail}, {WITHIN_ROUNDING}"
+            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
         failing = first(judged.verdicts)
         alone = self.reference.records and not run.strays and not run.outcome.problem
         if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
