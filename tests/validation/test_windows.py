@@ -132,11 +132,12 @@ def test_every_fault_is_found_where_it_is(number):
         assert first.head == fault.head
 
 
-def test_whole_layers_are_explained():
+@pytest.mark.parametrize("drive", DRIVES)
+def test_the_cause_is_named(drive):
     model = model_of()
     name = "the window is one token short"
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-    candidate, prompts = WholeLayers(ReferenceExecutor(model, fault.table())), [PROMPTS[1]]
+    candidate, prompts = DRIVES[drive](ReferenceExecutor(model, fault.table())), [PROMPTS[1]]
     assert name in compared(model, candidate, prompts=prompts, steps=0, explains=1).first_divergence.causes
 
 
