@@ -20,10 +20,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
-from haarkv.validation.layers.failure import OneRun, replay_of
 from haarkv.validation.layers.faults import reordered, table_with
 from haarkv.validation.layers.parts import load, put, quantized, snapshot, take, without_unread
-from haarkv.validation.layers.replay_file import dumps, loads
+from haarkv.validation.layers.replay.failure import OneRun, replay_of
+from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.slips import Layer
 from haarkv.validation.layers.window_faults import WINDOWED, window_faults
