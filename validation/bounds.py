@@ -191,7 +191,10 @@ CHANCE = 1e-12
 # Noise of FP32 sums is made larger by this much, run by run, and what it does is divided by it again. 16 * 2e-6 stays far
 # below a BF16 step of 2e-3; 512 times shows of every token what a rounding point that falls to the other side does to it.
 AMPLIFIED = (16.0, 16.0, 512.0)
-# Ties may be so many times as frequent as noise makes them: how a device orders its sums is not known.
+# Ties may be so many times as frequent as noise makes them. That noise is of one side, a sum taken one after the other whose
+# every step is as wide as FP32's are at most; on average they are 0.73 of that (the root of the mean of 1 / m**2, m from 1 to
+# 2), so two such sides are off by 1.04 of it. How a device orders its sums is not known: 2 leaves it 2.5 times the error of
+# such a sum.
 TIE_MARGIN = 2.0
 # Lengths of stored vectors may be off by this much on the average, whatever the chance: FP32 sums of 5,120 products are off by
 # 1.7e-6 each, and one device's approximate reciprocal root by 2e-7 always.

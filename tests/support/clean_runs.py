@@ -75,8 +75,12 @@ def _windows(number, kv):
     return KVSpec(kv, tail=draw.choice((None, 1, 3, 16, 40)), sink=draw.choice((0, 2, 5))), draw.choice((0, 0, 60))
 
 
-def clean_run(number, executors=("cpu", "onnx", "reordered"), most_tokens=40):
-    """One validation, drawn by its number; what it was, and its report."""
+def clean_run(number, executors=("cpu", "onnx", "reordered"), most_tokens=40, instead="reordered"):
+    """One validation, drawn by its number; what it was, and its report.
+
+    Args:
+        instead: the executor that runs where the drawn one cannot; without any the report is None.
+    """
     draw = random.Random(number)
     name, dtype = draw.choice(["tiny", *CONFIGS]), draw.choice(list(DTYPES))
     model = _model(name, dtype, draw.randrange(3))
@@ -85,8 +89,10 @@ def clean_run(number, executors=("cpu", "onnx", "reordered"), most_tokens=40):
     made_up = calibration(config.num_layers, config.num_kv_heads, config.head_dim) if "lr" in kv else None
     spec, longer = _windows(number, kv)
     plan = replace(spec, calibration=made_up).plan(config.num_layers)
-    if executor != "reordered" and _refusal(executor, config, plan, model):
-        executor = "reordered"
+    if executor != "reordered" and (reason := _refusal(executor, config, plan, model)):
+        if instead is None:
+            return f"{number}: {reason}", None
+        executor = instead
     candidate = _created(executor, model, plan)
     prompts = []
     for row in range(draw.choice((1, 1, 2))):
@@ -107,7 +113,9 @@ def main(begin, end, *executors):
     runner.Ledger = _Counting
     red, runs, worst, started = 0, 0, {}, time.time()
     for number in range(begin, end):
-        what, report = clean_run(number, *([executors] if executors else []))
+        what, report = clean_run(number, executors, 12, None) if executors else clean_run(number)
+        if report is None:
+            continue
         runs += 1
         TIES.setdefault(f"{report.candidate} {report.dtype}", []).extend(_Counting.seen)
         _Counting.seen.clear()

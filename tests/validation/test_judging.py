@@ -204,8 +204,10 @@ def test_who_differs_from_itself_within_the_bounds_is_found_where_it_is_asked_fo
     candidate = WholeLayers(ReferenceExecutor(model, table_with({"paged_attention": restless})))
     assert compared(model, prompts, candidate).passed
     report = compared(model, prompts, candidate, repeats=3)
-    assert (report.first_divergence.layer, report.first_divergence.reason) == (1, "unstable")
+    found = report.first_divergence
+    assert (found.layer, found.stage, found.reason) == (1, "attention_mlp", "unstable")
     assert "of 4 runs" in report.first_divergence.detail
+    assert "within rounding" in report.first_divergence.detail
 
 
 def test_a_fault_that_is_always_there_is_not_unstable():

@@ -15,12 +15,12 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.failure import OneRun, replay_of
 from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
-from haarkv.validation.layers.replay import capture, expected, judged, require_expected
-from haarkv.validation.layers.replay_file import dumps, load, loads
+from haarkv.validation.layers.replay.case import capture, expected, judged, require_expected
+from haarkv.validation.layers.replay.failure import OneRun, replay_of
+from haarkv.validation.layers.replay.file import dumps, load, loads
+from haarkv.validation.layers.replay.shrink import fails_alike, shrink
 from haarkv.validation.layers.self_test import WholeLayers
-from haarkv.validation.layers.shrink import fails_alike, shrink
 
 MODEL = small_model(SMALL)
 IN_BF16 = small_model(SMALL, dtype=torch.bfloat16)

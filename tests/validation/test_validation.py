@@ -522,7 +522,8 @@ def test_who_ignores_the_block_table_is_found():
     assert where(run(candidate_with(paged_attention=paged_attention), steps=0)) == (0, "paged_attention")
 
 
-def test_what_runs_away_without_a_culprit_is_named():
+@pytest.mark.parametrize("spoil", [lambda out: out.roll(1, -1), lambda out: out * 1.001], ids=["rolled", "a little too long"])
+def test_what_is_wrong_when_left_to_itself_is_named(spoil):
     """Right whenever it is fed the reference's input, wrong when left to itself, and of one mind with its whole forward."""
     calls, last = [], {}
 
@@ -530,7 +531,7 @@ def test_what_runs_away_without_a_culprit_is_named():
         calls.append(span[0])
         out = e.layers(hidden, span, batch, cache)
         if span[0] == SMALL.num_layers - 1 and calls.count(span[0]) >= 2:
-            last["hidden"] = out = out.roll(1, -1)
+            last["hidden"] = out = spoil(out)
         return out
 
     def prefill(e, token_ids, batch, cache):

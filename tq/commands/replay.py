@@ -14,8 +14,8 @@ from tq.options import device_option, executor_option, json_option, set_threads,
 from tq.output import print_table, unread_is_fine, visible
 
 if TYPE_CHECKING:
-    from haarkv.validation.layers.replay import LayerCase, Make
-    from haarkv.validation.layers.replay_file import ReplayFile
+    from haarkv.validation.layers.replay.case import LayerCase, Make
+    from haarkv.validation.layers.replay.file import ReplayFile
     from haarkv.validation.layers.report import Report
 
 
@@ -34,8 +34,8 @@ def command(file: Path, executor: str, device: str | None, threads: int | None, 
     """
     with unread_is_fine():
         set_threads(threads)
-        from haarkv.validation.layers.replay import expected, judged, require_expected
-        from haarkv.validation.layers.replay_file import load
+        from haarkv.validation.layers.replay.case import expected, judged, require_expected
+        from haarkv.validation.layers.replay.file import load
         from haarkv.validation.layers.report import as_json as plain
 
         found = load(file)

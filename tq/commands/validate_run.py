@@ -15,8 +15,8 @@ from tq.output import compiling, err, loading
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.parallel import Ranks
-    from haarkv.validation.layers.failure import OneRun
-    from haarkv.validation.layers.replay import Make
+    from haarkv.validation.layers.replay.case import Make
+    from haarkv.validation.layers.replay.failure import OneRun
     from haarkv.validation.layers.report import LayerRow, Report
 
 
@@ -49,8 +49,8 @@ def validated(
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
         from haarkv.validation.layers.exercise import chosen_prompts
-        from haarkv.validation.layers.failure import OneRun
         from haarkv.validation.layers.ranks import follow, gathered
+        from haarkv.validation.layers.replay.failure import OneRun
         from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
         from haarkv.validation.layers.scales import with_extreme_scales

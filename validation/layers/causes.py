@@ -19,10 +19,12 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
 from haarkv.validation.layers.judge import Verdict
-from haarkv.validation.layers.parts import parts_of
+from haarkv.validation.layers.parts import Stored, parts_of
+from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.repeat import Run
 from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
@@ -80,12 +82,39 @@ def explain(
     return replace(verdict, stages=stages, causes=tuple(fault.name for fault in nearest[:_MOST_NAMED]))
 
 
-def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
-    """Slips, and parts that are too large by as much as fits best."""
+def explain_attention(reference: Reference, call: Call, result: Tensor, stored: Stored, verdict: Verdict) -> Verdict:
+    """The verdict on attention that is wrong by itself, with the slips of it that give the same output, the nearest first.
+
+    Args:
+        call: as the reference ran it.
+        result: the executor's [T, Hq, D].
+        stored: the layer's cache as both were given it.
+    """
+    index, right = call.args[2], call.result
+    found = []
+    for fault in _slips(reference, index):
+        if fault.stage != "paged_attention":
+            continue
+        other = reference.attended(fault.table(), call, stored)
+        error = compare_vectors(other, result).rel_l2
+        if error <= verdict.bound and not torch.equal(other, right):
+            found.append((error, fault.name))
+    found.sort()
+    nearest = [name for error, name in found if error <= 2 * found[0][0]]
+    return replace(verdict, causes=tuple(nearest[:_MOST_NAMED]))
+
+
+def _slips(reference: Reference, index: int) -> Iterator[Fault]:
+    """Those of the model, and those of windows where K and V have them."""
     yield from slips(reference.model, index)
     names = {part.name.split(".")[0] for part in parts_of(reference.cache, index)}
     if all(reference.cache.windows(index)):
         yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
+
+
+def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
+    """Slips, and parts that are too large by as much as fits best."""
+    yield from _slips(reference, index)
     calls, ops = made.calls, reference.ops
     attention = [call for call in calls if call.op == "paged_attention"]
     if not attention or not torch.isfinite(run.outcome.result).all():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
-from haarkv.validation.layers.causes import explain
+from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import Chances, chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
@@ -28,7 +28,7 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.repeat import Repeats, Run, run_layer
+from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import Strays, Trial
 
@@ -84,8 +84,9 @@ class Forced:
         if unstable is None and any(verdict.fails for verdict in judged.verdicts):
             unstable = self.repeats.confirmed(run, lambda: self.run(index, made, bad, forward))
         if unstable is not None:
-            stage = next((v.stage for v in judged.verdicts if v.fails), unstable.stage)
-            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=stage)])
+            wrong = next((v.stage for v in judged.verdicts if v.fails), None)
+            detail = unstable.detail if wrong else f"{unstable.detail}, {WITHIN_ROUNDING}"
+            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
         failing = first(judged.verdicts)
         alone = self.reference.records and not run.strays and not run.outcome.problem
         if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
@@ -161,21 +162,30 @@ class Forced:
             failing = first(verdicts)
             if unstable is not None and failing is not None:
                 return [replace(unstable, stage=failing.stage)]
+            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.result):
+                self.explains -= 1
+                stored = self._readable(index, forward)
+                return [explain_attention(self.reference, call, run.result, stored, verdict) for verdict in verdicts]
         return verdicts
 
     def _op_run(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> OpRun:
         assert self.ops is not None
-        trial, batch, cache = self.trial, forward.batch, self.reference.cache
+        trial, batch = self.trial, forward.batch
         if call.op == "store_kv":
             trial.load(index, made.before)
             trial.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens))
+            trial.load(index, self._readable(index, forward))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
         if call.op == "store_kv":
             return OpRun(result, intact, trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch))
         strays = trial.strays(range(0), batch) if call.op == "paged_attention" else {}
         return OpRun(result, intact and not strays, strays, {})
+
+    def _readable(self, index: int, forward: Forward) -> Stored:
+        """The layer's cache as attention is given it: what it must not read is far from what it was."""
+        cache, batch = self.reference.cache, forward.batch
+        return without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens)
 
     def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun, forward: Forward) -> list[Verdict]:
         cache, result = self.reference.cache, run.result
@@ -195,6 +205,11 @@ class Forced:
             "ops", index, made.stored, run.stored, lambda: chances_of_store(cache, index, batch, (made.k, made.v))
         )
         return [rates.get(verdict.stage, verdict) for verdict in verdicts]
+
+
+def _same_kind(ours: Any, theirs: Any) -> bool:
+    """Whether two results can be compared number by number."""
+    return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,12 @@ class Reference:
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
         return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
 
+    def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
+        """What an op table makes of a recorded attention over a layer's cache."""
+        q, _, index, batch, scale = call.args
+        load(self._scratch, index, stored)
+        return ops.paged_attention(q, self._scratch, index, batch, scale)
+
 
 def _keep(*_: object) -> None:
     """In place of `store_kv`: what is there stays."""

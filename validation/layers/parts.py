@@ -50,7 +50,7 @@ class Part:
     @property
     def stage(self) -> str:
         """The name of the stage that stores it."""
-        return f"store_kv.{self.name}" if self.packed else self.name
+        return stage_of(self.name)
 
     @property
     def title(self) -> str:
@@ -66,6 +66,11 @@ class Part:
     def words(self, place: int) -> str:
         """A place, counted over all units."""
         return f"slot {place}" if self.packed else f"place {place % self.per_unit} of row {place // self.per_unit}"
+
+
+def stage_of(part: str) -> str:
+    """The name of the stage that stores a part."""
+    return f"store_kv.{part}" if part in ("k", "v") else part
 
 
 def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:

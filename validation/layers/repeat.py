@@ -13,8 +13,11 @@ from torch import Tensor
 from haarkv.validation import bounds
 from haarkv.validation.layers.forward import Forward
 from haarkv.validation.layers.judge import Verdict
-from haarkv.validation.layers.parts import Stored, parts_of, take
+from haarkv.validation.layers.parts import Stored, parts_of, stage_of, take
 from haarkv.validation.layers.trial import Outcome, Strays, Trial
+
+WITHIN_ROUNDING = "within rounding: sums that come in another order each time do so"
+"""Of runs that differ and are right. It is a finding all the same: no executor here says of itself that it does that."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,12 @@ class Repeats:
         return self._differs(run, again, bounds.CONFIRMING_RUNS)
 
     def _differs(self, run: Any, again: Callable[[], Any], times: int) -> Verdict | None:
-        counted = Counter([bits_of(run), *(bits_of(again()) for _ in range(times))])
-        return unstable("", times + 1 - counted.most_common(1)[0][1], times + 1) if len(counted) > 1 else None
+        every = [run, *(again() for _ in range(times))]
+        counted = Counter(map(bits_of, every))
+        if len(counted) == 1:
+            return None
+        other = next(one for one in every if bits_of(one) != bits_of(run))
+        return unstable(_differing(run, other), times + 1 - counted.most_common(1)[0][1], times + 1)
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,7 @@ def differing_layer(free: Trial, runs: list[FreeRun], forward: Forward) -> tuple
         counted = Counter(map(bits_of, every))
         if len(counted) > 1:
             other = next(run for run in again if bits_of(run) != bits_of(first.run))
-            parts = [part for part in parts_of(free.cache, index) if _differ(first.run, other, part.name)]
-            stage = parts[0].stage if parts else "attention_mlp"
-            return index, unstable(stage, len(every) - counted.most_common(1)[0][1], len(every))
+            return index, unstable(_differing(first.run, other), len(every) - counted.most_common(1)[0][1], len(every))
     return None
 
 
@@ -123,8 +128,12 @@ def differing_forward(
     return None, unstable("forward", different, len(kept), " after the last K and V")
 
 
-def _differ(one: Run, other: Run, part: str) -> bool:
-    return bits_of(one.stored[part]) != bits_of(other.stored[part])
+def _differing(one: Any, other: Any) -> str:
+    """The first stage at which two runs of a layer differ; of an op, which its caller names, none."""
+    if not isinstance(one, Run):
+        return ""
+    parts = [part for part in one.stored if bits_of(one.stored[part]) != bits_of(other.stored[part])]
+    return stage_of(parts[0]) if parts else "attention_mlp"
 
 
 def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:

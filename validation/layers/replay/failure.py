@@ -9,10 +9,10 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.validation.layers.replay import Make, capture, expected
-from haarkv.validation.layers.replay_file import ReplayFile
+from haarkv.validation.layers.replay.case import Make, capture, expected
+from haarkv.validation.layers.replay.file import ReplayFile
+from haarkv.validation.layers.replay.shrink import fails_alike, shrink
 from haarkv.validation.layers.report import Finding, Report
-from haarkv.validation.layers.shrink import fails_alike, shrink
 
 _MOST_FORWARDS = 8
 """In which a layer is tried that does not fail alone where it was found."""

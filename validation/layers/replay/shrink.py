@@ -14,7 +14,7 @@ from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot
-from haarkv.validation.layers.replay import LayerCase, Make, block_size, compact, expected, judged, new_cache
+from haarkv.validation.layers.replay.case import LayerCase, Make, block_size, compact, expected, judged, new_cache
 
 Fails = Callable[[LayerCase], bool]
 _WIDTHS = tuple(2**power for power in range(3, 20))

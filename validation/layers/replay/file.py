@@ -32,7 +32,7 @@ from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
-from haarkv.validation.layers.replay import VOCABULARY, LayerCase, block_size, is_learned
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, is_learned
 
 VERSION = "2"
 _KEYS = {
