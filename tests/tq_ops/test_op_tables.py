@@ -144,7 +144,7 @@ def test_a_table_refuses_what_it_says_it_cannot_read():
         with pytest.raises(InputError) as error:
             ops.paged_attention(q, made, LAYER, batch, scale)
         assert str(error.value) == reason
-    assert refused > 5
+    assert refused == 3, "KVarN's tiles"
     assert "head_dim" in str(CUDA.unsupported(Case("tq4", 96, 1, 1, 128, (0,), (1,)).plan, 96))
 
 

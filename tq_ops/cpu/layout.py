@@ -3,8 +3,8 @@
 The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
 bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
 rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices. Levels of 2
-or 3 bits are unpacked to such words first; those of 5 to 8 bits become numbers, in the order of `places`. What `KNOWN` names
-becomes numbers in the order of its own coordinates.
+or 3 bits are unpacked to such words first; those of 5 to 8 bits become numbers, in the order of `places`. Formats of other
+kinds become numbers in the order of their own coordinates.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.cpu.known import KNOWN, Known
-from haarkv.tq_ops.formats import SEED_EPS, KVFormat
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
 
@@ -37,15 +37,15 @@ def places(described: Description) -> tuple[int, ...] | None:
 
 READS = Reads(
     "the CPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)),
-    in_one_order=lambda described: places(described) is not None, also=tuple(KNOWN), windows=True, learned=_learned,
+    in_one_order=lambda described: places(described) is not None, numbers=frozenset(Kind), windows=True,
+    learned=_learned,
 )  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
-    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, most_scales=1, order=in_parts,
-    also=tuple(kv_format for kv_format, known in KNOWN.items() if known.most is not None), matrix_dtype=torch.bfloat16,
-    quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
+    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, numbers=READS.numbers, most_scales=1, order=in_parts,
+    matrix_dtype=torch.bfloat16, quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
-"""What the append kernel quantizes; the reference stores the rest of what they read."""
+"""What the append kernel quantizes; of numbers where `largest` says so. The reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
 """Of centroids in 16 bits: what they leave of 32 is for queries and weights, whose products are summed there."""
 _CPU = torch.device("cpu")
@@ -58,17 +58,16 @@ class Layout:
 
     Attributes:
         levels: N, of a vector.
-        planes: widths of a level's planes, low bits first, one or two; of a `known` format the bits of a stream, or none.
+        planes: widths of a level's planes, low bits first, one or two; of `numbers` the bits of a stream, or 0.
         rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, or of levels above 4 bits in that of
             `places`; None where the vectors are not rotated.
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of `places`) to the model's own.
         mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
-        centroids: [2**bits] fp32; of a `known` format its `numbers`; None where the codes are numbers.
+        centroids: [2**bits] fp32; of `numbers` their table, as often as 16 have room; None where codes are numbers.
         integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words alone.
         unit: that makes the largest error of a level, `centroids - integers * unit`, least.
-        known: how a format is read that is none of rotated levels.
-        restore: [D, D] bf16, of a format that is rotated back vector by vector.
-        least: added to the square of a vector's length there.
+        numbers: how a format is read that is none of rotated levels.
+        restore: [D, D] bf16, by which each vector is rotated back by itself, of such a format.
     """
 
     levels: int
@@ -79,9 +78,8 @@ class Layout:
     centroids: Tensor | None
     integers: Tensor | None
     unit: float
-    known: Known | None = None
+    numbers: Numbers | None = None
     restore: Tensor | None = None
-    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,11 @@ class Tables:
     Attributes:
         planes: widths of a level's planes, low bits first.
         matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
-            None of a `known` format, and so are the next two.
+            None of `numbers`, and so are the next two.
         boundaries: [2**bits - 1] fp32.
         centroids: [2**bits] fp32.
         refinement: of learned coordinates; None of a rotation.
-        known: how a format is stored that is none of rotated levels.
+        numbers: how a format is stored that is none of rotated levels.
     """
 
     planes: tuple[int, ...]
@@ -122,13 +120,13 @@ class Tables:
     boundaries: Tensor | None
     centroids: Tensor | None
     refinement: Refinement | None
-    known: Known | None = None
+    numbers: Numbers | None = None
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
-    if kv_format in KNOWN:
-        return _known_layout(KNOWN[kv_format], layer, head_dim)
+    if numbers := kv_format.numbers(head_dim):
+        return _layout_of_numbers(kv_format, layer if numbers.per_layer else 0, head_dim)
     return _layout(*_described(kv_format, layer, head_dim))
 
 
@@ -136,8 +134,8 @@ def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
     """What the append kernel quantizes a format by, made once; None if it cannot. Do not write to it."""
     if misfit(APPENDS, kv_format, head_dim) is not None:
         return None
-    if kv_format in KNOWN:
-        return Tables((KNOWN[kv_format].bits,), None, None, None, None, KNOWN[kv_format])
+    if numbers := kv_format.numbers(head_dim):
+        return None if numbers.largest is None else Tables((numbers.bits,), None, None, None, None, numbers)
     return _tables(*_described(kv_format, layer, head_dim))
 
 
@@ -148,20 +146,27 @@ def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Descript
 
 
 @cache
-def _known_layout(known: Known, layer: int, head_dim: int) -> Layout:
-    back = known.back(head_dim).unsqueeze(0) if known.back else None
+def _layout_of_numbers(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
+    numbers = kv_format.numbers(head_dim)
+    assert numbers is not None, "the caller has looked"
+    table = torch.tensor(numbers.table)
+    back = numbers.back(layer) if numbers.back else None
+    restore = rotate_back = None
+    if numbers.kind is Kind.RESTORED and back is not None:
+        restore = back.bfloat16().contiguous()
+    elif back is not None:
+        rotate_back = back.unsqueeze(0).contiguous()
     return Layout(
         levels=head_dim,
-        planes=(known.bits,),
-        rotate=None if back is None else back.mT.contiguous(),
-        rotate_back=None if back is None else back.contiguous(),
+        planes=(numbers.bits,),
+        rotate=None if rotate_back is None else rotate_back.mT.contiguous(),
+        rotate_back=rotate_back,
         mean=None,
-        centroids=known.numbers(head_dim),
+        centroids=table.repeat(16 // len(table)) if numbers.table else None,
         integers=None,
         unit=0.0,
-        known=known,
-        restore=known.restore(layer, head_dim).bfloat16().contiguous() if known.restore else None,
-        least=SEED_EPS,
+        numbers=numbers,
+        restore=restore,
     )
 
 

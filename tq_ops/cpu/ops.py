@@ -6,12 +6,9 @@ Signatures and rounding points are those of `tq_ops.reference`, except where a d
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,14 +16,10 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.known import Known
-from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
-from haarkv.tq_ops.cpu.library import Cell
+from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.kv.window import Window
 
 
 class CpuOps:
@@ -52,7 +45,7 @@ class CpuOps:
             weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self._isa, threads=0
         )
         self._given = threading.local()
-        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, _Prepared]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared]] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -82,7 +75,7 @@ class CpuOps:
 
         FP32 sums are in another order, the same for every row.
         """
-        if weight.dtype not in _IS_BF16:
+        if weight.dtype not in IS_BF16:
             return reference.rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
         y, width = torch.empty_like(x), weight.shape[0]
@@ -96,8 +89,8 @@ class CpuOps:
         )
         call.eps, call.bf16, call.weight_bf16, call.isa, call.threads = (
             eps,
-            _is_bf16(x),
-            _is_bf16(weight),
+            is_bf16(x),
+            is_bf16(weight),
             self._isa,
             self._threads,
         )
@@ -124,7 +117,7 @@ class CpuOps:
         y = torch.empty(gate.shape, dtype=dtype)
         call = library.SiluMul.__new__(library.SiluMul)
         call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
-        call.bf16, call.isa, call.threads = _is_bf16(y), self._isa, self._threads
+        call.bf16, call.isa, call.threads = is_bf16(y), self._isa, self._threads
         self._library.haarkv_silu_mul(ctypes.byref(call))
         return y
 
@@ -145,7 +138,7 @@ class CpuOps:
         call = library.Linear.from_buffer_copy(self._linear)
         call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
         (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
-        call.weight_bf16, call.bf16, call.threads = _is_bf16(weight), _is_bf16(x), self._threads
+        call.weight_bf16, call.bf16, call.threads = is_bf16(weight), is_bf16(x), self._threads
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 
@@ -169,7 +162,7 @@ class CpuOps:
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-        call.k.bf16, call.v.bf16, call.tokens, call.threads = _is_bf16(k), _is_bf16(v), k.shape[0], self._threads
+        call.k.bf16, call.v.bf16, call.tokens, call.threads = is_bf16(k), is_bf16(v), k.shape[0], self._threads
         positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
         call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
         call.sequences = len(rows)
@@ -218,6 +211,10 @@ class CpuOps:
         standard deviation, at head_dim 128 and made-up coordinates. No query can lose more than N / (sqrt(12) * 2.8e5) where
         the sum decides the step: 1.3e-4 at N = 128, 3.9e-4 at 384; where max|q| does, sqrt(N / 12) / 32,639.
 
+        From `amx` on, a bf16 q also meets formats whose numbers are BF16 by tiles of BF16 products: `bf16`, `fp8_e4m3` and
+        `tq4_seed`, with each other or with levels of up to 4 bits. What of q is rotated, and p, is there the sum of two BF16
+        numbers, off by at most 2**-17 of itself; sums are FP32, in the tiles' own order.
+
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the same
         bits as `avx512vnni`. A pass serves up to 64 rows there, 8 elsewhere. Rotated queries and partial sums take at most
         about 16 MB at a time, whatever the prompt.
@@ -232,159 +229,14 @@ class CpuOps:
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
         rows = batch.rows.contiguous()
-        call.bf16, call.softmax_scale, call.threads = _is_bf16(q), softmax_scale, self._threads
+        call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self._threads
         call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
         return out
 
-    def _prepared(self, cache: PagedKVCache, layer: int) -> _Prepared:
+    def _prepared(self, cache: PagedKVCache, layer: int) -> Prepared:
         """The calls of one layer of a cache, made once: filling them in takes longer than storing a token."""
         prepared = self._caches.setdefault(cache, {})
         if layer not in prepared:
-            prepared[layer] = _prepare(cache, layer, self._isa)
+            prepared[layer] = prepare(cache, layer, self._isa)
         return prepared[layer]
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to.
-
-    Attributes:
-        attention: for `paged_attention`.
-        store: for `store_kv`; None if the kernels cannot quantize these formats.
-    """
-
-    attention: library.Attention
-    store: library.Store | None
-
-
-def _prepare(cache: PagedKVCache, layer: int, isa: int) -> _Prepared:
-    """
-    Raises:
-        InputError: a plan or head_dim that the kernels cannot read.
-    """
-    if reason := unsupported(READS, cache.plan, cache.head_dim):
-        raise InputError(reason)
-    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
-    k_kept, v_kept = map(_kept, cache.windows(layer))
-    attention = library.Attention(
-        cache=library.Cache(
-            k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
-            num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
-        ),
-        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim),
-        rotation_back=_matrix(values.rotate_back, cache.head_dim),
-        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
-        isa=isa, threads=0,
-    )  # fmt: skip
-    k_tables, v_tables = (tables(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
-    if k_tables is None or v_tables is None:
-        return _Prepared(attention, None)
-    store = library.Store(
-        k=_store_side(k_fields, k_tables, k_kept, cache.head_dim),
-        v=_store_side(v_fields, v_tables, v_kept, cache.head_dim),
-        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0,
-        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
-    )  # fmt: skip
-    return _Prepared(attention, store)
-
-
-_IS_BF16 = {torch.bfloat16: True, torch.float32: False}
-
-
-def _is_bf16(x: Tensor) -> bool:
-    found = _IS_BF16.get(x.dtype)
-    if found is None:
-        raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
-    return found
-
-
-def _kept(window: Window | None) -> library.Kept:
-    if window is None:
-        return library.Kept(vectors=0, tail=0, sink=0, ring=0, group=1)
-    return library.Kept(
-        vectors=window.vectors, tail=window.tail, sink=window.sink, ring=window.ring, group=window.group
-    )  # fmt: skip
-
-
-def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    known, planes = of.known, (*of.planes, 0)
-    cell = known.cell if known else Cell.NIBBLE if sum(planes) <= 4 else Cell.BYTE
-    stored = _stored(fields, known)
-    return library.SideArgs(
-        codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero), centroids=_sixteen(of.centroids),
-        codes_stride=_block_bytes(stored.codes), scales_stride=0 if stored.scale is None else stored.scale.stride(0),
-        scales_per_vector=stored.scales, scale_bytes=stored.scale_bytes, group=stored.group, levels=of.levels,
-        bytes=stored.bytes, cell=cell, first_plane=planes[0], second_plane=planes[1], unit=of.unit,
-        integers=_sixteen(of.integers), mean=_or_null(of.mean), restore=_or_null(of.restore), least=of.least, kept=kept,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The fields of a side as the kernels see them.
-
-    Attributes:
-        bytes: of a vector's codes.
-        scales: of a group of tokens; 0 where there are none.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    zero: Tensor | None
-    group: int
-    bytes: int
-    scales: int
-    scale_bytes: int
-
-
-def _stored(fields: dict[str, Tensor], known: Known | None) -> _Stored:
-    codes, scale, zero = (fields.get(x) for x in ((known.codes, known.scale, known.zero) if known else ("codes", "scale", "")))
-    assert codes is not None, "every format has codes"
-    group = known.group if known else 1
-    scales = 0 if scale is None else scale.shape[3] if scale.ndim == 4 else 1
-    size = codes.itemsize * math.prod(codes.shape[3:]) // group
-    return _Stored(codes, scale, zero, group, size, scales, 2 if scale is None else scale.itemsize)
-
-
-def _or_null(table: Tensor | None) -> Tensor | int:
-    return 0 if table is None else table
-
-
-def _block_bytes(field: Tensor) -> int:
-    """From a block to the next."""
-    return field.stride(0) * field.itemsize
-
-
-def _sixteen(table: Tensor | None) -> Tensor | int:
-    """With zeros after the last where there are fewer: registers of 16 are loaded. None is no table."""
-    return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
-
-
-def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
-    stored, planes, learned = _stored(fields, by.known), (*by.planes, 0, 0), by.refinement
-    own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
-    quantizer = library.Quantizer(
-        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
-        stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
-        first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, cell=by.known.cell if by.known else Cell.NIBBLE,
-        scales_per_vector=stored.scales, scale_bytes=stored.scale_bytes, group=stored.group,
-        most=by.known.most if by.known else torch.finfo(torch.float32).max,
-    )  # fmt: skip
-    return library.StoreSide(
-        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
-        codes_stride=_block_bytes(stored.codes), scales_stride=0 if stored.scale is None else stored.scale.stride(0),
-        quantizer=quantizer, kept=kept, bf16=0,
-    )  # fmt: skip
-
-
-def _matrix(matrix: Tensor | None, head_dim: int) -> library.Matrix:
-    """[H, inputs, outputs]; one for all KV heads where H is 1. None changes nothing and has no numbers."""
-    if matrix is None:
-        return library.Matrix(numbers=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
-    heads, inputs, outputs = matrix.shape
-    return library.Matrix(
-        numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,
-        bf16=_is_bf16(matrix),
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from haarkv.tq_ops.formats.numbers import Numbers
     from haarkv.tq_ops.formats.rotated import Description
 
 
@@ -74,6 +75,13 @@ class KVFormat(Protocol):
 
     def description(self, head_dim: int) -> Description | None:
         """What a backend has to know to read and write it; None of a format that is not one of rotated levels.
+
+        Raises:
+            InputError: the format has no layout for this head_dim.
+        """
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        """How what it stores is read as numbers; None of a format of rotated levels, or one that no backend is to know.
 
         Raises:
             InputError: the format has no layout for this head_dim.

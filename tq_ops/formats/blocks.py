@@ -9,6 +9,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import groups_of
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -49,6 +50,9 @@ class BlockFormat(ABC):
 
     def description(self, head_dim: int) -> Description | None:
         return None  # not one of rotated levels
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None  # unless it says so
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return float(stored_bytes(self.fields(head_dim)))

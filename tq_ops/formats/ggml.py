@@ -5,6 +5,8 @@ Source: ggml, `quantize_row_q*_0_ref`; llama.cpp, pull request 21038.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
+
+_LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 class BlockQ4(BlockFormat):
@@ -34,6 +39,10 @@ class BlockQ4(BlockFormat):
     def fields(self, head_dim: int) -> dict[str, Field]:
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": Field(torch.float16, (blocks,))}
+
+    def numbers(self, head_dim: int) -> Numbers:
+        self.count_blocks(head_dim)
+        return Numbers(Kind.HALVES, scale="scale", table=tuple(map(float, range(-8, 8))), largest=8 * _LARGEST_SCALE)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))
@@ -107,18 +116,21 @@ class RotatedBlockQ4(BlockQ4):
             raise InputError(f"{self.name} rotates {self.smallest} values at a time and cannot hold head_dim {head_dim}")
         return super().count_blocks(head_dim)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """WHT(x) / sqrt(n) of each n numbers: [..., D] fp32 -> [..., D] fp32, its own inverse."""
+    def numbers(self, head_dim: int) -> Numbers:
+        return replace(super().numbers(head_dim), back=lambda _: self._rotate(torch.eye(head_dim)), largest=None)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """[..., D] fp32, its own inverse."""
         head_dim = x.shape[-1]
         size = head_dim & -head_dim if self._whole else self.smallest
         return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
         self.count_blocks(x.shape[-1])
-        return super().split(self.rotate(x.float()))
+        return super().split(self._rotate(x.float()))
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return self.rotate(super().dequantize(fields, layer))
+        return self._rotate(super().dequantize(fields, layer))
 
 
 class BlockQ8(BlockFormat):
@@ -138,6 +150,10 @@ class BlockQ8(BlockFormat):
     def fields(self, head_dim: int) -> dict[str, Field]:
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.int8, (head_dim,)), "scale": Field(torch.float16, (blocks,))}
+
+    def numbers(self, head_dim: int) -> Numbers:
+        self.count_blocks(head_dim)
+        return Numbers(Kind.INT8, scale="scale", largest=127 * _LARGEST_SCALE)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))

@@ -11,6 +11,7 @@ from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
 from haarkv.tq_ops.formats.base import Field, LevelChoice
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description, Plane, Quantizer, Transform, centroids_at, numbers_on
 
@@ -69,9 +70,15 @@ class HadamardTQ3(BlockFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.block)
-        return self.rotate_back((_at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)).flatten(-2))
+        return self._rotate_back((_at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)).flatten(-2))
 
-    def rotate_back(self, y: Tensor) -> Tensor:
+    def numbers(self, head_dim: int) -> Numbers:
+        self.count_blocks(head_dim)
+        return Numbers(
+            Kind.STREAM, scale="gamma", bits=2, table=self.centroids, back=lambda _: self._rotate_back(torch.eye(head_dim))
+        )
+
+    def _rotate_back(self, y: Tensor) -> Tensor:
         """s * WHT32(y) * 0.17677669 of each block: [..., D] fp32 -> [..., D] fp32."""
         return (fwht(self.split(y)) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
 

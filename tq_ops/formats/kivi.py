@@ -12,6 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -58,6 +59,12 @@ class _Kivi:
     def description(self, head_dim: int) -> Description | None:
         return None  # not one of rotated levels
 
+    def _numbers(self, kind: Kind, group: int) -> Numbers:
+        """A range overflows from half of the largest number on."""
+        table = tuple(map(float, range(2**self.bits)))
+        largest = torch.finfo(torch.float32).max / 2
+        return Numbers(kind, scale="scale", zero="zero", bits=self.bits, group=group, table=table, largest=largest)
+
     def _ranges(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero [...] of groups [..., G]."""
         zero = x.amin(-1)
@@ -102,6 +109,9 @@ class KiviKeys(_Kivi):
         numbers = Field(torch.float32, (head_dim,))
         codes = Field(torch.uint8, (head_dim, self.group * self.bits // 8))
         return {"codes": codes, "scale": numbers, "zero": numbers}
+
+    def numbers(self, head_dim: int) -> Numbers:
+        return self._numbers(Kind.CHANNELS, self.group)
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return stored_bytes(self.fields(head_dim)) / self.group
@@ -160,6 +170,10 @@ class KiviValues(_Kivi):
             raise InputError(f"{self.name} groups {self.group} channels of V and cannot hold head_dim {head_dim}")
         numbers = Field(torch.float32, (head_dim // self.group,))
         return {"codes": Field(torch.uint8, (head_dim * self.bits // 8,)), "scale": numbers, "zero": numbers}
+
+    def numbers(self, head_dim: int) -> Numbers:
+        self.fields(head_dim)
+        return self._numbers(Kind.STREAM, 1)
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return float(stored_bytes(self.fields(head_dim)))

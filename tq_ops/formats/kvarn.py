@@ -22,6 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.blocks import to_fp16
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -101,6 +102,9 @@ class KVarN:
 
     def description(self, head_dim: int) -> Description | None:
         return None  # its levels do not stand for fixed numbers
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None  # no backend reads tiles that are scaled on both axes
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim & (head_dim - 1):

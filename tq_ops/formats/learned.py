@@ -17,6 +17,7 @@ from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.learned_levels import Refinement
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
@@ -171,6 +172,9 @@ class LearnedFormat:
         if head_dim != self.head_dim:
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._described
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None  # its description says all
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         scale = Field(self.description(head_dim).scale_dtype, ())

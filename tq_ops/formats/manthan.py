@@ -11,6 +11,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -26,7 +27,7 @@ def _boundaries_on(device: torch.device) -> Tensor:
 
 
 @cache
-def centroids_on(head_dim: int, device: torch.device) -> Tensor:
+def _centroids_on(head_dim: int, device: torch.device) -> Tensor:
     """c / sqrt(D), [8] fp32, divided on the host."""
     return (torch.tensor(CENTROIDS) / torch.tensor(math.sqrt(head_dim))).to(device)
 
@@ -51,6 +52,11 @@ class Manthan3:
     def description(self, head_dim: int) -> Description | None:
         return None  # not one of rotated levels
 
+    def numbers(self, head_dim: int) -> Numbers:
+        self.fields(head_dim)
+        table = tuple(_centroids_on(head_dim, torch.device("cpu")).tolist())
+        return Numbers(Kind.STREAM, scale="radius", bits=BITS, table=table)
+
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:
             raise InputError(f"manthan3 packs 8 coordinates in 3 bytes and cannot hold head_dim {head_dim}")
@@ -68,7 +74,7 @@ class Manthan3:
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = self.levels(fields)
-        centroids = centroids_on(level.shape[-1], level.device)
+        centroids = _centroids_on(level.shape[-1], level.device)
         return centroids.index_select(0, level.flatten().int()).view(level.shape) * fields["radius"].unsqueeze(-1)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.learned import Calibration
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -70,6 +71,9 @@ class Oscar:
 
     def description(self, head_dim: int) -> Description | None:
         return None  # its levels do not stand for fixed numbers
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None  # no backend reads it
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim != self.head_dim:

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description
+
+_KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.FP32}
 
 
 class Plain:
@@ -22,6 +25,9 @@ class Plain:
 
     def description(self, head_dim: int) -> Description | None:
         return None  # not one of rotated levels
+
+    def numbers(self, head_dim: int) -> Numbers:
+        return Numbers(_KINDS[self._dtype], "data", largest=torch.inf)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"data": Field(self._dtype, (head_dim,))}

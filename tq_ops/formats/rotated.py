@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 
@@ -299,6 +300,9 @@ class RotatedFormat:
             InputError: the format has no layout for this head_dim.
         """
         return self._describe(head_dim)
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None  # its description says all
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         scale = Field(self.description(head_dim).scale_dtype, ())

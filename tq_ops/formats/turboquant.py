@@ -16,6 +16,7 @@ from torch import Tensor
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import pack_planes, planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import (
     Description,
@@ -100,8 +101,6 @@ class TurboQuant4Seed:
 
     Args:
         rotation: of a layer; the shipped one unless given.
-    Attributes:
-        transform: the rotation.
     """
 
     name = "tq4_seed"
@@ -110,11 +109,18 @@ class TurboQuant4Seed:
     lossy = True
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
-        self.transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
+        self._transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
 
     def description(self, head_dim: int) -> Description | None:
         """None: it does not store `scale * c[level]`, but a norm, and two more roundings."""
         return None
+
+    def numbers(self, head_dim: int) -> Numbers:
+        table = tuple(codebook_on(head_dim, torch.device("cpu")).centroids.tolist())
+        return Numbers(
+            Kind.RESTORED, scale="norm", table=table, least=SEED_EPS, per_layer=True,
+            back=lambda layer: self._transform.on(layer, head_dim, torch.device("cpu")).T,
+        )  # fmt: skip
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
@@ -158,4 +164,4 @@ class TurboQuant4Seed:
         return x / norm, norm
 
     def _rotation(self, x: Tensor, layer: int) -> Tensor:
-        return self.transform.on(layer, x.shape[-1], x.device)
+        return self._transform.on(layer, x.shape[-1], x.device)

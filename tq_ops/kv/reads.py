@@ -10,6 +10,7 @@ import torch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.formats.rotated import Description, Quantizer
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -30,6 +31,7 @@ class Reads:
         quantizer: how vectors become levels.
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
+        numbers: kinds of formats that they read beside those of rotated levels.
         windows: whether they read tokens in BF16 beside the packed ones.
         learned: head_dim -> how many levels of learned coordinates (`Coordinates`) they take; None if they take none.
     """
@@ -45,6 +47,7 @@ class Reads:
     quantizer: Quantizer | None = None
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
+    numbers: frozenset[Kind] = frozenset()
     windows: bool = False
     learned: Callable[[int], range] | None = None
 
@@ -77,8 +80,7 @@ def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
 def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
     try:
-        if kv_format in reads.also:
-            kv_format.fields(head_dim)
+        if kv_format in reads.also or _is_of_numbers(reads, kv_format, head_dim):
             return None
         found = kv_format.description(head_dim)
         of_kind = _is_of_kind(reads, found, head_dim)
@@ -92,6 +94,14 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
         take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
         return f"{reads.kernels} take {take} a vector, and {kv_format.name} at head_dim {head_dim} has {found.scales}"
     return _misfit_of_tables(reads, kv_format.name, found)
+
+
+def _is_of_numbers(reads: Reads, kv_format: KVFormat, head_dim: int) -> bool:
+    """
+    Raises:
+        InputError: the format has no layout for this head_dim.
+    """
+    return bool(reads.numbers) and (found := kv_format.numbers(head_dim)) is not None and found.kind in reads.numbers
 
 
 def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
@@ -125,6 +135,8 @@ def readable(reads: Reads) -> list[str]:
 def _readable_at(reads: Reads, name: str, head_dim: int) -> bool:
     kv_format = formats.get(name)
     try:
-        return kv_format in reads.also or _is_of_kind(reads, kv_format.description(head_dim), head_dim)
+        if kv_format in reads.also or _is_of_numbers(reads, kv_format, head_dim):
+            return True
+        return _is_of_kind(reads, kv_format.description(head_dim), head_dim)
     except InputError:  # it has no layout for this head_dim
         return False

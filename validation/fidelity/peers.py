@@ -34,6 +34,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Field, KVFormat, LevelChoice
 from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
@@ -131,6 +132,9 @@ class AsItComes:
         return {"restored": Field(torch.float32, (head_dim,))}
 
     def description(self, head_dim: int) -> Description | None:
+        return None
+
+    def numbers(self, head_dim: int) -> Numbers | None:
         return None
 
     def bytes_per_vector(self, head_dim: int) -> float:

@@ -18,18 +18,20 @@ namespace {
 #include "unpacked.h"
 #include "kept.h"
 #include "attention.h"
+#include "number_tiles.h"
 #include "tile_products.h"
 #include "tile_attention.h"
 #include "tile_projection.h"
 
 bool in_tiles(const Cache& cache) {
-    auto fits = [](const Side& side) { return side.cell == kNibble && side.scales_per_vector == 1; };
+    auto fits = [](const Side& side) { return side.cell == kNibble ? side.scales_per_vector == 1 : are_bf16(side); };
     return fits(cache.k) && fits(cache.v);
 }
 
-// Of one tile's rows, looking up and multiplying by `vpdpwssd` takes less. Either way the bits are the same.
+// Of one tile's rows, looking up and multiplying by `vpdpwssd` takes less, and of nibbles the bits are the same either way.
 void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (count > 1 && tiles->bf16 && in_tiles(cache)) return attend_tiles(cache, tiles, count, scratch);
+    const bool nibbles = cache.k.cell == kNibble && cache.v.cell == kNibble;
+    if (tiles->bf16 && in_tiles(cache) && (count > 1 || !nibbles)) return attend_tiles(cache, tiles, count, scratch);
     avx512bf16_kernels().attend(cache, tiles, count, scratch);
 }
 

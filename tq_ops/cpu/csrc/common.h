@@ -4,7 +4,8 @@
 //
 // The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
 // (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
-// times_power_of_two, expf, round_bf16, first(n, a, b), reduce_add, reduce_max; table, load_words, shift<N>, lookup (by the
+// times_power_of_two, expf, round_bf16, first(n, a, b), reduce_add, reduce_four
+// (four sums at once, each always in the same order, times a factor), reduce_max; table, load_words, shift<N>, lookup (by the
 // low 4 bits of each word), wide_table, lookup_bytes, load_bytes (one a word), spread (levels of a stream likewise, with what
 // follows above them), signed_bytes, fp8, no_words, store_words, add_reached (1 more where y reaches a boundary),
 // interleave, low_bf16, high_bf16, widen_halves and transpose.
@@ -101,6 +102,8 @@ template <class Simd> void widen_scales(const uint16_t* scales, int per_vector, 
 
 // Eight levels of a stream in the low bits.
 template <int BITS> inline uint32_t eight_levels(const uint8_t* p) {
+    // Three bytes are not copied to a word, for which the processor would have to wait.
+    if constexpr (BITS == 3) return p[0] | p[1] << 8 | static_cast<uint32_t>(p[2]) << 16;
     uint32_t bits = 0;
     std::memcpy(&bits, p, BITS);
     return bits;

@@ -43,6 +43,11 @@ struct Avx2 {
         y = _mm_add_ps(y, _mm_movehl_ps(y, y));
         return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
     }
+    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
+        const F sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        const __m128 all = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+        _mm_storeu_ps(out, _mm_mul_ps(all, _mm_set1_ps(factor)));
+    }
     static float reduce_max(F x) {
         __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
         y = _mm_max_ps(y, _mm_movehl_ps(y, y));

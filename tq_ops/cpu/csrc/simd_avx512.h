@@ -29,6 +29,15 @@ struct Avx512 {
         return n >= width ? a : _mm512_mask_mov_ps(b, static_cast<__mmask16>(n > 0 ? (1u << n) - 1u : 0u), a);
     }
     static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
+        const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+        const F sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+        const __m128 all = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+        _mm_storeu_ps(out, _mm_mul_ps(all, _mm_set1_ps(factor)));
+    }
     static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 
     static Table table(const float* centroids) { return load(centroids); }

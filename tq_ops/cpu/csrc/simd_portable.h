@@ -56,6 +56,10 @@ struct Portable {
         return a;
     }
     static float reduce_add(F x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
+        out[0] = reduce_add(a) * factor, out[1] = reduce_add(b) * factor;
+        out[2] = reduce_add(c) * factor, out[3] = reduce_add(d) * factor;
+    }
     static float reduce_max(F x) {
         float m = x[0];
         for (int i = 1; i < 8; ++i) m = m > x[i] ? m : x[i];

@@ -7,20 +7,23 @@ inline int64_t tile_floats(const Cache& cache) {
     return (n + 15) / 16 * 16;
 }
 
-inline int64_t scratch_of_tiles(const Cache& cache) { return LookedUp::floats(cache) + kMaxTiles * tile_floats(cache); }
+inline int64_t scratch_of_tiles(const Cache& cache) {
+    return LookedUp::floats(cache) + number_floats(cache) + kMaxTiles * tile_floats(cache);
+}
 
 struct Together {
     static constexpr int R = kMaxRows;
     const Cache& cache;
     const int count;
     const LookedUp found;
+    uint16_t* const numbers;
     alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
     int seen[kMaxTiles][R];
 
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
-        : cache(cache), count(count), found(cache, scratch) {
-        for (int t = 0; t < count; ++t)
-            new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + LookedUp::floats(cache) + t * tile_floats(cache));
+        : cache(cache), count(count), found(cache, scratch), numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))) {
+        scratch += LookedUp::floats(cache) + number_floats(cache);
+        for (int t = 0; t < count; ++t) new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + t * tile_floats(cache));
     }
 
     TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }
@@ -29,7 +32,9 @@ struct Together {
     void score(Place k, int base, int n, const uint8_t* values) {
         bool packed = false;
         for (int t = 0; t < count; ++t) packed = packed || rows(t).sees_packed_keys(base, n, seen[t]);
-        if (packed) {
+        if (packed && cache.k.cell != kNibble) {
+            score_numbers(k, n, values);
+        } else if (packed) {
             if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
             widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
@@ -52,9 +57,10 @@ struct Together {
             if (rows(t).weigh(v, base, n, seen[t]))
                 mixing[some++] = t;
             else
-                shrink_sums<R>(rows(t).shrink, rows(t).products.columns * 16, rows(t).products.sums);
+                shrink(rows(t));
         }
         if (!some) return;
+        if (cache.v.cell != kNibble) return mix_numbers(v, n, mixing, some, next_keys);
         if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
         const ByteTables tables(cache.v.integers);
         float one[R];
@@ -73,6 +79,40 @@ struct Together {
                     TileRows<R>& of = rows(mixing[i / 2]);
                     of.products.mix(sums, column + i % 2, key ? one : of.shrink);
                 });
+            }
+        }
+    }
+
+  private:
+    void shrink(TileRows<R>& of) const {
+        if (cache.v.cell == kNibble) return shrink_sums<R>(of.shrink, of.products.columns * 16, of.products.sums);
+        shrink_sums<R>(of.shrink, cache.v.levels, of.tile.sums);
+    }
+
+    void score_numbers(Place k, int n, const uint8_t* values) {
+        const int levels = cache.k.levels;
+        for (int key = 0; key < n; key += kPairs) {
+            fetch_bytes(values + key * cache.v.bytes, smaller(n - key, kPairs) * cache.v.bytes);
+            const uint16_t* keys[2];
+            for (int half = 0; half < 2; ++half)
+                keys[half] = key_rows(cache.k, k, key + half * 16, n - key - half * 16, rows(0).numbers,
+                                      numbers + half * 16 * levels);
+            for (int t = 0; t < count; ++t)
+                score_tile(keys, rows(t).products.q, levels, rows(t).tile.softmax_scale, rows(t).stride, rows(t).logits + key);
+        }
+    }
+
+    void mix_numbers(Place v, int n, const int* mixing, int some, const uint8_t* next_keys) {
+        float one[R];
+        for (int r = 0; r < R; ++r) one[r] = 1.0f;
+        for (int key = 0; key < n; key += kStretch) {
+            const int keys = smaller(n - key, kStretch);
+            put_values(cache.v, v, key, keys, rows(0).numbers, numbers, next_keys + key * cache.k.bytes, cache.k.bytes);
+            for (int i = 0; i < some; ++i) {
+                TileRows<R>& of = rows(mixing[i]);
+                put_weights(of.weights + key, of.stride, keys, of.products.p);
+                for (int column = 0; column < cache.v.levels; column += kPairs)
+                    mix_tile(numbers, column, keys, of.products.p, cache.v.levels, key ? one : of.shrink, of.tile.sums);
             }
         }
     }
@@ -99,7 +139,7 @@ inline void attend_together(const Cache& cache, const Tile* tiles, int count, fl
         fetch_scales(cache.k, next_k, n);
         together.mix(v, base, n, next_k.codes);
     }
-    for (int t = 0; t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
+    for (int t = 0; cache.v.cell == kNibble && t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
 }
 
 // Of several tiles the last may have fewer rows: it repeats its first, which see nothing.

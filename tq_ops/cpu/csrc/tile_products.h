@@ -6,8 +6,6 @@
 // bytes once for all rows of a pass, by `vpshufb`, 32 keys at a time, or two tiles' levels of 128 values: 8 KB, which stay in
 // the nearest cache beside the rows.
 
-constexpr int kTileBytes = 1024;            // 16 rows of 64 bytes
-constexpr int kChunk = 64;                  // levels of a query, or weights, in a row of a tile
 constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same centroids
 
 inline int chunks_of(int n) { return (n + kChunk - 1) / kChunk; }
@@ -137,18 +135,6 @@ inline int level_of(int levels, int tile, int lane) {
     return (byte % 4 * 2 + tile % 2) * (levels / 8) + byte / 4;
 }
 
-// The instructions, of tiles that templates name: GCC's intrinsics take literals alone, and do not say what memory they use.
-template <int T> inline void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
-template <int T> inline void load_tile(const int8_t* p) {
-    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
-}
-template <int T> inline void store_tile(int32_t* p) {
-    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
-}
-template <int SUM, int A, int B> inline void add_products() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
-}
-
 // What a pair of tiles is multiplied by: a tile a chunk, the upper bytes of R rows and then the lower ones.
 struct Product {
     const int8_t *rows, *pair;
@@ -229,14 +215,16 @@ inline TileShapes shapes_of(int rows) {
 template <int R> struct TileProducts {
     const Cache& cache;
     const int stride, columns;
-    int8_t* const q;    // [chunk][R upper, R lower][kChunk]
-    int8_t* const p;    // likewise, a stretch's weights
+    int8_t* const q;    // [chunk][R upper, R lower][kChunk]; of numbers as `put_queries` says
+    int8_t* const p;    // likewise, a stretch's weights; as `put_weights` says
     float* const sums;  // [R, columns, 16]
     float factor[R];    // of logits: the query's step, the centroids' unit and the softmax scale
     float steps[R];
 
+    static int tiles_of_queries(const Side& k) { return k.cell == kNibble ? chunks_of(k.levels) : k.levels / kPairs; }
+    static int tiles_of_weights(const Side& v) { return kStretch / (v.cell == kNibble ? kChunk : kPairs); }
     static int64_t floats(const Cache& cache) {
-        return (chunks_of(cache.k.levels) + kStretch / kChunk) * kTileBytes / 4 + R * columns_of(cache.v.levels) * 16;
+        return (tiles_of_queries(cache.k) + tiles_of_weights(cache.v)) * kTileBytes / 4 + R * columns_of(cache.v.levels) * 16;
     }
 
     TileProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
@@ -244,10 +232,14 @@ template <int R> struct TileProducts {
           stride(stride),
           columns(columns_of(cache.v.levels)),
           q(reinterpret_cast<int8_t*>(scratch)),
-          p(q + chunks_of(cache.k.levels) * kTileBytes),
-          sums(reinterpret_cast<float*>(p + kStretch / kChunk * kTileBytes)) {
-        std::memset(q, 0, chunks_of(cache.k.levels) * kTileBytes);
+          p(q + tiles_of_queries(cache.k) * kTileBytes),
+          sums(reinterpret_cast<float*>(p + tiles_of_weights(cache.v) * kTileBytes)) {
         std::memset(sums, 0, R * columns * 16 * sizeof(float));
+        if (cache.k.cell != kNibble) {
+            put_queries(tile.q, cache.k.levels, q);
+            return;
+        }
+        std::memset(q, 0, chunks_of(cache.k.levels) * kTileBytes);
         const float most = most_total(cache.k.integers, cache.k.levels);
         for (int r = 0; r < R; ++r) {
             float inverse;

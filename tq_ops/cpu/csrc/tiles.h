@@ -22,3 +22,24 @@ class Tiles {
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 };
+
+constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes
+constexpr int kChunk = 64;        // bytes in a row: levels of a query, or weights
+
+// The instructions, of tiles that templates name: GCC's intrinsics take literals alone, and do not say what memory they use.
+template <int T> inline void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
+template <int T> inline void load_tile(const int8_t* p) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+}
+template <int T> inline void load_rows(const void* p, int64_t apart) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(apart) : "memory");
+}
+template <int T> inline void store_tile(int32_t* p) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+}
+template <int SUM, int A, int B> inline void add_products() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
+}
+template <int SUM, int A, int B> inline void add_bf16_products() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
+}

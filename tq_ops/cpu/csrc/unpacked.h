@@ -68,8 +68,16 @@ inline void score_keys(const float* x, int dim, const float* const* q, float fac
             for (int k = 0; k < KEYS; ++k) acc[k][r] = Simd::fma(value[k], query, acc[k][r]);
         }
     }
-    for (int k = 0; k < KEYS; ++k)
-        for (int r = 0; r < R; ++r) logits[r * stride + k] = Simd::reduce_add(acc[k][r]) * factor;
+    for (int r = 0; r < R; ++r) {
+        auto sum = [&](int k) __attribute__((always_inline)) { return k < KEYS ? acc[k < KEYS ? k : 0][r] : Simd::zero(); };
+        if constexpr (KEYS == 4) {
+            Simd::reduce_four(sum(0), sum(1), sum(2), sum(3), factor, logits + r * stride);
+        } else {
+            float found[4];
+            Simd::reduce_four(sum(0), sum(1), Simd::zero(), Simd::zero(), factor, found);
+            for (int k = 0; k < KEYS; ++k) logits[r * stride + k] = found[k];
+        }
+    }
 }
 
 // The same of any number of vectors [n, dim].

@@ -1,0 +1,180 @@
+"""The calls of the C interface that a cache and a layer decide, filled in once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
+from haarkv.tq_ops.cpu.library import Cell
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.numbers import Numbers
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.window import Window
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to.
+
+    Attributes:
+        attention: for `paged_attention`.
+        store: for `store_kv`; None if the kernels cannot quantize these formats.
+    """
+
+    attention: library.Attention
+    store: library.Store | None
+
+
+def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
+    """Fill in the calls of a layer for one instruction set, an index of `library.ISAS`.
+
+    Raises:
+        InputError: a plan or head_dim that the kernels cannot read.
+    """
+    if reason := unsupported(READS, cache.plan, cache.head_dim):
+        raise InputError(reason)
+    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
+    k_kept, v_kept = map(_kept, cache.windows(layer))
+    attention = library.Attention(
+        cache=library.Cache(
+            k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
+            num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
+        ),
+        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim),
+        rotation_back=_matrix(values.rotate_back, cache.head_dim),
+        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
+        isa=isa, threads=0,
+    )  # fmt: skip
+    k_tables, v_tables = (tables(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
+    if k_tables is None or v_tables is None:
+        return Prepared(attention, None)
+    store = library.Store(
+        k=_store_side(k_fields, k_tables, k_kept, cache.head_dim),
+        v=_store_side(v_fields, v_tables, v_kept, cache.head_dim),
+        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0,
+        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
+    )  # fmt: skip
+    return Prepared(attention, store)
+
+
+IS_BF16 = {torch.bfloat16: True, torch.float32: False}
+"""The dtypes that the kernels take."""
+
+
+def is_bf16(x: Tensor) -> bool:
+    """Whether numbers are BF16; else they are FP32.
+
+    Raises:
+        TypeError: they are neither.
+    """
+    found = IS_BF16.get(x.dtype)
+    if found is None:
+        raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
+    return found
+
+
+def _kept(window: Window | None) -> library.Kept:
+    if window is None:
+        return library.Kept(vectors=0, tail=0, sink=0, ring=0, group=1)
+    return library.Kept(
+        vectors=window.vectors, tail=window.tail, sink=window.sink, ring=window.ring, group=window.group
+    )  # fmt: skip
+
+
+def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
+    numbers, planes = of.numbers, (*of.planes, 0)
+    cell = Cell[numbers.kind.name] if numbers else Cell.NIBBLE if sum(planes) <= 4 else Cell.BYTE
+    stored = _stored(fields, numbers)
+    return library.SideArgs(
+        codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero), centroids=_sixteen(of.centroids),
+        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, scales_per_vector=stored.scales,
+        scale_bytes=stored.scale_bytes, group=stored.group, levels=of.levels, bytes=stored.bytes, cell=cell,
+        first_plane=planes[0], second_plane=planes[1], unit=of.unit, integers=_sixteen(of.integers), mean=_or_null(of.mean),
+        restore=_or_null(of.restore), least=numbers.least if numbers else 0.0, kept=kept,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The fields of a side as the kernels see them.
+
+    Attributes:
+        bytes: of a vector's codes.
+        scales: of a group of tokens; 0 where there are none.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    group: int
+    bytes: int
+    scales: int
+    scale_bytes: int
+
+    @property
+    def scales_stride(self) -> int:
+        """From a block to the next."""
+        return 0 if self.scale is None else self.scale.stride(0)
+
+
+_LEVELS = ("codes", "scale", "")
+"""Fields of formats of rotated levels."""
+
+
+def _stored(fields: dict[str, Tensor], numbers: Numbers | None) -> _Stored:
+    names = (numbers.codes, numbers.scale, numbers.zero) if numbers else _LEVELS
+    codes, scale, zero = map(fields.get, names)
+    assert codes is not None, "every format has codes"
+    group = numbers.group if numbers else 1
+    scales = 0 if scale is None else scale.shape[3] if scale.ndim == 4 else 1
+    size = codes.itemsize * math.prod(codes.shape[3:]) // group
+    return _Stored(codes, scale, zero, group, size, scales, 2 if scale is None else scale.itemsize)
+
+
+def _or_null(table: Tensor | None) -> Tensor | int:
+    return 0 if table is None else table
+
+
+def _block_bytes(field: Tensor) -> int:
+    """From a block to the next."""
+    return field.stride(0) * field.itemsize
+
+
+def _sixteen(table: Tensor | None) -> Tensor | int:
+    """With zeros after the last where there are fewer: registers of 16 are loaded. None is no table."""
+    return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
+
+
+def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
+    stored, planes, learned = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement
+    own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
+    quantizer = library.Quantizer(
+        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
+        stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
+        first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, scales_per_vector=stored.scales,
+        scale_bytes=stored.scale_bytes, group=stored.group, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
+        most=by.numbers.largest if by.numbers else torch.finfo(torch.float32).max,
+    )  # fmt: skip
+    return library.StoreSide(
+        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
+        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
+    )  # fmt: skip
+
+
+def _matrix(matrix: Tensor | None, head_dim: int) -> library.Matrix:
+    """[H, inputs, outputs]; one for all KV heads where H is 1. None changes nothing and has no numbers."""
+    if matrix is None:
+        return library.Matrix(numbers=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
+    heads, inputs, outputs = matrix.shape
+    return library.Matrix(
+        numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,
+        bf16=is_bf16(matrix),
+    )  # fmt: skip
