@@ -15,6 +15,7 @@ With `--out`, lines go to a file as well; a line that is there already is not me
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import statistics
@@ -193,8 +194,8 @@ def steps_line(request: Request, executor: Executor, on_turn: Callable[[str], ob
             if turn:  # the first call of a cache prepares it
                 times[case.context].append(found)
     rows = []
-    for context, found in times.items():
-        row = {f"{name}_ms": statistics.median(step[name] for step in found) for name in found[0]}
+    for context, taken in times.items():
+        row = {f"{name}_ms": statistics.median(step[name] for step in taken) for name in taken[0]}
         heads = request.config.num_layers * request.config.num_kv_heads
         rows.append({"context": context, **row, "attention_ns_per_vector": 1e6 * row["attention_ms"] / context / heads})
     each = [row["attention_ns_per_vector"] for row in rows]
@@ -209,8 +210,9 @@ def memory_line(request: Request) -> dict[str, Any]:
     """The longest context in this process: prefill at its end, steps, and memory. The process must be new.
 
     Returns:
-        `predicted_bytes` of `engine.memory.needed`, `resident_bytes` after the steps less those before the model was loaded,
-        their `memory_ratio`, and `peak_bytes`, which counts what a chunk is computed with.
+        `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
+        and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps of what a chunk was computed with; and `peak_bytes`,
+        with all of that.
     """
     torch.set_num_threads(request.threads)
     before, context = _memory("RssAnon"), request.longest
@@ -218,6 +220,9 @@ def memory_line(request: Request) -> dict[str, Any]:
     case = Case(request, executor, context, request.prefill)
     prefill_s = case.prefill(request.prefill)
     step_ms = [case.step()["step"] for _ in range(request.steps + 1)][1:]
+    peak = _memory("VmHWM") - before
+    untrimmed = _memory("RssAnon") - before
+    _hand_back()
     resident = _memory("RssAnon") - before
     weights = DTYPES[request.dtype].itemsize
     predicted = needed(request.config, case.cache.plan, context + request.steps + 1, number_bytes=weights)
@@ -225,8 +230,15 @@ def memory_line(request: Request) -> dict[str, Any]:
         "context": context, "prefill_s": prefill_s, "step_ms": statistics.median(step_ms),
         "predicted_bytes": predicted.total, "weight_bytes": predicted.weights, "kv_bytes": predicted.kv,
         "cache_bytes": case.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / predicted.total,
-        "peak_bytes": _memory("VmHWM") - before,
+        "untrimmed_bytes": untrimmed, "peak_bytes": peak,
     }  # fmt: skip
+
+
+def _hand_back() -> None:
+    """Let malloc give back what it keeps for later, where it is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _memory(name: str) -> int:

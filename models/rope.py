@@ -180,7 +180,7 @@ class RopeTable:
             inside = positions % _SPAN
             return cos[inside], sin[inside]
         span = positions // _SPAN
-        needed = span.unique().tolist()
+        needed = sorted(set(span.tolist()))
         self._keep(needed)
         cos, sin = (torch.empty(len(positions), len(self._inv_freq)) for _ in range(2))
         for number in needed:

@@ -13,7 +13,7 @@ from haarkv.tq_ops.kv.reads import Reads, unsupported
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-_DRAFTS = ("ngram", "draft_model")
+_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 

@@ -17,7 +17,7 @@ from haarkv.serving.vllm_plugin.offload import HostWorker
 
 TRANSFER = {
     "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20},
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20, "offload_prompt_only": False},
 }  # fmt: skip
 
 
@@ -41,23 +41,22 @@ def pages_of(per_chunk: int) -> Pages:
 @pytest.mark.vllm_short
 @pytest.mark.parametrize("per_chunk", [1, 3])
 def test_blocks_come_back_as_they_left_wherever_they_are_put(per_chunk):
-    """Five blocks of one group and two of the other, the first in the middle of its chunk; they return to other blocks."""
+    """The blocks 4 to 8 of a sequence leave, in chunks that begin at multiples of three; its last three return elsewhere."""
     pages = pages_of(per_chunk)
     before = [tensor.clone() for tensor in pages.tensors]
-    out, back = [4, 9, 2, 17, 11, 5, 6], [3, 0, 19, 8, 1, 12, 13]
-    first = 1 % per_chunk
-    chunks = [7, 2, 0, 5, 1, 3, 6] if per_chunk == 1 else [7, 2, 4]
-    sizes, indices = [5, 2], [3 + first, 6]
-    assert pages.worker.submit_store(1, GPULoadStoreSpec(out, sizes, indices), CPULoadStoreSpec(chunks))
+    out, back = [4, 9, 2, 17, 11, 5, 6], [19, 8, 1, 12, 13]
+    gone, returning = ([7, 2, 0, 5, 1, 3, 6], [0, 5, 1, 3, 6]) if per_chunk == 1 else ([7, 2, 4], [2, 4])
+    assert pages.worker.submit_store(1, GPULoadStoreSpec(out, [5, 2], [4, 6]), CPULoadStoreSpec(gone))
     for tensor in pages.tensors:
         tensor.zero_()
-    assert pages.worker.submit_load(2, CPULoadStoreSpec(chunks), GPULoadStoreSpec(back, sizes, indices))
-    for tensor, was, places in zip(pages.tensors, before, (slice(0, 5), slice(0, 5), slice(5, 7)), strict=True):
-        assert torch.equal(tensor[back[places]], was[out[places]])
-        others = np.setdiff1d(np.arange(20), back[places])
-        assert not tensor[others].any()
+    assert pages.worker.submit_load(2, CPULoadStoreSpec(returning), GPULoadStoreSpec(back, [3, 2], [6, 6]))
+    of_first, of_second = (out[2:5], back[:3]), (out[5:], back[3:])
+    for tensor, was, (left, came) in zip(pages.tensors, before, (of_first, of_first, of_second), strict=True):
+        assert torch.equal(tensor[came], was[left])
+        assert not tensor[np.setdiff1d(np.arange(20), came)].any()
     done = pages.worker.get_finished()
-    assert [(of.job_id, of.success, of.transfer_size) for of in done] == [(n, True, 5 * 160 + 2 * 96) for n in (1, 2)]
+    assert [(of.job_id, of.success) for of in done] == [(1, True), (2, True)]
+    assert [of.transfer_size for of in done] == [5 * 160 + 2 * 96, 3 * 160 + 2 * 96]
     assert pages.worker.get_finished() == []
     pages.worker.wait({1, 2})
 
@@ -74,17 +73,11 @@ def offloading(tmp_path_factory):
 
 @pytest.mark.vllm_server
 def test_users_whose_pages_left_and_came_back_get_the_same(offloading: Server, judge: Judge, record_property):
-    from test_server_load import all_at_once, assert_right
+    from test_server_load import ASKED, all_at_once, assert_right
 
     answers = all_at_once(offloading)
     found = {name: value for name, value in offloading.metrics().items() if "preempt" in name or "offload" in name}
     record_property("offloading", json.dumps(found))
     print(found)
     assert found["vllm:num_preemptions_total"] > 0
-    assert_right(judge, *_asked_and(answers))
-
-
-def _asked_and(answers):
-    from test_server_load import ASKED
-
-    return ASKED, answers
+    assert_right(judge, ASKED, answers)

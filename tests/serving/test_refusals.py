@@ -74,6 +74,18 @@ FOREIGN = {
         "it has chunked local attention; full attention alone is served",
     ),
 }  # fmt: skip
+
+
+def offloading(**extra: object) -> dict[str, object]:
+    """The option for vLLM's offloading to host memory."""
+    extra = {"cpu_bytes_to_use": 2**20, **extra}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        }
+    }  # fmt: skip
+
+
 OPTIONS = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 names another format; leave it out"),
     "bf16": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16 names another format; leave it out"),
@@ -91,11 +103,15 @@ OPTIONS = {
     ),
     "kv_transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "--kv-transfer-config is not supported",
+        "KV transfer by ExampleConnector is not supported; by OffloadingConnector it is",
     ),
-    "draft_model": (
-        {"speculative_config": {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}},
-        "speculative decoding by draft_model is not supported; by ngram it is",
+    "kept_on_disk": (
+        offloading(spec_name="TieringOffloadingSpec"),
+        "offloading by TieringOffloadingSpec is not supported, which may keep pages for another server; leave out spec_name",
+    ),
+    "pages_taken_apart": (
+        offloading(canonical_layout=True),
+        "canonical_layout takes pages apart, and these are of one piece; leave it out",
     ),
     "pooling": ({"runner": "pooling"}, "it generates no text; pooling models keep no KV cache"),
 }
@@ -103,6 +119,8 @@ SERVED = {
     "plain": {},
     "tensor_parallel": {"tensor_parallel_size": 2},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "draft_model": {"speculative_config": {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}},
+    "offloading": offloading(),
     "no_prefix_caching": {"enable_prefix_caching": False},
     "float16": {"dtype": "float16"},
 }
@@ -148,7 +166,7 @@ def test_a_model_of_another_kind_is_refused_with_the_reason(tmp_path, name):
 def test_drafts_that_bring_attention_layers_are_refused(tmp_path):
     drafts = write(tmp_path / "drafts", EAGLE)
     speculative = {"method": "eagle3", "model": str(drafts), "num_speculative_tokens": 2}
-    reason = "speculative decoding by eagle3 is not supported; by ngram it is"
+    reason = "speculative decoding by eagle3 is not supported; by ngram and draft_model it is"
     assert_refused(write(tmp_path / "model", QWEN), reason, speculative_config=speculative)
 
 

@@ -19,6 +19,8 @@ NEW_TOKENS = 64
 ASKED = prompts(20, (7, 40, 130, 200, 300))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
+ITSELF = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 3}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -55,6 +57,13 @@ VARIANTS = {
     "ngram-drafts": Variant(
         lambda server, new: new["vllm:spec_decode_num_accepted_tokens_total"] > NEW_TOKENS,
         ("--speculative-config", json.dumps(NGRAM)),
+    ),
+    "draft-model": Variant(
+        # The model is its own draft: nearly all that it proposes is kept.
+        lambda server, new: (
+            new["vllm:spec_decode_num_accepted_tokens_total"] > 0.8 * new["vllm:spec_decode_num_draft_tokens_total"]
+        ),
+        ("--speculative-config", json.dumps(ITSELF)),
     ),
 }
 
