@@ -128,11 +128,11 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the draft that ships)")
-    parser.add_argument("--steps", type=int, default=220)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--final-lr", type=float, default=0.02, help="fraction of --lr at the last step")
-    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")
