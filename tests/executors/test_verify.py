@@ -63,8 +63,8 @@ def test_logits_after_each_token_are_those_of_one_by_one(name, dtype, spec):
     assert logits.shape == wanted.shape
     if executor.batches_alike:
         assert torch.equal(logits, wanted)
-        for one, other in zip(cache_tensors(one_by_one[0]), cache_tensors(cache), strict=True):
-            assert torch.equal(one, other)
+        for (*place, one), (*_, other) in zip(cache_tensors(one_by_one[0]), cache_tensors(cache), strict=True):
+            assert torch.equal(one, other), place
     else:
         # Sums in another order may move a level of the cache.
         torch.testing.assert_close(logits, wanted, rtol=0.02, atol=0.02)
