@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +53,7 @@ def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     return draft
 
 
-def _begin_with(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+def _begin_with(ours: Any, theirs: Any) -> None:
     """Copy as much of one layer as fits into a smaller one: leading heads, and the columns of the MLP that weigh most."""
     kept = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
     columns = kept.topk(ours.mlp.up_proj.out_features).indices.sort().values
