@@ -11,13 +11,14 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test fuzz test-judge test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short lint tables bench clean
+.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
 	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others"
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
+	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
@@ -44,6 +45,9 @@ fuzz: $(VENV)/dev.stamp
 
 test-judge: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m judge_long tests/validation tests/tq/test_validation_cli.py
+
+test-drafts: $(VENV)/dev.stamp
+	$(BIN)/pytest --no-header -rs -m drafts_long tests/engine
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs

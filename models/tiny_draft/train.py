@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +53,7 @@ def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     return draft
 
 
-def _begin_with(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+def _begin_with(ours: Any, theirs: Any) -> None:
     """Copy as much of one layer as fits into a smaller one: leading heads, and the columns of the MLP that weigh most."""
     kept = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
     columns = kept.topk(ours.mlp.up_proj.out_features).indices.sort().values
@@ -128,11 +129,11 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the draft that ships)")
-    parser.add_argument("--steps", type=int, default=220)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--final-lr", type=float, default=0.02, help="fraction of --lr at the last step")
-    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")

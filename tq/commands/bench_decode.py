@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import Numbers, executor_option, json_option, model_option, run_options, set_threads
+from tq.options import (
+    Numbers,
+    draft_options,
+    draft_spec,
+    executor_option,
+    json_option,
+    model_option,
+    run_options,
+    set_threads,
+)
 from tq.output import err, loading, print_table
 from tq.ranks import tensor_parallel
 
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.ops import OpRow
     from haarkv.benchmarks.timing import Machine
+    from haarkv.engine.draft_choice import DraftSpec
     from haarkv.models.base import DecoderConfig
     from haarkv.models.parallel import Ranks
 
@@ -60,6 +70,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+@draft_options
 @tensor_parallel
 def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, **given: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
@@ -72,7 +83,16 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
     figure counts it. A simulated device gives no times.
 
     With --tensor-parallel only whole steps are measured, without peers, and bytes and floor are those of one rank.
+
+    With --draft it continues the held-out text of tiny instead, with the draft and without in turns.
     """
+    if (spec := draft_spec(given)) is not None:
+        if kind or plot_file or ranks.size > 1 or given["isa"] or tuple(given["batches"]) != (1,):
+            raise click.UsageError(
+                "--draft measures whole texts, one at a time; leave out --only, --plot, --isa and --batches"
+            )
+        _drafted(spec, given)
+        return
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
     from haarkv.benchmarks.report import emit
@@ -140,6 +160,58 @@ def ops(**given: Any) -> None:
         ]
         title = f"{request.model}, {request.dtype}: ops of one layer, caches cold, median of {request.repeats}"
         print_table(title, columns, cells)
+
+
+_DRAFT_COLUMNS = (
+    "context",
+    "draft",
+    "ms/token",
+    "speed-up",
+    "CPU ms/token",
+    "CPU speed-up",
+    "accepted",
+    "tokens/step",
+    "same text",
+)
+
+
+def _drafted(spec: DraftSpec, given: dict[str, Any]) -> None:
+    """Measure decoding with a draft and without."""
+    from haarkv.benchmarks.drafts import DraftRequest, measure
+    from haarkv.benchmarks.report import emit
+
+    kvs = _kvs(given) if given["kvs"] else ["tq4"]
+    if len(kvs) != 1 or len(given["executors"]) != 1:
+        raise click.UsageError("--draft takes one executor and one format at a time")
+    set_threads(given["threads"])
+    request = DraftRequest(
+        executor=given["executors"][0], kv=kvs[0], drafts=[spec],
+        **{name: given[name] for name in ("model", "contexts", "dtype", "layers", "device", "repeats")},
+    )  # fmt: skip
+    with loading(request.model) as progress, _turning() as on_turn:
+        rows = measure(request, progress, on_turn)
+    settings = {"model": request.model, "kv": request.kv, "draft": asdict(spec), "new_tokens": request.new_tokens}
+    emit("drafts", settings | {"rows": [row.as_json() for row in rows]}, save=given["save"], echo=given["as_json"])
+    if given["as_json"]:
+        return
+    cells = [
+        (
+            str(r.context), r.draft, f"{r.ms:.2f}", _times(r.speed_up), f"{r.cpu_ms:.2f}", _times(r.cpu_speed_up),
+            "–" if r.drafting is None or r.drafting.acceptance is None else f"{r.drafting.acceptance:.0%}",
+            "–" if r.drafting is None or r.drafting.tokens_per_step is None else f"{r.drafting.tokens_per_step:.2f}",
+            "yes" if r.same_text else "no",
+        )
+        for r in rows
+    ]  # fmt: skip
+    title = f"{request.model}, {request.kv}: {request.new_tokens} new tokens, greedy, median of {request.repeats} turns"
+    print_table(title, _DRAFT_COLUMNS, cells)
+    for row in rows:
+        if row.drafting:
+            print(f"{row.context:,} tokens: {row.drafting.describe()}")
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence[OpRow]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class PagedSequences:
         """
         for sequence, count in reversed(list(zip(sequences, counts, strict=True))):
             length = self._lengths[sequence] - count
-            assert count >= 0 and length >= 0, "tokens that are not there cannot be dropped"
+            assert min(count, length) >= 0, "tokens that are not there cannot be dropped"
             self._lengths[sequence], blocks = length, self._blocks[sequence]
             while len(blocks) > -(-length // self.block_size):
                 self._free.append(blocks.pop())

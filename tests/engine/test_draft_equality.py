@@ -1,0 +1,66 @@
+"""Greedy text with drafts and without: equal where sums do not change with the batch, and near ties at most where they do."""
+
+from dataclasses import replace
+
+import pytest
+
+import tq
+from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.sampling import Sampling
+from haarkv.models.parallel import ALONE
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
+from haarkv.validation.fidelity.greedy_diff import greedy_diff
+
+DRAFTS = [DraftSpec("ngram"), DraftSpec("self"), DraftSpec("tiny-draft")]
+of_each_draft = pytest.mark.parametrize("spec", DRAFTS, ids=lambda spec: spec.name)
+
+
+def prompts(tiny, count):
+    """As many beginnings, of 16 to 112 tokens, from places all over the held-out text."""
+    text = tiny.tokenizer.encode("\n".join(held_out_texts().values()))
+    starts = [index * (len(text) - 200) // count for index in range(count)]
+    return [text[start : start + 16 + start % 97] for start in starts]
+
+
+def drafting(session, spec):
+    model = Drafted(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
+    return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    tiny = tq.load("tiny", executor="cpu")
+    given = prompts(tiny, 50)
+    return tiny, given, tiny.generate(given, max_new_tokens=200, sampling=Sampling(), keep=True)
+
+
+@pytest.mark.drafts_long
+@of_each_draft
+def test_fifty_texts_of_two_hundred_tokens_are_those_without_drafts(plain, spec, capsys):
+    tiny, given, expected = plain
+    result = drafting(tiny, spec).generate(given, max_new_tokens=200, sampling=Sampling(), keep=True)
+    with capsys.disabled():
+        print(f"\n{result.drafting.describe()}")
+    assert sum(len(c.token_ids) for c in expected.completions) > 5000
+    assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
+    for one, other in zip(result.stored, expected.stored, strict=True):
+        assert one.length == other.length
+        assert all((tensor == other.tensors[name]).all() for name, tensor in one.tensors.items())
+
+
+CASES = [
+    ("reference", 3, 16),
+    pytest.param("reference", 12, 60, marks=pytest.mark.drafts_long),
+    pytest.param("onnx", 12, 60, marks=pytest.mark.drafts_long),
+]
+
+
+@pytest.mark.parametrize(("executor", "count", "new_tokens"), CASES)
+def test_elsewhere_texts_part_at_near_ties_alone(executor, count, new_tokens):
+    if executor == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    session = tq.load("tiny", executor=executor)
+    texts = [session.tokenizer.decode(ids) for ids in prompts(session, count)]
+    found = greedy_diff(session, drafting(session, DraftSpec("ngram")), texts, dtype="float32", max_new_tokens=new_tokens)
+    assert not found.faulty, found.unexplained
+    assert all(row.divergence is None or row.divergence.near_tie for row in found.prompts)

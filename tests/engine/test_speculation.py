@@ -1,0 +1,376 @@
+"""Drafted tokens: greedy text is that without them, sampled text is distributed as without, and what is stored is the same."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import CONFIG, EMBEDDING, HEAD, write_checkpoint
+
+import tq
+from haarkv.engine.draft_choice import SELF, Drafted, DraftSpec, choose, shared_bytes
+from haarkv.engine.draft_models import ModelDraft
+from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, Ngram, Proposal, looked_up
+from haarkv.engine.generation import generate
+from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
+from haarkv.engine.speculation import judged
+from haarkv.models.parallel import ALONE
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+
+# -- Looking up --------------------------------------------------------------------------------------------------------------
+
+
+def looked_up_slowly(tokens, most):
+    """Every end of the text, the longest first, at every place before, the latest first."""
+    for size in range(min(LONGEST_MATCH, len(tokens)), SHORTEST_MATCH - 1, -1):
+        for at in range(len(tokens) - 1, size - 1, -1):
+            if tokens[at - size : at] == tokens[-size:]:
+                following = tokens[at:]
+                return [following[i % len(following)] for i in range(most)]
+    return []
+
+
+def test_the_longest_end_of_the_text_is_looked_up_where_it_stood_last():
+    generator = np.random.default_rng(0)
+    found = 0
+    for _ in range(400):
+        tokens = generator.integers(0, generator.integers(1, 7), generator.integers(1, 40)).tolist()
+        expected = looked_up_slowly(tokens, 5)
+        assert looked_up(np.array(tokens), 5) == expected, tokens
+        found += bool(expected)
+    assert 100 < found < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        ([1, 2, 3, 1, 2], 3, [3, 1, 2]),
+        ([7, 7, 7], 4, [7, 7, 7, 7]),
+        ([1, 2, 3, 4], 3, []),
+        ([1, 2, 1, 2], 0, []),
+        ([5], 2, []),
+    ],
+)
+def test_a_text_that_repeats_itself_keeps_doing_so(text, most, expected):
+    assert looked_up(np.array(text), most) == expected
+
+
+# -- Greedy ------------------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["def main(", "class Foo:\n    def __init__(self", "import os\nimport sys\nimport"]
+
+
+NEW = 28
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tq.load("tiny", executor="cpu", kv=KVSpec("k=tq5,v=tq4", tail=20, sink=4))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    return tiny.generate(PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling())
+
+
+def drafting(session, spec):
+    """The session with a draft."""
+    model = Drafted(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
+    return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
+
+
+class Wrong:
+    """Drafts tokens that the model does not like best, after one that it does."""
+
+    name, shared_bytes = "wrong", 0
+
+    def __init__(self, texts):
+        self._texts = texts
+
+    def cache_bytes(self, sequences, max_context):
+        return 0
+
+    def begin(self, beginning):
+        return self
+
+    def propose(self, texts, most):
+        right = {row: self._texts[row][len(text) : len(text) + 1] for row, text in texts.items()}
+        return {row: Proposal((right[row] + [9, 8, 7, 6])[: most[row]]) for row in texts}
+
+
+def same(one, other):
+    return one.tensors.keys() == other.tensors.keys() and all(torch.equal(t, other.tensors[n]) for n, t in one.tensors.items())
+
+
+SPECS = [
+    DraftSpec("ngram"),
+    DraftSpec("ngram", 13),
+    DraftSpec(SELF, 3),
+    DraftSpec(SELF, 5, "tq2"),
+    DraftSpec("tiny", 2, "bf16"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name} {s.tokens} {s.kv}")
+def test_greedy_text_and_what_is_stored_are_those_without_drafts(tiny, expected, spec):
+    result = drafting(tiny, spec).generate(PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling())
+    assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
+    assert [c.finish for c in result.completions] == [c.finish for c in expected.completions]
+    assert all(map(same, result.stored, expected.stored))
+    assert [s.length for s in result.stored] == [s.length for s in expected.stored]
+    assert result.drafting.same_text
+    assert 0 < result.drafting.accepted <= result.drafting.proposed
+    assert result.timing.decode_tokens == expected.timing.decode_tokens
+    assert result.timing.decode_steps < expected.timing.decode_steps
+
+
+def test_wrong_drafts_change_nothing_but_the_time(tiny, expected):
+    texts = [[*ids, *c.token_ids] for ids, c in zip(tiny.encode(PROMPTS), expected.completions, strict=True)]
+    result = replace(tiny, draft=Wrong(texts), draft_tokens=5).generate(
+        PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling()
+    )
+    assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
+    assert all(map(same, result.stored, expected.stored))
+    assert 0 < result.drafting.acceptance < 0.5
+
+
+@pytest.mark.parametrize("stop", [{"stop": "("}, {"max_context": 30}, {"max_new_tokens": 7}, {"max_new_tokens": 1}])
+def test_a_text_ends_where_it_would_without_drafts(tiny, stop):
+    """In the middle of drafted tokens as well: behind the end nothing is stored, and nothing streamed."""
+    given = {"max_new_tokens": 25, "keep": True, "sampling": Sampling()} | stop
+    streams = []
+    for session in (tiny, drafting(tiny, DraftSpec("tiny", 6))):
+        seen = []
+        result = session.generate(PROMPTS, on_token=lambda *token, seen=seen: seen.append(token), **given)
+        streams.append((result, sorted(seen, key=lambda token: token[0])))
+    (plain, one), (drafted, other) = streams
+    assert one == other
+    assert [c.finish for c in plain.completions] == [c.finish for c in drafted.completions]
+    assert plain.texts == drafted.texts
+    assert all(map(same, plain.stored, drafted.stored))
+
+
+def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
+    """Any token that the model says may be the end; the tokens before it, and no others, are stored."""
+    ids = tiny.encode(PROMPTS)
+    for end in (expected.completions[0].token_ids[9],):
+        runs = []
+        for draft in (None, Ngram(), drafting(tiny, DraftSpec("tiny", 6)).draft):
+            cache, paging = tiny.new_cache(len(ids), 100)
+            kept = []
+            done, _ = generate(
+                tiny.executor, cache, paging, ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft,
+                draft_tokens=6, on_end=lambda _, of, kept=kept: kept.append(of),
+            )  # fmt: skip
+            runs.append(([(c.token_ids, c.finish) for c in done], kept))
+        assert any(finish == "eos" for _, finish in runs[0][0])
+        for found, kept in runs[1:]:
+            assert found == runs[0][0]
+            assert all(map(same, kept, runs[0][1]))
+
+
+def test_a_reused_prefix_and_drafts_go_together(tiny):
+    prompt = "import os\n" * 12
+    stored = tiny.generate(prompt, max_new_tokens=5, keep=True, sampling=Sampling()).stored[0]
+    plain = tiny.generate(prompt + "def ", max_new_tokens=12, sampling=Sampling())
+    for spec in SPECS[1:4]:
+        result = drafting(tiny, spec).generate(prompt + "def ", stored=stored, max_new_tokens=12, sampling=Sampling())
+        assert result.completions[0].reused_tokens > 0
+        assert result.texts == plain.texts
+
+
+def test_a_penalty_counts_what_was_taken_and_no_rejected_draft(tiny):
+    sampling = Sampling(repetition_penalty=1.4)
+    plain = tiny.generate(PROMPTS, max_new_tokens=15, sampling=sampling)
+    for spec in (DraftSpec("ngram"), DraftSpec(SELF, 4)):
+        assert drafting(tiny, spec).generate(PROMPTS, max_new_tokens=15, sampling=sampling).texts == plain.texts
+
+
+def test_a_seed_draws_the_same_text_over_certain_drafts(tiny):
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=5)
+    plain, drafted = (s.generate(PROMPTS, max_new_tokens=20, sampling=sampling) for s in (tiny, drafting(tiny, SPECS[0])))
+    assert plain.texts == drafted.texts
+    assert drafted.drafting.proposed
+
+
+def test_the_model_as_its_own_draft_is_taken_nearly_always(tiny):
+    result = drafting(tiny, DraftSpec("tiny", 4)).generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling())
+    assert result.drafting.acceptance > 0.8
+    assert result.drafting.tokens_per_step > 3
+
+
+# -- Sampled -----------------------------------------------------------------------------------------------------------------
+
+VOCAB = 5
+MANY = 1200
+
+
+class Table:
+    """A model whose logits follow from the last token alone, so that every probability is known."""
+
+    name, device, simulated, batches_alike = "table", torch.device("cpu"), False, True
+
+    def __init__(self, seed, vocab=VOCAB):
+        self.config = SimpleNamespace(num_kv_heads=1, head_dim=64, vocab_size=vocab, max_position_embeddings=64, num_layers=1)
+        self.logits = 1.5 * torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
+
+    def verify(self, token_ids, batch, cache):
+        return self.logits[token_ids]
+
+    decode = verify
+
+    def prefill(self, token_ids, batch, cache):
+        return self.logits[token_ids[batch.query_start_loc[1:].long() - 1]]
+
+
+PLAN = KVSpec("bf16").plan(1)
+
+
+def counted(model, draft, sampling, new_tokens, prompt, count=MANY):
+    """How often each continuation came, of many sequences."""
+    cache = PagedKVCache(PLAN, num_kv_heads=1, head_dim=64, num_blocks=count, num_rows=count, block_size=8)
+    paging = PagedSequences(count, 8, num_rows=count)
+    done, timing = generate(
+        model, cache, paging, [prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft,
+        draft_tokens=3,
+    )  # fmt: skip
+    return Counter(tuple(c.token_ids) for c in done), timing.drafts
+
+
+def exact(model, sampling, new_tokens, prompt):
+    """The probability of each continuation, token by token."""
+    found = {(): 1.0}
+    for _ in range(new_tokens):
+        longer = {}
+        for tokens, p in found.items():
+            said = [*prompt, *tokens]
+            after = Sampler(sampling, prompt=said).probabilities(model.logits[said[-1]]).tolist()
+            longer |= {(*tokens, token): p * q for token, q in enumerate(after)}
+        found = longer
+    return found
+
+
+def chi_squared(counts, expected, count=MANY):
+    """Pearson's statistic in standard deviations above its mean; cells that expect fewer than 5 are one."""
+    assert all(expected[tokens] > 0 for tokens in counts)
+    large = {tokens: count * p for tokens, p in expected.items() if count * p >= 5}
+    rest = count - sum(large.values())
+    cells = [(counts[tokens], of) for tokens, of in large.items()]
+    if rest > 1:
+        cells.append((count - sum(counts[tokens] for tokens in large), rest))
+    statistic, freedom = sum((n - of) ** 2 / of for n, of in cells), len(cells) - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+SAMPLINGS = {
+    "filters": Sampling(0.8, top_k=4, top_p=0.95, min_p=0.03, seed=7),
+    "penalty": Sampling(1.2, repetition_penalty=1.6, seed=7),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("model", "filters"), ("model", "penalty"), ("ngram", "penalty")])
+def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
+    """Chi-squared over whole continuations of four tokens, the plain step among them, against the exact probabilities."""
+    if kind == "ngram":  # one token that stood before is enough, so that drafts come often
+        monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
+    model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
+    draft = Ngram() if kind == "ngram" else ModelDraft("other", Table(2), PLAN)
+    counts, cost = counted(model, draft, sampling, 4, prompt)
+    expected = exact(model, sampling, 4, prompt)
+    assert sum(expected.values()) == pytest.approx(1)
+    assert cost.proposed > MANY / 2
+    assert 0.1 < cost.acceptance < 0.95
+    assert abs(chi_squared(counts, expected)) < 4
+    # The test would see the draft's own distribution.
+    if kind == "model":
+        assert chi_squared(counts, exact(Table(2), replace(sampling, top_k=0, top_p=1.0, min_p=0.0), 4, prompt)) > 20
+
+
+def test_a_draft_from_the_models_own_distribution_is_always_taken():
+    sampling = SAMPLINGS["filters"]
+    _, cost = counted(Table(1), ModelDraft("same", Table(1), PLAN), sampling, 5, [0], count=200)
+    assert cost.acceptance == 1
+
+
+def test_the_first_token_that_is_not_taken_is_replaced_from_what_is_left():
+    """p = (0.5, 0.3, 0.2) and q = (0.8, 0.2, 0): token 0 is taken with 5/8, and else (0, 1/3, 2/3) decides."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.8, 0.2, 0.0]], dtype=torch.float64)
+    sampler, count = BatchSampler(Sampling(1.0, seed=1), [[0]]), 2500
+    drawn = Counter(judged(sampler, p.log().expand(2, 3), 0, Proposal([0], q))[0] for _ in range(count))
+    expected = [0.625, 0.375 / 3, 0.375 * 2 / 3]
+    for token, share in enumerate(expected):
+        assert drawn[token] / count == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
+
+
+def test_what_drafts_is_drawn_with_other_random_numbers_than_what_judges():
+    judge, drafter = (BatchSampler(Sampling(1.0, seed=3), [[0], [0]], drafts=drafts) for drafts in (False, True))
+    numbers = [[of.uniform(row) for _ in range(4)] for of in (judge, drafter) for row in (0, 1)]
+    assert len({number for row in numbers for number in row}) == 16
+
+
+# -- What fits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_vocabulary_ends_drafts_where_its_tokens_end():
+    """Models of one tokenizer may round up the size of their vocabulary differently."""
+    model, prompt = Table(1), [0, 1]
+    plain, _ = counted(model, None, Sampling(), 6, prompt, count=1)
+    for vocab in (3, 9):
+        found, cost = counted(model, ModelDraft("other", Table(4, vocab), PLAN), Sampling(), 6, prompt, count=1)
+        assert found == plain
+        assert cost.steps
+
+
+def test_a_draft_of_a_shorter_context_ends_where_it_ends():
+    model, short = Table(1), Table(2)
+    short.config.max_position_embeddings = 5
+    plain, _ = counted(model, None, Sampling(), 6, [0, 1], count=3)
+    found, _ = counted(model, ModelDraft("short", short, PLAN), Sampling(), 6, [0, 1], count=3)
+    assert found == plain
+
+
+def test_embedding_and_head_are_one_memory_where_all_bytes_agree(tiny, tmp_path):
+    session = drafting(tiny, DraftSpec("tiny"))
+    assert session.draft.shared_bytes == tiny.executor.weights.embedding.nbytes
+    assert session.draft.executor.weights.embedding.data_ptr() == tiny.executor.weights.embedding.data_ptr()
+    assert shared_bytes(session.draft.executor.weights, tiny.executor.weights) == session.draft.shared_bytes
+
+    def changed(tensors):
+        tensors[EMBEDDING][3, 5] += 1
+        tensors[HEAD][256, 0] -= 1
+
+    one, other = write_checkpoint(tmp_path / "one"), write_checkpoint(tmp_path / "other", mutate=changed)
+    small = tq.load(one, executor="reference", kv="fp32")
+    assert drafting(small, DraftSpec(str(other), kv="fp32")).draft.shared_bytes == 0
+    untied = 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"] * 4
+    assert drafting(small, DraftSpec(str(one), kv="fp32")).draft.shared_bytes == untied
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (("nowhere",), "no such model: nowhere"),
+        (("ngram", 0), "draft tokens must lie in 1 … 32"),
+        (("ngram", 33), "draft tokens must lie in 1 … 32"),
+        (("ngram", 4, "tq4"), "ngram has no cache"),
+        (("self", 4, "bf16"), "needs a copy coarser than the cache"),
+        (("self", 4, "tq9"), "tq9"),
+        (("self", 4, "lr64"), "no learned coordinates"),
+        (("random:0.6b",), "has another tokenizer"),
+        (("tiny", 4, "fp32"), "the draft tiny cannot run"),
+    ],
+)
+def test_what_cannot_draft_is_refused_in_one_line(spec, words):
+    with pytest.raises(InputError, match=words) as refused:
+        tq.load("tiny", executor="cpu", draft=DraftSpec(*spec))
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_coarser_than_the_coarsest_is_there(tiny):
+    with pytest.raises(InputError, match="reads no format coarser than tq2 for --draft self"):
+        tq.load("tiny", executor="cpu", kv="tq2", draft="self", allow_collapse=True, on_warning=lambda _: None)

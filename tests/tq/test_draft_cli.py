@@ -1,0 +1,104 @@
+"""`--draft` on the commands: what the cost line and `--json` say, and what is refused."""
+
+import io
+import json
+import re
+
+import pytest
+from refusals import assert_refused
+
+from tq.cli import main
+
+GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*args):
+        code = main(list(map(str, args)))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_cost_line_says_what_was_accepted_and_whether_it_paid(run):
+    code, out, err = run(*GENERATE, "--draft", "ngram", "--draft-tokens", "3")
+    assert code == 0, err
+    line = next(text.split(None, 1)[1].strip() for text in err.splitlines() if text.split()[:1] == ["draft"])
+    found = re.match(
+        r"ngram, up to 3: (\d+) of (\d+) accepted \((\d+)%\), ([\d.]+) tokens a step; "
+        r"([\d.]+) ms a token, ([\d.]+) in plain steps between \(([\d.]+)x\)(: does not pay here, leave out --draft)?$",
+        line,
+    )
+    assert found, line
+    accepted, proposed, share, steps, ms, plain, times = map(float, found.groups()[:-1])
+    assert 0 < accepted <= proposed
+    assert share == pytest.approx(100 * accepted / proposed, abs=1)
+    assert times == pytest.approx(plain / ms, abs=0.02)
+    assert bool(found[8]) == (times < 1)
+    assert 1 < steps <= 4
+    assert run(*GENERATE)[1] == out
+
+
+def test_json_has_all_of_it(run):
+    code, out, err = run(*GENERATE, "--json", "--draft", "self", "--draft-kv", "tq3")
+    assert code == 0, err
+    found = json.loads(out)["draft"]
+    assert (found["name"], found["most"], found["executor"], found["same_text"]) == ("self", 4, "cpu", True)
+    assert found["acceptance"] == found["accepted"] / found["proposed"] > 0.3
+    assert found["speed_up"] == pytest.approx(found["plain_ms_per_token"] / found["ms_per_token"])
+    assert found["kv_bytes"] > 0
+    assert found["shared_bytes"] == 9_310_976 * 4
+    assert "draft" not in json.loads(run(*GENERATE, "--json")[1])
+
+
+def test_an_executor_whose_sums_change_says_so(run):
+    reference = [arg.replace("cpu", "reference") for arg in GENERATE]
+    code, _, err = run(*reference, "--max-new-tokens", 8, "--draft", "ngram")
+    assert code == 0
+    assert "sums on reference change with the batch: where two tokens nearly tie, either may come" in err
+
+
+def test_chat_drafts_as_well(run, monkeypatch):
+    said = []
+    for more in ((), ("--draft", "ngram")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("import os\nimport sys\n"))
+        code, out, err = run("chat", "--executor", "cpu", "--max-new-tokens", 12, "--threads", 1, *more)
+        assert code == 0, err
+        said.append(out)
+    assert said[0] == said[1]
+
+
+def test_bench_decode_measures_both_in_one_run(run):
+    code, out, err = run(
+        "bench", "decode", "--model", "tiny", "--draft", "ngram", "--executor", "cpu", "--dtype", "float32", "--contexts", 40,
+        "--repeats", 1, "--threads", 1, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    none, drafted = json.loads(out)["rows"]
+    assert (none["draft"], none["drafting"], none["speed_up"]) == ("none", None, None)
+    assert drafted["draft"] == "ngram, up to 4"
+    assert drafted["same_text"]
+    assert drafted["speed_up"] > 0 < drafted["cpu_speed_up"]
+    assert drafted["drafting"]["proposed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--draft", "random:0.6b"), "has another tokenizer"),
+        (("--draft", "nowhere"), "no such model: nowhere"),
+        (("--draft-tokens", "3"), "give --draft as well"),
+        (("--draft-kv", "tq2"), "give --draft as well"),
+        (("--draft", "ngram", "--draft-kv", "tq2"), "ngram has no cache; leave out --draft-kv"),
+        (("--draft", "self", "--kv", "tq2", "--allow-collapse"), "reads no format coarser"),
+        (("--draft", "self", "--executor", "onnx"), "onnx"),
+    ],
+)
+def test_what_cannot_draft_is_refused(run, args, words):
+    assert_refused(run(*GENERATE, *args), words)
+
+
+def test_a_bench_of_drafts_refuses_what_it_does_not_measure(run):
+    assert_refused(run("bench", "decode", "--model", "tiny", "--draft", "ngram", "--only", "step"), "leave out --only")
+    assert_refused(run("bench", "decode", "--model", "tiny", "--draft", "ngram", "--kv", "bf16,tq4"), "one format at a time")
