@@ -114,6 +114,8 @@ def main(begin, end, *executors):
     red, runs, worst, started = 0, 0, {}, time.time()
     for number in range(begin, end):
         what, report = clean_run(number, executors, 12, None) if executors else clean_run(number)
+        if executors:  # simulators take their time
+            print(what, "cannot run" if report is None else "passed" if report.passed else "red", flush=True)
         if report is None:
             continue
         runs += 1

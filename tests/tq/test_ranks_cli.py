@@ -49,10 +49,12 @@ def test_torchrun_starts_them_too(capfd):
 
 
 def test_validate_judges_two_ranks():
-    code, out, _ = run("validate", "--executor", "cpu", "--prompt", "import os", "--steps", "1", "--json", *TWO)
+    kept = ("--kv-tail", "2", "--kv-sink", "1")
+    code, out, _ = run("validate", "--executor", "cpu", "--prompt", "import os", "--steps", "1", *kept, "--json", *TWO)
     assert code == 0
     report = json.loads(out)
     assert report["passed"]
+    assert {"store_kv.k", "window.v", "sink.k"} <= {stage["stage"] for stage in report["stages"]}
     assert report["candidate"] == "cpu"
 
 

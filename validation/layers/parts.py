@@ -221,9 +221,11 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
 
 def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
     """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
-    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between.
-    first = torch.maximum(token, queries[0])
-    of_first = window.seen(first, len(token)).diagonal()
+    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
+    # before the queries is first seen by the first of them, any other by its own.
+    older = min(int(queries[0]), len(token))
+    of_own = window.seen(token[older:], len(token)).diagonal(older)
+    of_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], of_own])
     of_last = window.seen(queries[-1:], len(token))[0]
     return of_first & of_last if packed else ~of_first & ~of_last
 
