@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,13 @@ import tq
 from haarkv.executors import catalog
 from haarkv.executors.catalog import AUTO, select
 from haarkv.models.catalog import read_config
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning import planner
 
 TINY = read_config("tiny")
 EVERYTHING = ("cuda", "npu", "cpu", "reference")
@@ -64,6 +68,25 @@ def test_the_fastest_that_reads_the_cache(machine, here, kv, name, why):
     found = chosen(kv)
     assert found.name == name
     assert re.match(why, found.passed_over) if why else found.passed_over == ""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head_dim):
+    """Every candidate that it takes, beside any other, with a tail, sinks and layers in BF16."""
+    machine("cpu", "reference")
+    config = replace(TINY, head_dim=head_dim)
+    learned = made_up.calibration(config.num_layers, config.num_kv_heads, head_dim)
+    names = []
+    for name in (*formats.names(), *(f"lr{nibbles}" for nibbles in range(32, 2 * head_dim + 1, 16))):
+        with suppress(InputError):
+            planner.require_candidates([name], config, learned)
+            names.append(name)
+    assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr32"} < set(names)
+    assert not {name for name in names if name.startswith(("kivi", "kvarn"))}
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        layers = {1: f"k={name},v={other}", 2: f"k={other},v=bf16"}
+        for spec in (KVSpec(name, layers=layers), KVSpec(name, layers=layers, tail=32, sink=4, skip_layers=(-1,))):
+            assert chosen(replace(spec, calibration=learned), config) == catalog.Selection("cpu"), spec
 
 
 def test_every_cache_must_be_read(machine):

@@ -184,6 +184,16 @@ def test_bf16_attention_rounds_where_the_reference_does(table):
     assert (unrounded != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
 
 
+@every_table
+@pytest.mark.parametrize("kv", ["bf16", "k=fp8_e4m3,v=bf16", "k=q8_0,v=q4_0", "kivi2", "k=tq3_0,v=manthan3", "tq4_seed"])
+def test_numbers_leave_nothing_to_round_but_the_order_of_sums(table, kv):
+    """Even where weights and rotated queries are sums of two BF16 numbers."""
+    case = replace(CASES[0], kv=kv)
+    q, theirs = expected(case, torch.bfloat16)
+    ours = attention(table, case, q, stored(case)[1])
+    assert (ours != theirs).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
+
+
 WINDOWED = [case for case in CASES if case.tail and sum(case.new) > len(case.new)]
 
 

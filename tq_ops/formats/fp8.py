@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of, require_finite
+from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -61,7 +61,8 @@ class FP8E4M3:
         return fields["codes"]
 
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
+        """1, of every vector: no scale keeps a length, and what levels say of it they say by themselves."""
+        return torch.ones(fields["codes"].shape[:-1], dtype=torch.float64, device=fields["codes"].device)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """Place among the 253 finite numbers, 0 for -448, 126 for both zeros."""

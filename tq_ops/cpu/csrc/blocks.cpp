@@ -1,5 +1,5 @@
-// Vectors that no matrix rotates become codes and scales: to the byte what `tq_ops.formats` makes of them, so that this unit is
-// compiled without contraction of products and sums.
+// Vectors that no matrix rotates become codes and scales: to the byte what `tq_ops.formats` makes of them, so that this unit
+// is compiled without contraction of products and sums.
 #include "blocks.h"
 
 #include <algorithm>

@@ -19,15 +19,15 @@ constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 32;  // keys are padded to this in scratch
 
-// What the vectors of a side are unpacked to, one of its cells for each of the N levels. All but nibbles become FP32 numbers, a
-// few vectors at a time; those from kBf16 on in the order of the coordinates.
+// What the vectors of a side are unpacked to, one of its cells for each of the N levels. All but nibbles become FP32 numbers,
+// a few vectors at a time; those from kBf16 on in the order of the coordinates.
 enum Cell : int32_t {
-    kNibble = 4,  // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
-    kByte = 8,    // levels of up to 8 bits
-    kBf16 = 16,   // BF16 numbers, which are what is stored; no scales and no centroids
-    kFp32 = 32,   // FP32 numbers, likewise
-    kFp8 = 33,    // E4M3 numbers, likewise
-    kInt8 = 34,   // signed bytes, which are numbers; no centroids
+    kNibble = 4,     // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
+    kByte = 8,       // levels of up to 8 bits
+    kBf16 = 16,      // BF16 numbers, which are what is stored; no scales and no centroids
+    kFp32 = 32,      // FP32 numbers, likewise
+    kFp8 = 33,       // E4M3 numbers, likewise
+    kInt8 = 34,      // signed bytes, which are numbers; no centroids
     kHalves = 35,    // levels of 4 bits: byte j of the part of a scale holds levels j of its first half and of its second
     kStream = 36,    // levels of planes[0] bits, 2 to 4, as a stream: least significant bit first
     kChannels = 37,  // the same of each coordinate by itself, over `group` vectors; a scale and a zero each
@@ -44,7 +44,7 @@ struct Kept {
 
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
 struct Side {
-    const uint8_t* codes;    // [num_blocks, Hkv, block_size, bytes]; of kChannels [num_blocks, Hkv, groups, N, group * bits / 8]
+    const uint8_t* codes;  // [num_blocks, Hkv, block_size, bytes]; of kChannels [num_blocks, Hkv, groups, N, group * bits / 8]
     const uint16_t* scales;  // [num_blocks, Hkv, block_size / group, scales_per_vector] FP16, or FP32
     const float* zeros;      // as scales; what numbers are counted from, or null
     // [2**bits], at least 16; of kStream and kChannels as often as 16 have room, since what a level has above it is ignored.
@@ -53,8 +53,8 @@ struct Side {
     int32_t scales_per_vector;            // of a group, of which each serves as many levels
     int32_t scale_bytes;                  // 2 or 4
     int32_t group;                        // vectors that share scales; 1 but for kChannels
-    int32_t levels;  // N, a multiple of 16, at least 32
-    int32_t bytes;   // of a vector's codes
+    int32_t levels;                       // N, a multiple of 16, at least 32
+    int32_t bytes;                        // of a vector's codes
     int32_t cell;
     // Bits of a level in each plane, low bits first; 0 after the last. A plane of w bits has its levels in 8 / w parts: byte j
     // holds level j of each part, the first part lowest.

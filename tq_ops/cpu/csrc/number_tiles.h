@@ -123,8 +123,7 @@ inline void put_weights(const float* weights, int stride, int n, int8_t* out) {
         return i < n ? Avx512::first(n - i, Avx512::load(weights + r * stride + i), Avx512::zero()) : Avx512::zero();
     };
     for (int i = 0; i < padded(n); i += kPairs, out += kTileBytes)
-        for (int r = 0; r < kMaxRows; ++r)
-            split(of(r, i), of(r, i + 16), out + r * kChunk, out + (kMaxRows + r) * kChunk);
+        for (int r = 0; r < kMaxRows; ++r) split(of(r, i), of(r, i + 16), out + r * kChunk, out + (kMaxRows + r) * kChunk);
 }
 
 // 32 columns of sums[r * levels], which shrink first, plus the products of the weights of n values.

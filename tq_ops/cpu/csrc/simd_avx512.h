@@ -70,8 +70,8 @@ struct Avx512 {
     template <int BITS> static I spread(const uint8_t* p) {
         const auto words = [](uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); };
         const __m256i places = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(BITS));
-        const I both = _mm512_inserti64x4(_mm512_castsi256_si512(words(eight_levels<BITS>(p))),
-                                          words(eight_levels<BITS>(p + BITS)), 1);
+        const I both =
+            _mm512_inserti64x4(_mm512_castsi256_si512(words(eight_levels<BITS>(p))), words(eight_levels<BITS>(p + BITS)), 1);
         return _mm512_srlv_epi32(both, _mm512_broadcast_i64x4(places));
     }
     static F signed_bytes(const uint8_t* p) {

@@ -120,10 +120,9 @@ template <class Simd> void numbers_of(const Side& side, Place at, int key, int n
             for (int i = 0; i < n * levels; i += Simd::width) Simd::store(out + i, Simd::fp8(codes + i));
             return;
         case kInt8:
-            return scaled<Simd>(side, at, key, n, codes, side.bytes, out, [](const uint8_t* part, int j) __attribute__((
-                                                                              always_inline)) {
-                return Simd::signed_bytes(part + j);
-            });
+            return scaled<Simd>(side, at, key, n, codes, side.bytes, out,
+                                [](const uint8_t* part, int j)
+                                    __attribute__((always_inline)) { return Simd::signed_bytes(part + j); });
         case kHalves:
             return from_halves<Simd>(side, at, key, n, codes, out);
         case kStream:

@@ -21,7 +21,10 @@ struct Together {
     int seen[kMaxTiles][R];
 
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
-        : cache(cache), count(count), found(cache, scratch), numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))) {
+        : cache(cache),
+          count(count),
+          found(cache, scratch),
+          numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))) {
         scratch += LookedUp::floats(cache) + number_floats(cache);
         for (int t = 0; t < count; ++t) new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + t * tile_floats(cache));
     }
@@ -95,8 +98,8 @@ struct Together {
             fetch_bytes(values + key * cache.v.bytes, smaller(n - key, kPairs) * cache.v.bytes);
             const uint16_t* keys[2];
             for (int half = 0; half < 2; ++half)
-                keys[half] = key_rows(cache.k, k, key + half * 16, n - key - half * 16, rows(0).numbers,
-                                      numbers + half * 16 * levels);
+                keys[half] =
+                    key_rows(cache.k, k, key + half * 16, n - key - half * 16, rows(0).numbers, numbers + half * 16 * levels);
             for (int t = 0; t < count; ++t)
                 score_tile(keys, rows(t).products.q, levels, rows(t).tile.softmax_scale, rows(t).stride, rows(t).logits + key);
         }
