@@ -13,7 +13,8 @@ from haarkv.tq_ops.kv.reads import Reads, unsupported
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
+# Drafts that were run. Attention layers that they bring have pages like all others.
+_DRAFTS = ("ngram", "draft_model", "eagle3")
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
@@ -93,5 +94,6 @@ def _options(vllm_config: VllmConfig) -> str | None:
     if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):
         return reason
     if drafts is not None and drafts.method not in _DRAFTS:
-        return f"speculative decoding by {drafts.method} is not supported; by {' and '.join(_DRAFTS)} it is"
+        *others, last = _DRAFTS
+        return f"speculative decoding by {drafts.method} is not supported; by {', '.join(others)} and {last} it is"
     return None

@@ -77,10 +77,10 @@ class _Here:
 
 @pytest.mark.slow
 def test_memory_is_what_was_predicted(tmp_path):
-    """A cache of 150 MiB beside small weights, in a process of its own."""
+    """A cache of 78 MiB beside small weights, in a process of its own."""
     folder = write_checkpoint(tmp_path / "m", config=SMALL | {"head_dim": 128})
     out = tmp_path / "out"
-    args = ["--model", str(folder), "--dtype", "float32", "--kv", "bf16", "--contexts", "300,80000", "--prefill", "600",
+    args = ["--model", str(folder), "--dtype", "float32", "--kv", "bf16", "--contexts", "300,40000", "--prefill", "300",
             "--steps", "1", "--out", str(out)]  # fmt: skip
     main(args)
     (line,) = [found for found in map(json.loads, out.read_text().splitlines()) if found["line"] == "memory"]

@@ -105,6 +105,10 @@ OPTIONS = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "KV transfer by ExampleConnector is not supported; by OffloadingConnector it is",
     ),
+    "drafts_on_a_gpu": (
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "speculative decoding by ngram_gpu is not supported; by ngram, draft_model and eagle3 it is",
+    ),
     "kept_on_disk": (
         offloading(spec_name="TieringOffloadingSpec"),
         "offloading by TieringOffloadingSpec is not supported, which may keep pages for another server; leave out spec_name",
@@ -163,11 +167,10 @@ def test_a_model_of_another_kind_is_refused_with_the_reason(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_drafts_that_bring_attention_layers_are_refused(tmp_path):
+def test_drafts_that_bring_attention_layers_are_served(tmp_path):
     drafts = write(tmp_path / "drafts", EAGLE)
     speculative = {"method": "eagle3", "model": str(drafts), "num_speculative_tokens": 2}
-    reason = "speculative decoding by eagle3 is not supported; by ngram and draft_model it is"
-    assert_refused(write(tmp_path / "model", QWEN), reason, speculative_config=speculative)
+    configure(write(tmp_path / "model", QWEN), speculative_config=speculative)
 
 
 @pytest.mark.vllm_short
