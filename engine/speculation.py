@@ -86,14 +86,15 @@ class Speculation:
         began = time.perf_counter()
         proposed = [proposals.get(row, _NOTHING) for row in rows]
         new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
-        self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
         token_ids = uploaded(torch.tensor([token for tokens in new for token in tokens]), self._cache.device)
         self.cost.steps += len(rows)
-        if len(token_ids) == len(rows):
-            logits = self._executor.decode(token_ids, self._advance.batch, self._cache)
+        if len(token_ids) == len(rows):  # a token that was chosen is never taken back
+            batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
+            logits = self._executor.decode(token_ids, batch, self._cache)
             found = [[token] for token in self._sampler.next(logits, rows).tolist()]
             self.cost.plain.append((time.perf_counter() - began) / len(rows))
             return found
+        self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
         logits = self._executor.verify(token_ids, self._advance.batch, self._cache)
         found = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
         self.cost.checks += sum(bool(drafts.token_ids) for drafts in proposed)
