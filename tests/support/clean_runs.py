@@ -130,6 +130,7 @@ def main(begin, end, *executors):
                 worst[row.name] = (row.share, what, row.layer, row.stage, row.value, row.bound)
         if runs % 50 == 0:
             print(f"{runs} runs, {red} red, {time.time() - started:.0f} s", flush=True)
+            _print_ties()
     print(f"{runs} runs, {red} red, {time.time() - started:.0f} s")
     print(json.dumps(worst, indent=1))
     _print_ties()
@@ -155,7 +156,8 @@ def _print_ties():
     """Vectors with other levels as a multiple of those that noise makes, by executor and dtype: what TIE_MARGIN must cover."""
     for kind, rows in sorted(TIES.items()):
         found, likely = (sum(column) for column in zip(*rows, strict=True))
-        print(f"ties, {kind}: {found} in {len(rows)} layers' parts, {likely:.1f} expected, ratio {found / likely:.2f}")
+        ratio = f"{likely:.1f} expected, ratio {found / max(likely, 1e-9):.2f}"
+        print(f"ties, {kind}: {found} in {len(rows)} layers' parts, {ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,13 @@ def bounds_of(dtype: torch.dtype) -> LayerBounds:
     return bounds.LAYER_FP32 if dtype == torch.float32 else bounds.LAYER_BF16
 
 
+def for_width(limits: LayerBounds, dtype: torch.dtype, hidden_size: int) -> LayerBounds:
+    """The bounds for a model of a hidden size: where that is small, one rounded number of it turns K further."""
+    if dtype == torch.float32:
+        return limits
+    return replace(limits, kv_noise=max(limits.kv_noise, bounds.BF16_TURN / hidden_size**0.5))
+
+
 def first(verdicts: Sequence[Verdict]) -> Verdict | None:
     """The first fault; without one, the first difference; None if there is none."""
     different = [v for v in verdicts if v.reason]

@@ -26,6 +26,7 @@ from haarkv.validation.layers.judge import (
     bounds_of,
     compare_both,
     first,
+    for_width,
     judge_logits,
     judge_op,
     judge_strays,
@@ -111,7 +112,7 @@ class _Validation:
         self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
         self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
         self.schedule, self.model = Schedule(prompts, steps, plan), model
-        self.limits = bounds_of(model.dtype)
+        self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache)
         self.ops = candidate.ops if self.reference.records else None
