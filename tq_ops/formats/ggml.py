@@ -12,7 +12,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
-from haarkv.tq_ops.formats.base import Field, LevelChoice
+from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
@@ -72,6 +72,10 @@ class BlockQ4(BlockFormat):
         """
         codes = self._codes(fields)
         return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """Of the scales alone: what a level that falls the other way adds to a length, the levels say by themselves."""
+        return lengths_of(fields["scale"])
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         blocks = self.split(x)

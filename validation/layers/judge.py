@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
@@ -133,12 +134,18 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verd
         return Verdict(call.stage, "fault", torch.inf, 0.0, f"returned {got}, not {list(ours.shape)} {ours.dtype}")
     bound = limits.rounded_op if ours.dtype != torch.float32 else limits.op
     if call.op == "paged_attention":
-        bound = limits.attention
+        bound = max(limits.attention, bounds.RESTORED_TO_BF16_ATTENTION if _restores(*call.args[1:3]) else 0.0)
     compared = compare_vectors(ours, result)
     verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
     if verdict.reason == "fault" and call.op == "paged_attention":
         return replace(verdict, head=_guilty_head(ours, result, call.args[1].num_kv_heads, bound))
     return verdict
+
+
+def _restores(cache: PagedKVCache, layer: int) -> bool:
+    """Whether vectors of a layer are restored to BF16 before they are attended to."""
+    sides = [kv_format.numbers(cache.head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer))]
+    return any(numbers and numbers.kind is Kind.RESTORED for numbers in sides)
 
 
 def _guilty_head(ours: Tensor, result: Tensor, kv_heads: int, bound: float) -> int | None:
