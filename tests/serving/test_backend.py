@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, described, spec_of
 
-from haarkv.serving.vllm_plugin import kernels
+from haarkv.serving.vllm_plugin import backend, kernels
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, batch_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -281,3 +282,21 @@ def test_balanced_channels_are_stored_scaled_and_met_by_the_inverse(dtype):
     assert torch.equal(ours.pages(0), plain.pages(0))
     expected = plain.attend(0, q / of_queries, *scaled, metadata) / of_outputs
     assert torch.equal(ours.attend(0, q, k, v, metadata), expected)
+
+
+def test_layers_of_a_draft_model_are_not_scaled_as_the_models_own(monkeypatch):
+    """They are numbered from 0, too; those of an EAGLE head come behind the model's."""
+    scaled = []
+
+    def layer(name):
+        return SimpleNamespace(impl=SimpleNamespace(balance=lambda *_: scaled.append(name)))
+
+    names = [f"{of}.layers.{n}.self_attn.attn" for of, n in (("model", 0), ("draft_model.model", 0), ("model", 6))]
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
+        compilation_config=SimpleNamespace(static_forward_context={name: layer(name) for name in names}),
+    )
+    monkeypatch.setattr(backend, "require_supported", lambda _: None)
+    monkeypatch.setattr(backend, "scales_here", lambda _: {0: (torch.ones(2, 128), None)})
+    backend.RotatedMetadataBuilder(None, names, config, torch.device("cpu"))
+    assert scaled == names[:1]

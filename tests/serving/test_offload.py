@@ -1,8 +1,7 @@
-"""Offloading under vLLM: pages leave and come back byte for byte, and users who outnumber the memory get the same text."""
+"""Offloading under vLLM: pages leave and come back byte for byte. What a server does with it is in `test_server_load.py`."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,15 +9,8 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm_judge import Judge
-from vllm_server import Server, serving
 
 from haarkv.serving.vllm_plugin.offload import HostWorker
-
-TRANSFER = {
-    "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20, "offload_prompt_only": False},
-}  # fmt: skip
 
 
 @dataclass
@@ -59,25 +51,3 @@ def test_blocks_come_back_as_they_left_wherever_they_are_put(per_chunk):
     assert [of.transfer_size for of in done] == [5 * 160 + 2 * 96, 3 * 160 + 2 * 96]
     assert pages.worker.get_finished() == []
     pages.worker.wait({1, 2})
-
-
-@pytest.fixture(scope="module")
-def offloading(tmp_path_factory):
-    """A server whose cache holds about ten users at a time, and that keeps what leaves it."""
-    from test_server_load import SMALL_CACHE
-
-    log = tmp_path_factory.mktemp("offloading") / "log"
-    with serving(log, "--kv-transfer-config", json.dumps(TRANSFER), cache_bytes=SMALL_CACHE) as server:
-        yield server
-
-
-@pytest.mark.vllm_server
-def test_users_whose_pages_left_and_came_back_get_the_same(offloading: Server, judge: Judge, record_property):
-    from test_server_load import ASKED, all_at_once, assert_right
-
-    answers = all_at_once(offloading)
-    found = {name: value for name, value in offloading.metrics().items() if "preempt" in name or "offload" in name}
-    record_property("offloading", json.dumps(found))
-    print(found)
-    assert found["vllm:num_preemptions_total"] > 0
-    assert_right(judge, ASKED, answers)

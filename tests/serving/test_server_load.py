@@ -31,6 +31,18 @@ def small(tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def offloading(tmp_path_factory):
+    """The same, and what leaves its cache is kept in the host's memory."""
+    transfer = {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20, "offload_prompt_only": False},
+    }  # fmt: skip
+    log = tmp_path_factory.mktemp("offloading") / "log"
+    with serving(log, "--kv-transfer-config", json.dumps(transfer), cache_bytes=SMALL_CACHE) as server:
+        yield server
+
+
 def all_at_once(server: Server) -> list[Answer]:
     """Every user's answer, each asked for in a connection of its own."""
     with ThreadPoolExecutor(USERS) as users:
@@ -86,6 +98,16 @@ def test_users_who_must_make_room_for_each_other_get_the_same(small, judge):
     assert preempted > 0
     assert_right(judge, ASKED, answers)
     assert small.metrics()["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_users_whose_pages_left_and_came_back_get_the_same(offloading, judge, record_property):
+    answers = all_at_once(offloading)
+    found = {name: value for name, value in offloading.metrics().items() if "preempt" in name or "kv_offload" in name}
+    record_property("offloading", json.dumps(found))
+    print(found)
+    assert found["vllm:num_preemptions_total"] > 0
+    assert found["vllm:kv_offload_load_bytes_total"] > 0
+    assert_right(judge, ASKED, answers)
 
 
 def test_parallel_samples_differ_and_a_seed_repeats_them(roomy, judge):
