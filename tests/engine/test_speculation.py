@@ -211,7 +211,7 @@ def test_the_model_as_its_own_draft_is_taken_nearly_always(tiny, penalty):
 # -- Sampled -----------------------------------------------------------------------------------------------------------------
 
 VOCAB = 5
-MANY = 1200
+MANY = 800
 
 
 class Table:
