@@ -16,6 +16,7 @@ from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, Ngram, Proposal,
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
 from haarkv.engine.speculation import judged
+from haarkv.models.catalog import folder_of
 from haarkv.models.parallel import ALONE
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -198,8 +199,11 @@ def test_a_seed_draws_the_same_text_over_certain_drafts(tiny):
     assert drafted.drafting.proposed
 
 
-def test_the_model_as_its_own_draft_is_taken_nearly_always(tiny):
-    result = drafting(tiny, DraftSpec("tiny", 4)).generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling())
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_the_model_as_its_own_draft_is_taken_nearly_always(tiny, penalty):
+    """With a penalty the draft has to count the same tokens as said."""
+    sampling = Sampling(repetition_penalty=penalty)
+    result = drafting(tiny, DraftSpec("tiny", 4)).generate(PROMPTS, max_new_tokens=NEW, sampling=sampling)
     assert result.drafting.acceptance > 0.8
     assert result.drafting.tokens_per_step > 3
 
@@ -207,7 +211,7 @@ def test_the_model_as_its_own_draft_is_taken_nearly_always(tiny):
 # -- Sampled -----------------------------------------------------------------------------------------------------------------
 
 VOCAB = 5
-MANY = 1200
+MANY = 800
 
 
 class Table:
@@ -349,6 +353,17 @@ def test_embedding_and_head_are_one_memory_where_all_bytes_agree(tiny, tmp_path)
     assert drafting(small, DraftSpec(str(other), kv="fp32")).draft.shared_bytes == 0
     untied = 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"] * 4
     assert drafting(small, DraftSpec(str(one), kv="fp32")).draft.shared_bytes == untied
+
+
+def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny):
+    session = drafting(tiny, DraftSpec("tiny-draft"))
+    config = session.draft.executor.config
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 256, 4096)
+    assert session.draft.shared_bytes == 4096 * 256 * 4
+    folder = folder_of("tiny-draft")
+    assert sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".json", ".safetensors")) < 2_000_000
+    with pytest.raises(InputError, match=r"lacks the tensor model\.embed_tokens\.weight"):
+        tq.load("tiny-draft", executor="reference")
 
 
 @pytest.mark.parametrize(

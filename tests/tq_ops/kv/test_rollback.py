@@ -79,7 +79,7 @@ def test_what_is_taken_back_never_was(name, count):
     plan, draw = SPECS[name].plan(1), random.Random(name)
     tried, plain = new(plan, count), new(plan, count)
     sequences = [(tried[1].add(), plain[1].add())[0] for _ in range(count)]
-    for _ in range(20):
+    for _ in range(12):
         chosen = draw.sample(sequences, draw.randint(1, count))
         counts = [draw.randint(1, 8) for _ in chosen]
         kept = [draw.randint(1, count) for count in counts]
