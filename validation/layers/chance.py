@@ -134,7 +134,11 @@ def _chances(
 def _of_part(
     kv_format: KVFormat, layer: int, x: Tensor, y: Tensor, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Chances [T, H] that levels and lengths of x [T, H, D] differ, of which noise made y."""
+    """Chances [T, H] that levels and lengths of x [T, H, D] differ, of which noise made y.
+
+    A number that is kept in FP32 differs wherever sums are taken in another order: it counts as one expected, whatever the noise
+    that the chances are divided by. That it is not off in one direction is judged elsewhere.
+    """
     # Quantizing takes sums, too: of D squares, and of D products with a column of the rotation.
     own = noise * _ULP * math.sqrt(x.shape[-1] / 6)
     y = y * (1 + own * torch.randn(y.shape, generator=generator))
@@ -145,6 +149,8 @@ def _of_part(
     first = kv_format.choice(x, layer, 0.0, levels)
     if levels is None or first is None:
         stored = next(iter(fields.values()))
+        if stored.dtype == torch.float32:
+            return torch.full_like(x[..., 0], noise, dtype=torch.float64).T, torch.zeros_like(x[..., 0]).double().T
         step = torch.ldexp(torch.full_like(x, torch.finfo(stored.dtype).eps), torch.frexp(x).exponent - 1)
         width, differs = ((y - x).abs() / step.clamp(min=1e-38)).sum(-1), (next(iter(other.values())) != stored).any(-1)
         return _chance(width, differs).T, torch.zeros_like(width.double()).T
@@ -156,7 +162,10 @@ def _of_part(
     assert again is not None
     differs = (again != levels).any(-1)
     of_levels = _chance(((second.value - first.value).abs() / cell).sum(-1), differs)
-    steps = [torch.finfo(field.dtype).eps / 2 for field in fields.values() if field.dtype.is_floating_point]
+    dtypes = [field.dtype for field in fields.values() if field.dtype.is_floating_point]
+    if torch.float32 in dtypes:
+        return of_levels.T, torch.where(length > 0, float(noise), 0.0).double().T
+    steps = [torch.finfo(dtype).eps / 2 for dtype in dtypes]
     length = x.double().norm(dim=-1)
     off = (y.double().norm(dim=-1) / length - 1).abs() + own * torch.randn(length.shape, generator=generator).abs()
     of_lengths = torch.where(length > 0, 1 - torch.exp(-off / max(steps)), 0.0) if steps else torch.zeros_like(length)
