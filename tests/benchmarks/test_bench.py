@@ -223,7 +223,8 @@ def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeyp
     for executors, kvs, expected in (
         (["auto"], [], ["cpu"]),
         (["auto"], ["bf16"], ["cpu"]),
-        (["auto"], ["tq4_seed"], ["reference"]),
+        (["auto"], ["q8_0"], ["cpu"]),
+        (["auto"], ["kvarn4"], ["reference"]),
         (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
     ):
         assert _request({**given, "executors": executors, "kvs": kvs}).executors == expected

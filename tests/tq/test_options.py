@@ -40,6 +40,7 @@ OWN = {
     ("bench ops", "--model"): "another default",
     ("bench prefill", "--model"): "another default",
     ("calibrate", "--context"): "what the coordinates hold for",
+    ("info", "--context"): "also the bytes of that many",
     ("diff", "--prompt"): "without one there are four",
     ("plan", "--text"): "to choose by, not to score",
     ("calibrate", "--text"): "to learn from, of several files",

@@ -136,8 +136,8 @@ def _of_part(
 ) -> tuple[Tensor, Tensor]:
     """Chances [T, H] that levels and lengths of x [T, H, D] differ, of which noise made y.
 
-    A number that is kept in FP32 differs wherever sums are taken in another order: it counts as one expected, whatever the noise
-    that the chances are divided by. That it is not off in one direction is judged elsewhere.
+    A number that is kept in FP32 differs wherever sums are taken in another order, so one is expected, whatever the noise that
+    chances are divided by. Whether it is off in one direction is judged elsewhere.
     """
     # Quantizing takes sums, too: of D squares, and of D products with a column of the rotation.
     own = noise * _ULP * math.sqrt(x.shape[-1] / 6)
@@ -163,10 +163,10 @@ def _of_part(
     differs = (again != levels).any(-1)
     of_levels = _chance(((second.value - first.value).abs() / cell).sum(-1), differs)
     dtypes = [field.dtype for field in fields.values() if field.dtype.is_floating_point]
+    length = x.double().norm(dim=-1)
     if torch.float32 in dtypes:
         return of_levels.T, torch.where(length > 0, float(noise), 0.0).double().T
     steps = [torch.finfo(dtype).eps / 2 for dtype in dtypes]
-    length = x.double().norm(dim=-1)
     off = (y.double().norm(dim=-1) / length - 1).abs() + own * torch.randn(length.shape, generator=generator).abs()
     of_lengths = torch.where(length > 0, 1 - torch.exp(-off / max(steps)), 0.0) if steps else torch.zeros_like(length)
     return of_levels.T, of_lengths.T

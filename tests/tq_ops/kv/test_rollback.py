@@ -45,7 +45,10 @@ def write(cache, batch, rows, seeds):
 
 
 def books(paging):
-    return copy.deepcopy(vars(paging))
+    """All that is kept of sequences; of a table what its blocks fill, for what lies behind them is nobody's."""
+    kept = copy.deepcopy(vars(paging))
+    kept["_tables"] = {of: table[: len(kept["_blocks"][of])].tolist() for of, table in kept["_tables"].items()}
+    return kept
 
 
 def windows_of(cache, sequences, paging):
