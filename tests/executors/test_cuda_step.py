@@ -327,6 +327,7 @@ def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
     assert "each op by itself is right" in report.first_divergence.detail
 
 
+@pytest.mark.cuda_long
 def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
     model, sound = small_model(config_of("qwen3", **ONE_HEAD)), CudaFused.attention
 

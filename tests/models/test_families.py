@@ -234,6 +234,7 @@ def test_published_sizes_with_experts_have_their_published_parameters():
     assert counts == {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560}
 
 
+@pytest.mark.cuda_long
 def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
     """In Triton's interpreter, a few tokens."""
     pytest.importorskip("triton", "3.6", reason="needs the cuda extra")

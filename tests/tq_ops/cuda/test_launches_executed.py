@@ -23,7 +23,7 @@ def check(capability: int, *groups: str) -> None:
     [
         ("decode", "planted"),
         pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
-        ("step", "short tail", "short learned"),
+        pytest.param(("step", "short tail", "short learned"), marks=pytest.mark.ptx_long),
     ],
     ids=" ".join,
 )
