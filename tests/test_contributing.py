@@ -3,6 +3,7 @@
 import ast
 import re
 from fnmatch import fnmatch
+from functools import cache
 
 import pytest
 from places import ROOT
@@ -13,6 +14,8 @@ from haarkv.models.registry import FAMILIES
 from haarkv.tq_ops import formats
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SOURCES = {path: path.read_text(encoding="utf-8") for path in sources()}
+parsed = cache(ast.parse)
 FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an executor"
 # The default, and the two that are no formats but what formats are measured against.
 COMMON = {"tq4", "bf16", "fp32"}
@@ -66,16 +69,19 @@ def test_at_most_eight_files_and_they_exist(section):
         assert list(ROOT.glob(file.replace("NAME", "*"))), file
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=place)
-def test_only_listed_files_know_a_format_by_name(path):
-    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & (set(formats.names()) - COMMON)
-    assert not found or allowed(FORMAT, *CHOOSES, *TABLES)(place(path)), found
+def elsewhere(found_in, is_allowed):
+    """Place -> what `found_in` finds in the file, of files that are not allowed to have it."""
+    found = {place(path): found_in(text) for path, text in SOURCES.items()}
+    return {where: what for where, what in found.items() if what and not is_allowed(where)}
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=place)
-def test_only_listed_files_know_a_model_type(path):
-    found = texts(ast.parse(path.read_text(encoding="utf-8"))) & set(FAMILIES)
-    assert not found or allowed(FAMILY, *CHOOSES)(place(path)), found
+def test_only_listed_files_know_a_format_by_name():
+    names = set(formats.names()) - COMMON
+    assert elsewhere(lambda text: texts(parsed(text)) & names, allowed(FORMAT, *CHOOSES, *TABLES)) == {}
+
+
+def test_only_listed_files_know_a_model_type():
+    assert elsewhere(lambda text: texts(parsed(text)) & set(FAMILIES), allowed(FAMILY, *CHOOSES)) == {}
 
 
 @pytest.mark.parametrize("module", sorted(set(FAMILIES.values())))
@@ -84,20 +90,20 @@ def test_a_family_consists_of_the_listed_files(module):
         assert allowed(FAMILY)(place(path)), path
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=place)
-def test_only_the_catalog_imports_an_executor(path):
+def test_only_the_catalog_imports_an_executor():
     others = set(catalog.NAMES) - {"reference"}
-    found = set(re.findall(r"haarkv\.executors\.(\w+)", path.read_text(encoding="utf-8"))) & others
-    assert not found or allowed(EXECUTOR, *CHOOSES)(place(path)), found
+    imports = re.compile(r"haarkv\.executors\.(\w+)")
+    assert elsewhere(lambda text: set(imports.findall(text)) & others, allowed(EXECUTOR, *CHOOSES)) == {}
 
 
-@pytest.mark.parametrize("path", list(sources()), ids=place)
-def test_only_listed_files_have_a_list_of_executors(path):
-    found = list(name_lists(ast.parse(path.read_text(encoding="utf-8")), set(catalog.NAMES)))
-    assert not found or allowed(EXECUTOR, *CHOOSES)(place(path)), found
+def test_only_listed_files_have_a_list_of_executors():
+    names = set(catalog.NAMES)
+    assert elsewhere(lambda text: list(name_lists(parsed(text), names)), allowed(EXECUTOR, *CHOOSES)) == {}
 
 
 def test_the_rules_would_see_names_elsewhere():
+    assert len(SOURCES) > 300
+    assert set(elsewhere(lambda text: "KVSpec" in text, allowed(FORMAT))) > {"tq/options.py"}
     tree = ast.parse('kv = {"q4_0": 1}\nwho = ("cpu", "npu")\nfine = ("cpu",)')
     assert texts(tree) >= {"q4_0"}
     assert list(name_lists(tree, set(catalog.NAMES))) == [{"cpu", "npu"}]
