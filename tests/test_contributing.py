@@ -22,7 +22,7 @@ COMMON = {"tq4", "bf16", "fp32"}
 # What is measured, tried or checked is chosen by name: a new format or executor works without being there.
 CHOOSES = (
     "benchmarks/*",
-    "validation/planning/planner.py",
+    "validation/planning/candidates.py",
     "validation/ops/suite.py",
     "validation/fidelity/peers.py",
     "tq/hf/families.py",

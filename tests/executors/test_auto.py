@@ -21,7 +21,7 @@ from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning import planner
+from haarkv.validation.planning.candidates import require_candidates
 
 TINY = read_config("tiny")
 EVERYTHING = ("cuda", "npu", "cpu", "reference")
@@ -79,7 +79,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
     names = []
     for name in (*formats.names(), *(f"lr{nibbles}" for nibbles in range(32, 2 * head_dim + 1, 16))):
         with suppress(InputError):
-            planner.require_candidates([name], config, learned)
+            require_candidates([name], config, learned)
             names.append(name)
     assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr32"} < set(names)
     assert not {name for name in names if name.startswith(("kivi", "kvarn"))}
@@ -170,7 +170,7 @@ def test_a_named_executor_refuses_before_the_weights_are_read(monkeypatch, execu
     if executor == "onnx":
         pytest.importorskip("onnxruntime")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr("haarkv.engine.session.load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("haarkv.engine.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(InputError, match=why):
         tq.load("tiny", executor=executor, **given)
 
@@ -181,7 +181,7 @@ def test_without_its_package_onnx_says_so_before_the_weights_are_read(monkeypatc
     monkeypatch.delitem(sys.modules, "haarkv.executors.onnx", raising=False)
     monkeypatch.delattr(haarkv.executors, "onnx", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.setattr("haarkv.engine.session.load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("haarkv.engine.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(InputError, match=r"needs the package onnxruntime; pip install 'haarkv\[onnx\]'"):
         tq.load("tiny", executor="onnx")
 

@@ -15,8 +15,8 @@ from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.planning import calibrate, learning
 from haarkv.validation.planning.calibrate import learn_model
+from haarkv.validation.planning.candidates import learned_anchors, places, predicted
 from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions, recording
-from haarkv.validation.planning.planner import learned_anchors, places, predicted
 
 MODEL = small_model(replace(SMALL, num_layers=2))
 CONFIG = MODEL.config

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
-    from haarkv.validation.planning.planner import Allocation, Costs, Verified
+    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.planner import Allocation
+    from haarkv.validation.planning.verifying import Verified
 
 _CONTEXT = 4096
 
@@ -109,22 +111,22 @@ def command(
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning import planner
+    from haarkv.validation.planning.candidates import CANDIDATES, TAILS, learned_anchors, require_candidates
 
     set_threads(threads)
     config = read_config(model["model"], model["layers"])
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()
-    default = planner.learned_anchors(config.head_dim) if learned else planner.CANDIDATES
+    default = learned_anchors(config.head_dim) if learned else CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else default
-    planner.require_candidates(names, config, spec.calibration)
-    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or planner.TAILS)
+    require_candidates(names, config, spec.calibration)
+    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS)
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
     texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
     request = _Request(
-        config, names, budget, tails or planner.TAILS, sinks or (0,), _context(context, config, texts), learned,
+        config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned,
         predicts=not candidates,
     )  # fmt: skip
     request.require_possible(setup)
@@ -179,7 +181,7 @@ class _Request:
     @property
     def rivals(self) -> list[str]:
         """Formats that the plan must beat; a learned one those of fixed rotations as well."""
-        from haarkv.validation.planning.planner import CANDIDATES
+        from haarkv.validation.planning.candidates import CANDIDATES
 
         return list(dict.fromkeys([*self.names, *(CANDIDATES if self.learned else ())]))
 
@@ -194,7 +196,7 @@ class _Request:
 
     def completed(self, costs: Costs) -> Costs:
         """Costs of everything that may be chosen, of those that were measured."""
-        from haarkv.validation.planning.planner import predicted
+        from haarkv.validation.planning.candidates import predicted
 
         return predicted(costs, self.learned.calibration) if self.learned and self.predicts else costs
 
@@ -208,7 +210,7 @@ class _Request:
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from haarkv.validation.planning.planner import cache_of, places
+        from haarkv.validation.planning.candidates import cache_of, places
 
         for choice in self.choices(self.completed({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})):
             cache_of(setup.base, choice.plan)
@@ -278,7 +280,7 @@ def _search(
 
 def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], tokens: int) -> Verified:
     from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.planner import rivals_of, verify
+    from haarkv.validation.planning.verifying import rivals_of, verify
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)

@@ -207,7 +207,7 @@ def load_subject(
     """Load a model to be calibrated.
 
     Args:
-        model, executor, device, dtype, layers, progress: as in `engine.session.load`.
+        model, executor, device, dtype, layers, progress: as in `engine.loading.load`.
     Raises:
         InputError: whatever of this does not exist or does not fit together, or an executor whose layers run whole.
     """
