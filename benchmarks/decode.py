@@ -42,7 +42,7 @@ class Request:
     """What to measure.
 
     Attributes:
-        model, dtype, layers, device: as in `engine.session.load`.
+        model, dtype, layers, device: as in `engine.loading.load`.
         executors, kvs: each executor is run with each KV format that it supports.
         peers: SDPA, and transformers' caches where they are installed.
         hf_caches: other caches for transformers' model, measured beside its own.

@@ -19,7 +19,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 from haarkv.benchmarks.report import emit, print_rows
 from haarkv.engine.generation import generate
-from haarkv.engine.session import load
+from haarkv.engine.loading import load
 from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from haarkv.engine.draft_choice import DraftSpec
 from haarkv.engine.drafting import Drafting
+from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.session import Session, load
+from haarkv.engine.session import Session
 from haarkv.models.checkpoint import Progress
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
@@ -30,7 +31,7 @@ class DraftRequest:
     """What to measure.
 
     Attributes:
-        model, executor, device, dtype, layers: as in `engine.session.load`.
+        model, executor, device, dtype, layers: as in `engine.loading.load`.
         kv: of the model's cache.
         drafts: each is measured beside none.
         contexts: tokens of the prompt.
@@ -80,7 +81,7 @@ def measure(request: DraftRequest, progress: Progress | None = None, on_turn: On
     """Every row of a request.
 
     Raises:
-        InputError: as `engine.session.load`, or a context that the model or the text does not have.
+        InputError: as `engine.loading.load`, or a context that the model or the text does not have.
     """
     sessions = [_session(request, spec, progress) for spec in request.drafts]
     sessions.insert(0, replace(sessions[0], draft=None))

@@ -54,7 +54,7 @@ class Request:
     """What is measured; a line of the results says it again.
 
     Attributes:
-        model, dtype, layers, executor: as in `engine.session.load`.
+        model, dtype, layers, executor: as in `engine.loading.load`.
         kv: one KV format, or `k=NAME,v=NAME`.
         contexts: tokens that are stored before the steps.
         prefill: of the longest context, so many last tokens are computed.

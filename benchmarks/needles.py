@@ -26,7 +26,8 @@ from torch import Tensor
 
 from haarkv.benchmarks.report import emit, print_rows
 from haarkv.engine.generation import prefill_in_chunks
-from haarkv.engine.session import Session, load
+from haarkv.engine.loading import load
+from haarkv.engine.session import Session
 from haarkv.models.catalog import DTYPES, folder_of, read_config
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError

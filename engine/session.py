@@ -1,8 +1,7 @@
-"""A loaded model ready to generate: executor, tokenizer and the KV format to store in."""
+"""A loaded model that is ready to generate: `engine.loading.load` makes one."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import warnings
@@ -12,24 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
 from haarkv.engine.drafting import Drafting, drafting_of
 from haarkv.engine.drafts import Draft
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
-from haarkv.engine.plans import balanced_for, plan_for, shape_of
+from haarkv.engine.plans import shape_of
+from haarkv.engine.prompts import context_for, encode
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
-from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderConfig
-from haarkv.models.catalog import load_model, read_config
-from haarkv.models.checkpoint import Progress
-from haarkv.models.fingerprint import fingerprint
-from haarkv.models.parallel import ALONE, Ranks, Split
-from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
-from haarkv.tq_ops import formats
+from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -145,21 +139,7 @@ class Session:
         Raises:
             InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
         """
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for number, prompt in enumerate(prompts, 1):
-            if not prompt:
-                raise InputError(f"prompt {number} is empty; give at least one character")
-            if isinstance(prompt, str):
-                _require_unicode(prompt, f"prompt {number}")
-            elif not all(0 <= token < self.config.vocab_size for token in prompt):
-                raise InputError(f"prompt {number} has a token that is none of this model's {self.config.vocab_size:,}")
-        wrap = self.tokenizer.has_chat_template if chat is None else chat
-        if system is not None and not wrap:
-            why = "--no-chat leaves it out" if self.tokenizer.has_chat_template else "this model has none"
-            raise InputError(f"a system message needs a chat template, and {why}; drop --system")
-        _require_unicode(system or "", "the system message")
-        encoded = iter(self.tokenizer.encode_chat(texts, system) if wrap and texts else map(self.tokenizer.encode, texts))
-        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return encode(self.tokenizer, self.config.vocab_size, prompts, chat, system)
 
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
@@ -219,11 +199,7 @@ class Session:
             if stored is not None:
                 origin.require_fits(stored, self.plan, "the stored sequence")
         ids = self.encode(given, chat=chat, system=system) if given or stored is None else [list(stored.token_ids)]
-        context = self._context(ids, max_new_tokens, max_context)
-        longest = max(map(len, ids), default=0)
-        # The last token is predicted and never stored.
-        if on_warning and longest <= context < longest + max_new_tokens - 1:
-            on_warning(_cut_short(longest, max_new_tokens, context, self.config.max_position_embeddings))
+        context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
         stops = stop_list(stop)
         growing = [GrowingText(self.tokenizer.stream(), stops) for _ in ids]
 
@@ -243,7 +219,7 @@ class Session:
 
         def prefilled(done: int, total: int) -> None:
             if guard and watched and done:
-                guard.after_prefill(on_warning or _warn)
+                guard.after_prefill(on_warning or warn)
             if on_prefill:
                 on_prefill(done, total)
 
@@ -293,15 +269,6 @@ class Session:
             raise InputError("stored sequences are of one process; leave out --tensor-parallel")
         return cache_file.origin_of(self.plan, shape_of(self.config), self.weights, self.executor.name)
 
-    def _context(self, ids: Sequence[Sequence[int]], max_new_tokens: int, wanted: int | None) -> int:
-        """Tokens that the cache must hold for each prompt."""
-        longest, limit = max(map(len, ids), default=0), self.config.max_position_embeddings
-        if wanted is not None and not 1 <= wanted <= limit:
-            raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
-        if longest > limit:
-            raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
-        return wanted or min(limit, longest + max_new_tokens)
-
     def _require_room(self, sequences: int, max_context: int) -> None:
         """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
         if self.executor.device.type != "cpu":
@@ -323,114 +290,6 @@ class Session:
         )
 
 
-def _require_unicode(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{what} is not valid UTF-8; convert it first") from None
-
-
-def _cut_short(prompt: int, wanted: int, context: int, limit: int) -> str:
-    room = context - prompt + 1
-    remedy = "shorten the prompt" if context == limit else "raise --max-context"
-    tokens = f"{room} of {wanted} new token{'s' * (wanted != 1)}"
-    return f"the context ends after {tokens}: the prompt has {prompt} tokens, the context {context}; {remedy}"
-
-
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """A Python warning, in the name of whoever called this module's caller."""
     warnings.warn(message, stacklevel=4)
-
-
-def load(
-    model: str | Path = "tiny",
-    *,
-    kv: str | KVSpec = "tq4",
-    executor: str = AUTO,
-    device: str | None = None,
-    dtype: str | None = None,
-    layers: int | None = None,
-    progress: Progress | None = None,
-    on_program: OnProgram | None = None,
-    ranks: Ranks = ALONE,
-    balance: bool = True,
-    allow_collapse: bool = False,
-    on_warning: Callable[[str], object] | None = None,
-    draft: str | DraftSpec | None = None,
-) -> Session:
-    """Load a model with its tokenizer, an executor and a KV plan.
-
-    Args:
-        model: `tiny`, `random:SIZE`, a folder in Hugging Face format (`~` is the home folder), or the Hub id of a model that
-            was downloaded before.
-        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
-        executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
-            reference that this machine has, that reads the cache and that runs the model.
-        device: where the executor runs, its default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
-        dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
-        layers: for `random:SIZE`, how many layers to build.
-        progress: called with (tensors done, tensors in all).
-        on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
-        ranks: run the model together with other processes, from `engine.ranks.join`; each holds a part of it.
-        balance: where channels of K or V are uneven, scale them by powers of two, and in the weights what meets them by the
-            inverse. The model computes the same, and a rotated cache loses less of it. False, or learned coordinates, leave
-            every channel as it is.
-        allow_collapse: warn where text from this cache would be garbage, instead of refusing.
-        on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
-        draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
-            `DraftSpec` for how many and in which cache. Text is distributed as without.
-    Raises:
-        InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
-        InputError: one of these does not exist, or they do not fit together.
-    """
-    spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
-    # What is wrong is said before the weights are read.
-    formats.parse(spec.kv, spec.calibration)
-    config = read_config(name, layers)
-    split = Split(config, ranks.rank, ranks.size)
-    part, plan = split.part, plan_for(spec, config, split)
-    selected = select(executor, part, [plan], device=device, dtype=dtype)
-    check(selected.name, part, plan, device, ranks)
-    generation = generation_settings(name)
-    _check_generation(generation, name)
-    dtype = dtype or default_dtype(selected.name)
-    drafts = DraftSpec(draft) if isinstance(draft, str) else draft
-    drafted = Drafted(name, part, plan, selected.name, device, dtype, ranks, balance)
-    make_draft = choose(drafts, drafted, progress, on_program) if drafts else None
-    loaded = load_model(name, dtype, layers, progress, ranks)
-    weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
-    spec.require_weights(weights or spec.weights)
-    made = balanced_for(loaded, plan, spec, balance)
-    if made.uneven:  # K and V are those of other channels then
-        weights += "-" + hashlib.sha256(repr(made.uneven).encode()).hexdigest()[:8]
-    loaded, on_warning = made.model, on_warning or _warn
-    if made.uneven and ranks.rank == 0:
-        on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
-    guard = None
-    if spec.calibration is None:
-        guard = Guard(plan, dict(enumerate(made.moments)), loaded.config.softmax_scale, not balance, allow_collapse, ranks)
-        guard.at_load(on_warning)
-    running = create(selected.name, loaded, plan, device, on_program)
-    return Session(
-        name=name,
-        config=loaded.config,
-        executor=running,
-        tokenizer=load_tokenizer(name, loaded.config),
-        plan=plan,
-        generation=generation,
-        passed_over=selected.passed_over,
-        ranks=ranks,
-        weight_bytes=loaded.weights.nbytes,
-        uneven=made.uneven,
-        guard=guard,
-        weights=weights,
-        draft=make_draft(running) if make_draft else None,
-        draft_tokens=drafts.tokens if drafts else 4,
-    )
-
-
-def _check_generation(generation: Mapping[str, Any], model: str) -> None:
-    try:
-        Sampling(**generation)
-    except InputError as error:
-        raise InputError(f"{model}: generation_config.json: {error}") from None

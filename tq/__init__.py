@@ -32,8 +32,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from haarkv.engine.loading import load
     from haarkv.engine.sampling import Sampling
-    from haarkv.engine.session import Session, load
+    from haarkv.engine.session import Session
     from haarkv.models.base import DecoderConfig
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
@@ -51,7 +52,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 # Every public name and its module; the docstring says what each is for.
 _PUBLIC = {
-    "load": "haarkv.engine.session",
+    "load": "haarkv.engine.loading",
     "Session": "haarkv.engine.session",
     "Sampling": "haarkv.engine.sampling",
     "formats": "haarkv.tq_ops.formats",

@@ -7,7 +7,7 @@ import torch
 from planted import run, text, tiny, tiny_qwen2, token_ids
 
 from haarkv.engine import collapse
-from haarkv.engine.session import load
+from haarkv.engine.loading import load
 from haarkv.models import planted
 from haarkv.models.balance import balance
 from haarkv.tq_ops import formats, reference

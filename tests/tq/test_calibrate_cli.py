@@ -12,7 +12,7 @@ import torch
 from checkpoints import layer_tensor, write_checkpoint
 from refusals import assert_refused
 
-from haarkv.engine.session import load as load_session
+from haarkv.engine.loading import load as load_session
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.planning import calibrate as learning_room

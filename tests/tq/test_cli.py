@@ -745,7 +745,7 @@ def test_info_tells_several_memories_and_a_context(tq):
 
 @pytest.mark.parametrize("name", formats.names())
 def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name):
-    from haarkv.engine.session import load
+    from haarkv.engine.loading import load
 
     sizes = {row["format"]: row["bytes_per_token"] for row in tq("info", checkpoint, "--json").json["kv"]}
     if name not in sizes:  # no layout for the checkpoint's head_dim, which a cache says too

@@ -61,7 +61,7 @@ def test_other_commands_work(python, command):
 
 @pytest.mark.parametrize(
     "program",
-    ["import tq; tq.load('tiny')", "from haarkv.engine.session import load; load('tiny')", "import haarkv, torch"],
+    ["import tq; tq.load('tiny')", "from haarkv.engine.loading import load; load('tiny')", "import haarkv, torch"],
 )
 def test_programs_that_import_us_first_work(python, program):
     done = python("-c", program)

@@ -71,7 +71,7 @@ def save(
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)
     with loading(model) as progress:
-        from haarkv.engine.session import load
+        from haarkv.engine.loading import load
         from haarkv.tq_ops.kv.stored import StoredSequence
 
         set_threads(threads)

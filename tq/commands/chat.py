@@ -72,7 +72,7 @@ def command(
     if file is not None:
         check_writable(file)
     with loading(model) as progress:
-        from haarkv.engine.session import load
+        from haarkv.engine.loading import load
 
         set_threads(threads)
         session = load(

@@ -112,8 +112,8 @@ def command(
     given = {name: others[name] for name in SAMPLING}
     # The bar is there before torch is, whose import takes a second.
     with loading(model) as progress:
+        from haarkv.engine.loading import load
         from haarkv.engine.sampling import Sampling
-        from haarkv.engine.session import load
         from haarkv.engine.text import stop_list
 
         spec, draft = kv_spec(others), draft_spec(others)

@@ -186,7 +186,7 @@ def load_contenders(
 
     Args:
         side_a, side_b: with executors by name, as `resolve_contenders` gives them.
-        model, layers, progress: as in `engine.session.load`.
+        model, layers, progress: as in `engine.loading.load`.
         dtype: of both sides; float32 or bfloat16.
         device: of every executor but the reference, which has only one.
         spec: tail, sinks and layers left in bf16, of both sides; its `kv` gives way to theirs.

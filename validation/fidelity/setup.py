@@ -81,10 +81,10 @@ def load_setup(
             take.
         spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
         plans: other caches, by the name that their rows get.
-        model, device, dtype, layers, progress: as in `engine.session.load`.
+        model, device, dtype, layers, progress: as in `engine.loading.load`.
         executor: one for all caches; `auto` is the fastest that reads every one of them. Where no format was asked for and
             no executor of `device` reads them all, it is the fastest there that reads the default format.
-        balance: as in `engine.session.load`, for all caches or, if one of them has learned coordinates, for none.
+        balance: as in `engine.loading.load`, for all caches or, if one of them has learned coordinates, for none.
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """

@@ -17,7 +17,7 @@ from onnx_graphs import CONFIG, TensorProto, graph_of, helper, onnx, ort, run, s
 from places import ROOT
 
 from haarkv.codebooks import haar_rotation
-from haarkv.engine.session import load
+from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
 from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan

@@ -1,0 +1,118 @@
+"""Load a session: model, tokenizer, executor, KV plan and what watches over the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from haarkv.engine.collapse import Guard
+from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.plans import balanced_for, plan_for
+from haarkv.engine.sampling import Sampling
+from haarkv.engine.session import Session, warn
+from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
+from haarkv.models import balance as balancing
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
+from haarkv.models.fingerprint import fingerprint
+from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.text import generation_settings, load_tokenizer
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+
+
+def load(
+    model: str | Path = "tiny",
+    *,
+    kv: str | KVSpec = "tq4",
+    executor: str = AUTO,
+    device: str | None = None,
+    dtype: str | None = None,
+    layers: int | None = None,
+    progress: Progress | None = None,
+    on_program: OnProgram | None = None,
+    ranks: Ranks = ALONE,
+    balance: bool = True,
+    allow_collapse: bool = False,
+    on_warning: Callable[[str], object] | None = None,
+    draft: str | DraftSpec | None = None,
+) -> Session:
+    """Load a model with its tokenizer, an executor and a KV plan.
+
+    Args:
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format (`~` is the home folder), or the Hub id of a model that
+            was downloaded before.
+        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
+        executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
+            reference that this machine has, that reads the cache and that runs the model.
+        device: where the executor runs, its default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
+        dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
+        layers: for `random:SIZE`, how many layers to build.
+        progress: called with (tensors done, tensors in all).
+        on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
+        ranks: run the model together with other processes, from `engine.ranks.join`; each holds a part of it.
+        balance: where channels of K or V are uneven, scale them by powers of two, and in the weights what meets them by the
+            inverse. The model computes the same, and a rotated cache loses less of it. False, or learned coordinates, leave
+            every channel as it is.
+        allow_collapse: warn where text from this cache would be garbage, instead of refusing.
+        on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
+        draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
+            `DraftSpec` for how many and in which cache. Text is distributed as without.
+    Raises:
+        InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
+        InputError: one of these does not exist, or they do not fit together.
+    """
+    spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
+    # What is wrong is said before the weights are read.
+    formats.parse(spec.kv, spec.calibration)
+    config = read_config(name, layers)
+    split = Split(config, ranks.rank, ranks.size)
+    part, plan = split.part, plan_for(spec, config, split)
+    selected = select(executor, part, [plan], device=device, dtype=dtype)
+    check(selected.name, part, plan, device, ranks)
+    generation = generation_settings(name)
+    _check_generation(generation, name)
+    dtype = dtype or default_dtype(selected.name)
+    drafts = DraftSpec(draft) if isinstance(draft, str) else draft
+    drafted = Drafted(name, part, plan, selected.name, device, dtype, ranks, balance)
+    make_draft = choose(drafts, drafted, progress, on_program) if drafts else None
+    loaded = load_model(name, dtype, layers, progress, ranks)
+    weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
+    spec.require_weights(weights or spec.weights)
+    made = balanced_for(loaded, plan, spec, balance)
+    if made.uneven:  # K and V are those of other channels then
+        weights += "-" + hashlib.sha256(repr(made.uneven).encode()).hexdigest()[:8]
+    loaded, on_warning = made.model, on_warning or warn
+    if made.uneven and ranks.rank == 0:
+        on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
+    guard = None
+    if spec.calibration is None:
+        guard = Guard(plan, dict(enumerate(made.moments)), loaded.config.softmax_scale, not balance, allow_collapse, ranks)
+        guard.at_load(on_warning)
+    running = create(selected.name, loaded, plan, device, on_program)
+    return Session(
+        name=name,
+        config=loaded.config,
+        executor=running,
+        tokenizer=load_tokenizer(name, loaded.config),
+        plan=plan,
+        generation=generation,
+        passed_over=selected.passed_over,
+        ranks=ranks,
+        weight_bytes=loaded.weights.nbytes,
+        uneven=made.uneven,
+        guard=guard,
+        weights=weights,
+        draft=make_draft(running) if make_draft else None,
+        draft_tokens=drafts.tokens if drafts else 4,
+    )
+
+
+def _check_generation(generation: Mapping[str, Any], model: str) -> None:
+    try:
+        Sampling(**generation)
+    except InputError as error:
+        raise InputError(f"{model}: generation_config.json: {error}") from None
