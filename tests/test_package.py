@@ -93,13 +93,14 @@ def test_an_sdist_builds_the_same_wheel(wheel, tmp_path):
 def installed(request, tmp_path_factory):
     """The folder of executables of a new environment; libraries are those that the tests run with."""
     folder = tmp_path_factory.mktemp(request.param)
-    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"
     purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')", cwd=folder)
     # Only a folder's modules: `.pth` files in it, as an editable install's, are not read.
     Path(purelib, "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8")
     what = ["-e", ROOT] if request.param == "editable" else [request.getfixturevalue("wheel")]
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", *what, cwd=folder)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", *what, cwd=folder)
     return python.parent
 
 
@@ -117,9 +118,15 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["tq", *GENERATE], ["python", "-m", "tq", *GENERATE], ["python", "script.py"], ["python", "-m", "pytest", "-q"]],
-    ids=["tq", "python -m tq", "script", "pytest"],
+    ("installed", "command"),
+    [
+        ("wheel", ["tq", *GENERATE]),
+        ("wheel", ["python", "-m", "pytest", "-q"]),
+        ("editable", ["python", "-m", "tq", *GENERATE]),
+        ("editable", ["python", "script.py"]),
+    ],
+    indirect=["installed"],
+    ids=["wheel-tq", "wheel-pytest", "editable-python -m tq", "editable-script"],
 )
 def test_it_works_beside_folders_of_the_same_names(installed, project, command):
     run(installed / command[0], *command[1:], cwd=project)

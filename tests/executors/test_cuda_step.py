@@ -160,14 +160,14 @@ def test_models_without_a_fused_layer_say_so_in_words():
 # -- The fused ops -----------------------------------------------------------------------------------------------------
 PLAIN, BIASED, NORMED = (False, False), (True, False), (False, True)
 CASES = [
-    (Case("tq4", 64, 2, 3, 8, (0, 9), (11, 4)), PLAIN),
+    (Case("tq4", 64, 2, 2, 8, (6, 9), (4, 1)), PLAIN),
     (Case("tq4", 64, 1, 3, 8, (2, 9), (1, 4)), BIASED),
     (Case("tq4", 128, 5, 2, 128, (3, 130, 0), (1, 1, 1)), NORMED),
     (Case("tq4", 256, 2, 1, 24, (7,), (1,)), BIASED),
     (Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)), NORMED),
     (Case("k=tbq4_0,v=tq4", 128, 3, 1, 16, (5,), (2,)), PLAIN),
     (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
-    (Case("tq4", 64, 2, 3, 8, (0, 9), (11, 4), tail=3, sink=2), BIASED),
+    (Case("tq4", 64, 2, 2, 8, (0, 9), (5, 1), tail=3, sink=2), BIASED),
     (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
     (Case("k=lr80,v=lr48", 64, 2, 2, 8, (9, 0), (2, 1), tail=3, sink=2), BIASED),
 ]

@@ -228,17 +228,30 @@ def test_the_simulator_compiles_nothing_ahead():
 
 
 # -- Layers in the interpreter -------------------------------------------------------------------------------------------
+SHORT = [LAYER_CASES[name] for name in ("decode, GQA 5", "decode, GQA 1", "prefill over two tiles, GQA 2")]
+
+
 @needs_pypto[0]
 @needs_pypto[1]
-@pytest.mark.parametrize(("heads", "new", "stored"), LAYER_CASES.values(), ids=LAYER_CASES)
+@pytest.mark.parametrize(
+    ("heads", "new", "stored"),
+    [pytest.param(*case, id=name, marks=[] if case in SHORT else pytest.mark.npu_long) for name, case in LAYER_CASES.items()],
+)
 def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, new, stored):
     check_layer(heads, new, stored)
 
 
 @needs_pypto[0]
 @needs_pypto[1]
-@pytest.mark.parametrize("kv", ["bf16", "tq4_seed"])
-@pytest.mark.parametrize(("heads", "new", "stored"), [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("kv", "heads", "new", "stored"),
+    [
+        pytest.param("bf16", *DECODE, id="decode-bf16"),
+        pytest.param("tq4_seed", *PREFILL, id="prefill-tq4_seed"),
+        pytest.param("bf16", *PREFILL, id="prefill-bf16", marks=pytest.mark.npu_long),
+        pytest.param("tq4_seed", *DECODE, id="decode-tq4_seed", marks=pytest.mark.npu_long),
+    ],
+)
 def test_a_layer_of_another_format_does_so_too(kv, heads, new, stored):
     check_layer(heads, new, stored, KVSpec(kv))
 

@@ -398,12 +398,7 @@ PLANT = (
 
 @pytest.mark.parametrize(
     ("executor", "code", "reader", "flag"),
-    [  # each pair of the three occurs
-        ("reference", 0, "head -1", "--verbose"),
-        ("reference", 0, "true", "--json"),
-        ("faulty", 1, "true", "--verbose"),
-        ("faulty", 1, "head -1", "--json"),
-    ],
+    [("reference", 0, "head -1", "--json"), ("faulty", 1, "true", "--verbose")],
 )
 def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
     files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")

@@ -150,11 +150,11 @@ def test_a_tie_is_taken_over_into_what_follows():
 
 
 # -- What is wrong is found ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
 @pytest.mark.parametrize("number", range(len(planted(MODEL, 1))))
 @pytest.mark.parametrize("driven", ["ops", "layers"])
-def test_every_planted_fault_is_found_where_it_is(dtype, number, driven):
-    model = MODELS[dtype]
+def test_every_planted_fault_is_found_where_it_is(number, driven):
+    """In BF16; in FP32 the self-test finds them, below."""
+    model = MODELS[torch.bfloat16]
     fault = planted(model, 1)[number]
     candidate = ReferenceExecutor(model, fault.table())
     report = run(candidate if driven == "ops" else WholeLayers(candidate), model, steps=0)
@@ -163,11 +163,11 @@ def test_every_planted_fault_is_found_where_it_is(dtype, number, driven):
     assert row.layer == fault.layer
 
 
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
 @pytest.mark.parametrize("number", range(len(planted_learned(MODEL, 1))))
 @pytest.mark.parametrize("driven", ["ops", "layers"])
-def test_every_fault_in_learned_coordinates_is_found_where_it_is(dtype, number, driven):
-    model = MODELS[dtype]
+def test_every_fault_in_learned_coordinates_is_found_where_it_is(number, driven):
+    """In BF16; in FP32 the self-test finds them, below."""
+    model = MODELS[torch.bfloat16]
     fault = planted_learned(model, 1)[number]
     candidate = ReferenceExecutor(model, fault.table())
     report = run(candidate if driven == "ops" else WholeLayers(candidate), model, steps=0, kv=LEARNED)
@@ -732,9 +732,12 @@ def test_the_self_test_finds_every_fault():
 def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
     # A validator that takes no notice of K and V is caught out.
     monkeypatch.setattr(forced, "judge_stored", lambda *_: [])
+    of_k = {"rotations seeded in sequence", "swapped nibbles", "a slot off by one"}
+    own = self_test.__module__
+    monkeypatch.setattr(f"{own}.planted", lambda *given: [fault for fault in planted(*given) if fault.name in of_k])
+    monkeypatch.setattr(f"{own}.planted_learned", lambda *_: [])
     missed = {row.fault for row in self_test([MODEL], PROMPTS[:1], part=slice(0)) if not row.caught}
-    assert {"rotations seeded in sequence", "swapped nibbles", "a slot off by one"} <= missed
-    assert "none (control)" not in missed
+    assert missed == of_k
 
 
 def test_op_names_are_those_of_the_protocol():

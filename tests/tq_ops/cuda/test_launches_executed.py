@@ -21,17 +21,14 @@ def check(capability: int, *groups: str) -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        ("decode", "planted"),
+        ("decode",),
         pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
         pytest.param(("step", "short tail", "short learned"), marks=pytest.mark.ptx_long),
     ],
     ids=" ".join,
 )
 def test_batches_on_ampere(groups):
-    """A context of 32k beside short ones, dead sequences, pages apart, and blocks beyond 2**31 bytes; any order of programs.
-
-    And faults planted in kernels, each of which must be found.
-    """
+    """A context of 32k beside short ones, dead sequences, pages apart, blocks beyond 2**31 bytes; any order of programs."""
     check(80, *groups)
 
 
@@ -44,4 +41,5 @@ def test_attention_on_hopper():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("group", ["decode", "prefill", "store", "tail", "learned", "rest", "planted", "executor", "contract"])
 def test_at_length(capability, group):
+    """`planted`: faults in kernels, each of which must be found."""
     check(capability, group)

@@ -196,7 +196,7 @@ def test_a_made_up_format_runs_on_the_cpu(table, description):
     [
         pytest.param(MADE_UP, id="mirrored", marks=pytest.mark.cuda_long),
         pytest.param(LOPSIDED, id="lopsided", marks=pytest.mark.cuda_long),
-        pytest.param(IN_TWO_PLANES, id="two planes"),
+        pytest.param(IN_TWO_PLANES, id="two planes", marks=pytest.mark.cuda_long),
     ],
 )
 def test_a_made_up_format_runs_on_a_gpu(description):
