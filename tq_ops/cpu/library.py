@@ -159,6 +159,10 @@ _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
     "haarkv_rope": Rope, "haarkv_silu_mul": SiluMul,
 }  # fmt: skip
+_STRUCTURES = (
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, SiluMul,
+)  # fmt: skip
+"""In the order in which `haarkv_sizes` tells their sizes."""
 
 
 class KernelsMissingError(InputError):
@@ -179,12 +183,21 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
-    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_kernel_from", *_CALLS)):
+    if not _is_of_these_sources(library):
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
     library.haarkv_store.restype = c_int32
     return library
+
+
+def _is_of_these_sources(library: ctypes.CDLL) -> bool:
+    """Whether the library has every function, and structures of the same sizes: of another size, calls would crash."""
+    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_kernel_from", "haarkv_sizes", *_CALLS)):
+        return False
+    sizes = (c_int64 * len(_STRUCTURES))()
+    count = library.haarkv_sizes(sizes, len(sizes))
+    return count == len(sizes) and list(sizes) == [ctypes.sizeof(structure) for structure in _STRUCTURES]
 
 
 def isas() -> tuple[str, ...]:

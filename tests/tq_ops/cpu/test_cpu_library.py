@@ -1,5 +1,6 @@
 """The C interface: who owns what it points to, and what is said where it does not fit."""
 
+import ctypes
 import gc
 import subprocess
 import weakref
@@ -65,3 +66,17 @@ def test_a_library_of_older_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "LIBRARY", old)
     with pytest.raises(library.KernelsMissingError, match=r"older than their sources; .*haarkv\.tq_ops\.cpu\.build"):
         library.load.__wrapped__()
+
+
+def test_a_library_whose_structures_have_other_sizes_is_refused(monkeypatch):
+    """A call would hand it a structure that it reads past the end of, or at the wrong places."""
+    opened(CPU[0])
+    larger = type("SideArgs", (ctypes.Structure,), {"_fields_": (*library.SideArgs._fields_, ("more", ctypes.c_int64))})
+    for structures in (
+        tuple(larger if of is library.SideArgs else of for of in library._STRUCTURES),
+        library._STRUCTURES[:-1],
+        (*library._STRUCTURES, larger),
+    ):
+        monkeypatch.setattr(library, "_STRUCTURES", structures)
+        with pytest.raises(library.KernelsMissingError, match="older than their sources"):
+            library.load.__wrapped__()

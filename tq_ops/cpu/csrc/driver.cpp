@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "calls.h"
 #include "pool.h"
 
 namespace haarkv {
@@ -43,36 +44,6 @@ using namespace haarkv;
 
 extern "C" {
 
-// K or V of new tokens and where they go.
-struct HaarkvStoreSide {
-    const void* x;   // [T, Hkv, D] BF16 or FP32
-    uint8_t* codes;  // as in Side, and so are the strides
-    uint16_t* scales;
-    float* zeros;
-    int64_t codes_stride, scales_stride;
-    Quantizer quantizer;
-    Kept kept;
-    int32_t bf16;
-};
-
-struct HaarkvStore {
-    HaarkvStoreSide k, v;
-    const int64_t* slots;      // [T]
-    const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
-    const int32_t* query_start;
-    const int64_t* rows;
-    int64_t tokens, num_slots;
-    int32_t sequences, num_kv_heads, block_size, isa, threads;
-};
-
-struct HaarkvLinear {
-    const void* weight;  // [out, in] BF16 or FP32
-    const void* x;       // [T, in] BF16 or FP32
-    float* y;            // [T, out]
-    int64_t tokens, in, out;
-    int32_t weight_bf16, bf16, isa, threads;
-};
-
 // Rows of the weight that a thread takes at a time: few enough that all threads have work to the end. Of a weight that each
 // token needs once it is what memory yields in 10 microseconds; for many tokens, what stays in the L2 cache beside them.
 static int64_t rows_per_item(const HaarkvLinear& l) {
@@ -83,6 +54,28 @@ static int64_t rows_per_item(const HaarkvLinear& l) {
 }
 
 __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
+
+// Writes the sizes of the structures of this interface, up to `room` of them, and returns how many there are. Whoever calls
+// compares them with its own: of another size, they are of other sources.
+__attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room) {
+    constexpr int64_t kSizes[] = {
+        sizeof(Kept),
+        sizeof(Side),
+        sizeof(Cache),
+        sizeof(Matrix),
+        sizeof(HaarkvAttention),
+        sizeof(Quantizer),
+        sizeof(HaarkvStoreSide),
+        sizeof(HaarkvStore),
+        sizeof(HaarkvLinear),
+        sizeof(RmsNorm),
+        sizeof(Rope),
+        sizeof(SiluMul),
+    };
+    constexpr int kCount = sizeof kSizes / sizeof *kSizes;
+    std::copy(kSizes, kSizes + std::min(room, kCount), sizes);
+    return kCount;
+}
 
 // The first instruction set whose kernel of an op is that of `isa`. Ops are numbered as in `tq_ops.table.OP_NAMES`.
 __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {

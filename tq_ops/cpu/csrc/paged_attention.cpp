@@ -5,29 +5,11 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
 #include "driver.h"
 #include "pool.h"
 
 using namespace haarkv;
-
-extern "C" {
-
-struct HaarkvAttention {
-    Cache cache;
-    const void* q;               // [T, Hq, D] BF16 or FP32
-    void* out;                   // [T, Hq, D] of the same
-    Matrix rotation;             // q @ rotation is the rotated query in word order; no numbers where K is not rotated
-    Matrix rotation_back;        // from the rotated domain in plane order to the model's own; no numbers where V is not
-    const int32_t* block_table;  // [B, max_blocks]
-    const int32_t* query_start;  // [B + 1]
-    const int64_t* positions;    // [T]
-    const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
-    int32_t sequences, max_blocks, num_heads, bf16;
-    float softmax_scale;
-    int32_t isa, threads;
-};
-
-}  // extern "C"
 
 namespace haarkv {
 namespace {

@@ -1,0 +1,57 @@
+// The structures of the C interface beside those of kernels.h. Python holds the same ones (library.py), and `haarkv_sizes`
+// tells when they are not.
+#pragma once
+
+#include "kernels.h"
+
+using namespace haarkv;
+
+extern "C" {
+
+// One call of `haarkv_attention`.
+struct HaarkvAttention {
+    Cache cache;
+    const void* q;               // [T, Hq, D] BF16 or FP32
+    void* out;                   // [T, Hq, D] of the same
+    Matrix rotation;             // q @ rotation is the rotated query in word order; no numbers where K is not rotated
+    Matrix rotation_back;        // from the rotated domain in plane order to the model's own; no numbers where V is not
+    const int32_t* block_table;  // [B, max_blocks]
+    const int32_t* query_start;  // [B + 1]
+    const int64_t* positions;    // [T]
+    const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
+    int32_t sequences, max_blocks, num_heads, bf16;
+    float softmax_scale;
+    int32_t isa, threads;
+};
+
+// K or V of new tokens and where they go.
+struct HaarkvStoreSide {
+    const void* x;   // [T, Hkv, D] BF16 or FP32
+    uint8_t* codes;  // as in Side, and so are the strides
+    uint16_t* scales;
+    float* zeros;
+    int64_t codes_stride, scales_stride;
+    Quantizer quantizer;
+    Kept kept;
+    int32_t bf16;
+};
+
+struct HaarkvStore {
+    HaarkvStoreSide k, v;
+    const int64_t* slots;      // [T]
+    const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
+    const int32_t* query_start;
+    const int64_t* rows;
+    int64_t tokens, num_slots;
+    int32_t sequences, num_kv_heads, block_size, isa, threads;
+};
+
+struct HaarkvLinear {
+    const void* weight;  // [out, in] BF16 or FP32
+    const void* x;       // [T, in] BF16 or FP32
+    float* y;            // [T, out]
+    int64_t tokens, in, out;
+    int32_t weight_bf16, bf16, isa, threads;
+};
+
+}  // extern "C"
