@@ -389,6 +389,7 @@ def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, progra
 
 @needs_pypto[0]
 @needs_pypto[1]
+@pytest.mark.npu_long
 def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
     model = write_checkpoint(tmp_path / "model", config=sizes)
