@@ -21,11 +21,12 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
 from haarkv.validation.layers.faults import reordered, table_with
-from haarkv.validation.layers.parts import load, put, quantized, snapshot, take, without_unread
+from haarkv.validation.layers.parts import load, put, quantized, snapshot, take
 from haarkv.validation.layers.replay.failure import OneRun, replay_of
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.slips import Layer
+from haarkv.validation.layers.unread import without_unread
 from haarkv.validation.layers.window_faults import WINDOWED, window_faults
 from haarkv.validation.layers.window_merges import Parts, merging
 
@@ -158,7 +159,8 @@ def stored(tokens=100):
 def test_what_no_query_may_read_is_replaced_and_nothing_else():
     cache_, batch = stored()
     before = snapshot(cache_, AT)
-    after = without_unread(cache_, AT, before, batch, batch.seq_lens)
+    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
+    after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
     codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
     # Token 99 sees the newest 16 tokens and the first 4 in BF16, and all others packed.
@@ -167,7 +169,6 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
     # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
     assert changed == sorted(token % 80 for token in range(20, 84))
     assert torch.equal(before["sink.k"]["data"], after["sink.k"]["data"])
-    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
     expected = reference.paged_attention(q, cache_, AT, batch, 0.1)
     load(cache_, AT, after)
     assert torch.equal(reference.paged_attention(q, cache_, AT, batch, 0.1), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,11 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of, without_unread
+from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.trial import Trial
+from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.window_edges import edges
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,12 @@ class Reference:
             InputError: what it makes is not finite or zero: nothing can be held against that.
         """
         before, batch = snapshot(self.cache, index), forward.batch
-        new = batch.query_start_loc.diff()
-        return self._layer(index, hidden, forward, without_unread(self.cache, index, before, batch, batch.seq_lens - new))
+        made, q = self._layer(index, hidden, forward, before)
+        older = batch.seq_lens - batch.query_start_loc.diff()
+        return replace(made, before=without_unread(self.cache, index, before, batch, older, q))
 
-    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> MadeLayer:
-        """Run one layer on the cache as it is; `before` is that, but for what the layer must not read."""
+    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> tuple[MadeLayer, Tensor]:
+        """Run one layer on the cache as it is, which is `before`; also its queries [T, Hq, D]."""
         batch = forward.batch
         cache = self.cache
         if self._whole is not None:
@@ -157,10 +160,11 @@ class Reference:
             out = outcome.result
             load(self.cache, index, snapshot(self._whole.cache, index))
         k, v = next(call.args[:2] for call in calls if call.op == "store_kv")
+        q = next(call.args[0] for call in calls if call.op == "paged_attention")
         for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
             self._require_something(f"{what} of layer {index}", tensor, forward)
         stored = take(self.cache, index, batch)
-        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
+        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored), q
 
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
@@ -170,7 +174,7 @@ class Reference:
     def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""
         load(self.cache, index, made.before)
-        return self._layer(index, made.hidden_in, forward, made.before)
+        return self._layer(index, made.hidden_in, forward, made.before)[0]
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
@@ -199,6 +203,21 @@ class Reference:
         q, _, index, batch, scale = call.args
         load(self._scratch, index, stored)
         return ops.paged_attention(q, self._scratch, index, batch, scale)
+
+    def edges(self, call: Call, readable: Callable[[], Stored], stored: Stored | None = None) -> dict[str, Tensor]:
+        """What windows that end elsewhere would change a recorded attention by, as `window_edges.edges`.
+
+        Args:
+            readable: the layer's cache as an executor was given it; called only where there is a tail.
+            stored: what it stored there of the batch's tokens, if it did.
+        """
+        q, _, index, batch, scale = call.args
+        if not any(window and window.ring for window in self.cache.windows(index)):
+            return {}
+        load(self._scratch, index, readable())
+        if stored is not None:
+            put(self._scratch, index, batch, stored)
+        return edges(self.ops, q, self._scratch, index, batch, scale)
 
 
 def _keep(*_: object) -> None:

@@ -20,6 +20,7 @@ from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.parts import Part, Stored, parts_of
 from haarkv.validation.layers.report import Measured
 from haarkv.validation.layers.three_way import Errors
+from haarkv.validation.layers.window_edges import LONG, SHORT
 
 _LIMIT = math.log10(bounds.CHANCE)
 _Key = tuple[str, int | None, str, str, int]
@@ -232,10 +233,12 @@ _SUBJECT = {
 
 def _judge_errors(stage: str, name: str, total: Errors) -> tuple[float, Verdict]:
     """How far the sums are beyond what rounding explains: a share of the bound, and what to say of it."""
-    subject = _SUBJECT[name]
     share = total.share if math.isfinite(total.gain) else 0.0  # what is not finite is judged where it is compared
-    words = f"{subject} is {abs(total.gain):.1e} too {'large' if total.gain > 0 else 'small'} on average"
-    words = f"{words}; rounding explains {total.limit:.1e}"
+    if name in (SHORT, LONG):
+        words = f"attention is off by {total.gain:.2f} times what {name} changes; rounding explains {total.limit:.1e}"
+    else:
+        words = f"{_SUBJECT[name]} is {abs(total.gain):.1e} too {'large' if total.gain > 0 else 'small'} on average"
+        words = f"{words}; rounding explains {total.limit:.1e}"
     farther = total.farther
     if farther is not None and math.isfinite(farther) and total.samples >= _FEWEST and farther / bounds.FARTHER > share:
         share = farther / bounds.FARTHER

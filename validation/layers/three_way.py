@@ -7,6 +7,7 @@ errors, like the reference's, have no direction: what is too long or too short o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.window_edges import LONG, SHORT
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Errors:
         samples: vectors.
         theirs, ours: squared distance of the candidate and of the reference from what is not rounded.
         floor: gains that are no fault whatever the chance.
+        slack: the same along a direction that is short beside the result: a sum along it, not a gain.
     """
 
     along: float
@@ -40,6 +43,7 @@ class Errors:
     theirs: float
     ours: float
     floor: float
+    slack: float = 0.0
 
     def __add__(self, other: Errors) -> Errors:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -62,7 +66,7 @@ class Errors:
             return math.inf
         by_rounding = math.sqrt(2 * self.own) * student_limit(self.samples) if self.own else 0.0
         by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
-        return max(self.floor, min(by_rounding, by_sign) / self.size)
+        return max(self.floor, max(self.slack, min(by_rounding, by_sign)) / self.size)
 
     @property
     def farther(self) -> float | None:
@@ -75,22 +79,22 @@ class Errors:
         return abs(self.gain) / self.limit
 
 
-def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
+def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float, slack: float = 0.0) -> Errors:
     """Sum errors over vectors.
 
     Args:
         ours, theirs, direction: [..., N].
         exact: [..., N], not rounded; None if `ours` is not rounded either.
-        floor: see `Errors`.
+        floor, slack: see `Errors`.
     """
     a, b, d = ours.double(), theirs.double(), direction.double()
     each, size, samples = ((b - a) * d).sum(-1), float(d.square().sum()), d[..., 0].numel()
     along, squares = float(each.sum()), float(each.square().sum())
     if exact is None:
-        return Errors(along, squares, 0.0, size, samples, 0.0, 0.0, floor)
+        return Errors(along, squares, 0.0, size, samples, 0.0, 0.0, floor, slack)
     e = exact.double()
     own, far, near = ((a - e) * d).sum(-1).square().sum(), (b - e).square().sum(), (a - e).square().sum()
-    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor)
+    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor, slack)
 
 
 def exact_result(call: Call, ops: OpTable) -> Tensor | None:
@@ -104,10 +108,16 @@ def exact_result(call: Call, ops: OpTable) -> Tensor | None:
     return found
 
 
-def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dict[str, list[Errors]]:
+Edges = Mapping[str, Tensor]
+"""What slips at the ends of windows change attention [T, Hq, D] by, by name; as `window_edges.edges`."""
+
+
+def errors_of_op(
+    call: Call, result: Tensor, ops: OpTable, kv_heads: int, edges: Edges | None = None
+) -> dict[str, list[Errors]]:
     """Errors of an op that was given the reference's inputs, along its own result: of attention by KV head, else of all.
 
-    Of attention also along what a larger softmax scale would change.
+    Of attention also along what a larger softmax scale would change, and what `edges` do.
     """
     exact, ours = exact_result(call, ops), call.result
     if call.op != "paged_attention":
@@ -121,13 +131,22 @@ def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dic
         bounds.SCALE_BF16_ATTENTION if rounded else floor * max(1.0, float(result.norm() / along.norm().clamp(min=1e-30)))
         for result, along in zip(parts[0], steeper, strict=True)
     ]
-    return {
-        name: [
-            errors(parts[0][head], parts[1][head], parts[2][head] if rounded else None, along[head], at_least[head])
-            for head in range(kv_heads)
-        ]
-        for name, along, at_least in (("gain", parts[0], [floor] * kv_heads), ("softmax scale", steeper, scaled))
-    }
+
+    def of_heads(along: Tensor, floors: list[float], slack: list[float]) -> list[Errors]:
+        each = zip(*parts, along, floors, slack, strict=True)
+        return [errors(a, b, e if rounded else None, d, least, by) for a, b, e, d, least, by in each]
+
+    none = [0.0] * kv_heads
+    found = {"gain": of_heads(parts[0], [floor] * kv_heads, none), "softmax scale": of_heads(steeper, scaled, none)}
+    for name, change in (edges or {}).items():
+        along = _of_heads(change, kv_heads)
+        found[name] = of_heads(along, none, _slack(floor, list(parts[0]), list(along)))
+    return found
+
+
+def _slack(floor: float, results: list[Tensor], directions: list[Tensor]) -> list[float]:
+    """Sums along directions, of results that are off by `floor` of themselves, all of it along these."""
+    return [floor * float(result.norm()) * float(along.norm()) for result, along in zip(results, directions, strict=True)]
 
 
 def _of_heads(x: Tensor, kv_heads: int) -> Tensor:
@@ -145,11 +164,13 @@ def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
 
 
 def errors_of_layer(
-    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int
-) -> dict[str, list[Errors]]:
+    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int,
+    edges: Edges | None = None,
+) -> dict[str, list[Errors]]:  # fmt: skip
     """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
 
-    The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change.
+    The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change, and by KV
+    head what `edges` do.
 
     Args:
         calls: the layer's ops, as the reference ran them.
@@ -177,13 +198,19 @@ def errors_of_layer(
         "attention": ([sum(each[1:], each[0])], floor), "attention of a head": (_apart(each), floor), "MLP": ([mlp], floor),
         "softmax scale": ([through(steeper)], scaled),
     }  # fmt: skip
-    return {
+    found = {
         name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
     }
+    for name, change in (edges or {}).items():
+        ends = _apart([through(_only(change, head, kv_heads)) for head in range(kv_heads)])
+        slack = _slack(floor, each, ends)
+        found[name] = [errors(ours, theirs, exact, end, 0.0, by) for end, by in zip(ends, slack, strict=True)]
+    return found
 
 
 def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) -> int | None:
-    """The KV head whose attention is too large or too small, where that makes most of a layer's error; None if none does.
+    """The KV head whose attention is too large or too small, or whose window ends elsewhere, where that makes most of a
+    layer's error; None if none does.
 
     Args:
         found: of `errors_of_layer`.
@@ -195,8 +222,14 @@ def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) ->
     gains, rest = [abs(part.gain) for part in of_heads], abs(found["MLP"][0].gain)
     most = max(range(len(gains)), key=gains.__getitem__)
     alone = all(10 * gain < gains[most] for gain in (*gains[:most], *gains[most + 1 :], rest))
-    explained = gains[most] ** 2 * of_heads[most].size
-    return most if alone and explained > float((theirs.double() - ours.double()).square().sum()) / 4 else None
+    total = float((theirs.double() - ours.double()).square().sum())
+    if alone and gains[most] ** 2 * of_heads[most].size > total / 4:
+        return most
+    for name in (SHORT, LONG):
+        there = [head for head, part in enumerate(found.get(name, [])) if abs(part.gain - 1) < 1 / 2 and part.size > total / 4]
+        if len(there) == 1:
+            return there[0]
+    return None
 
 
 def _apart(directions: list[Tensor]) -> list[Tensor]:
