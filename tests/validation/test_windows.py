@@ -27,6 +27,7 @@ from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.slips import Layer
 from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.window_edges import LONG, SHORT, edges, with_tail
 from haarkv.validation.layers.window_faults import WINDOWED, window_faults
 from haarkv.validation.layers.window_merges import Parts, merging
 
@@ -207,6 +208,52 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
     for module in (forced, forward):
         monkeypatch.setattr(module, "without_unread", lambda _cache, _layer, kept, *_: kept)
     assert report().passed
+
+
+def test_what_must_not_be_read_drowns_all_else():
+    cache_, batch = stored()
+    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(3))
+    right = reference.paged_attention(q, cache_, AT, batch, 0.1)
+    readable = without_unread(cache_, AT, snapshot(cache_, AT), batch, batch.seq_lens, q)
+    quiet = edges(reference, q, cache_, AT, batch, 0.1)
+    load(cache_, AT, readable)
+    loud = edges(reference, q, cache_, AT, batch, 0.1)
+    assert list(loud) == [SHORT, LONG]
+    for change, usual in zip(loud.values(), quiet.values(), strict=True):
+        assert (usual.norm(dim=-1) < right.norm(dim=-1)).all()
+        assert (change.norm(dim=-1) > 10 * right.norm(dim=-1)).all()
+
+
+# -- Where a window ends -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_window_of_one_head_that_ends_elsewhere_is_found_in_a_prefill_whose_rounding_hides_it(monkeypatch, drive, by):
+    """What these queries must not read is read by others, so that nothing else can be put there."""
+    model, head = model_of("bfloat16"), CONFIG.num_kv_heads - 1
+    group = CONFIG.num_heads // CONFIG.num_kv_heads
+
+    def paged_attention(q, cache_, layer, batch, scale):
+        out = reference.paged_attention(q, cache_, layer, batch, scale)
+        if layer == AT and len(q) > len(batch.seq_lens):
+            windows = [with_tail(window, window.tail + by) for window in cache_.windows(layer)]
+            fields = cache_.k_fields(layer), cache_.v_fields(layer)
+            other = PagedKVCache.over(cache_.plan.layers[layer], layer, fields, windows, cache_.head_dim)
+            last = torch.repeat_interleave(batch.seq_lens, batch.query_start_loc.diff())
+            some = (batch.positions < last - 2 * WINDOWED.tail).nonzero()
+            heads = torch.arange(head * group, len(out[0]))
+            out[some, heads] = reference.paged_attention(q, other, layer, batch, scale)[some, heads]
+        return out
+
+    def report():
+        candidate = DRIVES[drive](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
+        return compared(model, candidate, replace(WINDOWED, kv="tq6"), steps=0)
+
+    first = report().first_divergence
+    assert (first.phase, first.layer, first.reason, first.head) == ("prefill", AT, "fault", head)
+    assert f"times what {SHORT if by < 0 else LONG} changes" in first.detail
+    monkeypatch.setattr(forward, "edges", lambda *_: {})
+    again = report().first_divergence
+    assert again.reason == "rounding" or "times what" not in again.detail
 
 
 # -- What is exercised -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ class Errors:
         samples: vectors.
         theirs, ours: squared distance of the candidate and of the reference from what is not rounded.
         floor: gains that are no fault whatever the chance.
-        slack: the same along a direction that is short beside the result: a sum along it, not a gain.
     """
 
     along: float
@@ -43,11 +42,10 @@ class Errors:
     theirs: float
     ours: float
     floor: float
-    slack: float = 0.0
 
     def __add__(self, other: Errors) -> Errors:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Errors(**sums | {"floor": max(self.floor, other.floor)})
+        return type(self)(**sums | {"floor": max(self.floor, other.floor)})
 
     @property
     def gain(self) -> float:
@@ -66,7 +64,7 @@ class Errors:
             return math.inf
         by_rounding = math.sqrt(2 * self.own) * student_limit(self.samples) if self.own else 0.0
         by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
-        return max(self.floor, max(self.slack, min(by_rounding, by_sign)) / self.size)
+        return max(self.floor, min(by_rounding, by_sign) / self.size)
 
     @property
     def farther(self) -> float | None:
@@ -79,22 +77,66 @@ class Errors:
         return abs(self.gain) / self.limit
 
 
-def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float, slack: float = 0.0) -> Errors:
+@dataclass(frozen=True)
+class UnevenErrors(Errors):
+    """The same along a direction that is long at a few vectors and short at all others.
+
+    The reference's own errors at these few are too few to tell how much rounding gives. What part of its error lies along the
+    direction is therefore taken from all vectors alike, and multiplied by the size of the error of each.
+
+    Attributes:
+        samples: vectors at which the direction is not zero.
+        parts: of the reference's errors that lie along the direction, squared, summed over these.
+        expected: squares of the reference's errors times squares of the direction, summed.
+        slack: sums along the direction that are no fault whatever the chance.
+    """
+
+    parts: float
+    expected: float
+    slack: float
+
+    @property
+    def limit(self) -> float:
+        """The largest gain that rounding explains, as `Errors.limit`; the executor may be `bounds.FARTHER` from the truth."""
+        if not self.size or not self.samples:
+            return math.inf
+        own = self.expected * self.parts / self.samples
+        by_rounding = math.sqrt((1 + bounds.FARTHER**2) * own) * student_limit(self.samples) if own else 0.0
+        by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
+        return max(self.slack, min(by_rounding, by_sign)) / self.size
+
+
+def uneven_errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, slack: float) -> UnevenErrors:
+    """Sum errors over vectors, as `errors`.
+
+    Args:
+        slack: see `UnevenErrors`.
+    """
+    d = direction.double()
+    length, off = d.norm(dim=-1), (ours.double() - (ours if exact is None else exact).double())
+    along, size = (off * d).sum(-1), off.norm(dim=-1)
+    there = (length > 0) & ((size > 0) | (exact is None))
+    parts = (along / (length * size).clamp(min=1e-300))[there].square().sum()
+    found = vars(errors(ours, theirs, exact, direction, 0.0)) | {"samples": int(there.sum())}
+    return UnevenErrors(**found, parts=float(parts), expected=float((length * size).square().sum()), slack=slack)
+
+
+def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
     """Sum errors over vectors.
 
     Args:
         ours, theirs, direction: [..., N].
         exact: [..., N], not rounded; None if `ours` is not rounded either.
-        floor, slack: see `Errors`.
+        floor: see `Errors`.
     """
     a, b, d = ours.double(), theirs.double(), direction.double()
     each, size, samples = ((b - a) * d).sum(-1), float(d.square().sum()), d[..., 0].numel()
     along, squares = float(each.sum()), float(each.square().sum())
     if exact is None:
-        return Errors(along, squares, 0.0, size, samples, 0.0, 0.0, floor, slack)
+        return Errors(along, squares, 0.0, size, samples, 0.0, 0.0, floor)
     e = exact.double()
     own, far, near = ((a - e) * d).sum(-1).square().sum(), (b - e).square().sum(), (a - e).square().sum()
-    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor, slack)
+    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor)
 
 
 def exact_result(call: Call, ops: OpTable) -> Tensor | None:
@@ -131,16 +173,15 @@ def errors_of_op(
         bounds.SCALE_BF16_ATTENTION if rounded else floor * max(1.0, float(result.norm() / along.norm().clamp(min=1e-30)))
         for result, along in zip(parts[0], steeper, strict=True)
     ]
-
-    def of_heads(along: Tensor, floors: list[float], slack: list[float]) -> list[Errors]:
-        each = zip(*parts, along, floors, slack, strict=True)
-        return [errors(a, b, e if rounded else None, d, least, by) for a, b, e, d, least, by in each]
-
-    none = [0.0] * kv_heads
-    found = {"gain": of_heads(parts[0], [floor] * kv_heads, none), "softmax scale": of_heads(steeper, scaled, none)}
+    heads = [(parts[0][head], parts[1][head], parts[2][head] if rounded else None) for head in range(kv_heads)]
+    found = {
+        name: [errors(*each, along[head], at_least[head]) for head, each in enumerate(heads)]
+        for name, along, at_least in (("gain", parts[0], [floor] * kv_heads), ("softmax scale", steeper, scaled))
+    }
     for name, change in (edges or {}).items():
-        along = _of_heads(change, kv_heads)
-        found[name] = of_heads(along, none, _slack(floor, list(parts[0]), list(along)))
+        ends = _of_heads(change, kv_heads)
+        slack = _slack(floor, list(parts[0]), list(ends))
+        found[name] = [uneven_errors(*each, ends[head], slack[head]) for head, each in enumerate(heads)]
     return found
 
 
@@ -204,7 +245,7 @@ def errors_of_layer(
     for name, change in (edges or {}).items():
         ends = _apart([through(_only(change, head, kv_heads)) for head in range(kv_heads)])
         slack = _slack(floor, each, ends)
-        found[name] = [errors(ours, theirs, exact, end, 0.0, by) for end, by in zip(ends, slack, strict=True)]
+        found[name] = [uneven_errors(ours, theirs, exact, end, by) for end, by in zip(ends, slack, strict=True)]
     return found
 
 

@@ -90,13 +90,14 @@ class _Places:
         """Put longer vectors there, opposite ones or, if a direction is given, of that direction."""
         if not len(self.unit):
             return
-        kv_format, found = (
-            self.part.kv_format,
-            {name: tensor[self.unit, :, self.offset] for name, tensor in self.fields.items()},
-        )
+        kv_format = self.part.kv_format
+        found = {name: tensor[self.unit, :, self.offset] for name, tensor in self.fields.items()}
         x = kv_format.dequantize(by_token(found), layer)
         length = lengths_of(x).unsqueeze(-1)
         longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
-        far = torch.where(x == 0, 1.0, -longer * x) if toward is None else longer * length.clamp(min=1e-30) * toward
+        if toward is None:
+            far = torch.where(x == 0, 1.0, -longer * x)
+        else:
+            far = torch.where(length == 0, 1.0, longer * length) * toward
         for name, tensor in by_token(kv_format.quantize(far, layer)).items():
             self.fields[name][self.unit, :, self.offset] = tensor
