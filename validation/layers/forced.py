@@ -121,8 +121,8 @@ class Forced:
         hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.num_kv_heads, self.reference.ops
-            ends = self._edges(made, run)
-            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads, ends)
+            read = self.reference.as_read(made, index, run.stored, batch)
+            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
             hidden = self._numbers(index, made, run, forward, expected) or hidden
@@ -149,14 +149,8 @@ class Forced:
         if expected.dtype != torch.float32:
             exact = self.reference.given(made, index, run.stored, forward.batch, exact=True)
         heads, ops = self.reference.cache.num_kv_heads, self.reference.ops
-        ends = self._edges(made, run)
-        found = errors_of_layer(made.calls, expected, run.outcome.result, exact, made.hidden_in, ops, heads, ends)
+        found = errors_of_layer(made.calls, expected, run.outcome.result, exact, made.hidden_in, ops, heads)
         return self.ledger.numbers("layers", index, "attention_mlp", found)
-
-    def _edges(self, made: MadeLayer, run: Run) -> dict[str, Tensor]:
-        """What windows that end elsewhere would change this run's attention by."""
-        attention = next((call for call in made.calls if call.op == "paged_attention"), None)
-        return self.reference.edges(attention, lambda: made.before, run.stored) if attention else {}
 
     # -- Ops -----------------------------------------------------------------------------------------------------------
     def _op(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
@@ -200,9 +194,7 @@ class Forced:
         if call.op != "store_kv":
             verdict = judge_op(call, result, run.intact, self.limits)
             if verdict.reason == "rounding" and self.ledger:
-                attends = call.op == "paged_attention"
-                ends = self.reference.edges(call, partial(self._readable, call, forward)) if attends else {}
-                found = errors_of_op(call, result, self.reference.ops, cache.num_kv_heads, ends)
+                found = errors_of_op(call, result, self.reference.ops, cache.num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
         batch, noise = forward.batch, self.limits.same_kv_noise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,6 @@ from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, sn
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.unread import without_unread
-from haarkv.validation.layers.window_edges import edges
 
 
 @dataclass(frozen=True)
@@ -193,10 +192,9 @@ class Reference:
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        load(self._scratch, index, made.before)
-        put(self._scratch, index, batch, stored)
+        cache = self.as_read(made, index, stored, batch)
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
-        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
+        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, cache, ops)
 
     def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
         """What an op table makes of a recorded attention over a layer's cache."""
@@ -204,20 +202,11 @@ class Reference:
         load(self._scratch, index, stored)
         return ops.paged_attention(q, self._scratch, index, batch, scale)
 
-    def edges(self, call: Call, readable: Callable[[], Stored], stored: Stored | None = None) -> dict[str, Tensor]:
-        """What windows that end elsewhere would change a recorded attention by, as `window_edges.edges`.
-
-        Args:
-            readable: the layer's cache as an executor was given it; called only where there is a tail.
-            stored: what it stored there of the batch's tokens, if it did.
-        """
-        q, _, index, batch, scale = call.args
-        if not any(window and window.ring for window in self.cache.windows(index)):
-            return {}
-        load(self._scratch, index, readable())
-        if stored is not None:
-            put(self._scratch, index, batch, stored)
-        return edges(self.ops, q, self._scratch, index, batch, scale)
+    def as_read(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> PagedKVCache:
+        """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""
+        load(self._scratch, index, made.before)
+        put(self._scratch, index, batch, stored)
+        return self._scratch
 
 
 def _keep(*_: object) -> None:

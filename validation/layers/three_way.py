@@ -7,17 +7,17 @@ errors, like the reference's, have no direction: what is too long or too short o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.window_edges import LONG, SHORT
+from haarkv.validation.layers.window_edges import LONG, SHORT, edges
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,10 @@ def exact_result(call: Call, ops: OpTable) -> Tensor | None:
     return found
 
 
-Edges = Mapping[str, Tensor]
-"""What slips at the ends of windows change attention [T, Hq, D] by, by name; as `window_edges.edges`."""
-
-
-def errors_of_op(
-    call: Call, result: Tensor, ops: OpTable, kv_heads: int, edges: Edges | None = None
-) -> dict[str, list[Errors]]:
+def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dict[str, list[Errors]]:
     """Errors of an op that was given the reference's inputs, along its own result: of attention by KV head, else of all.
 
-    Of attention also along what a larger softmax scale would change, and what `edges` do.
+    Of attention also along what a larger softmax scale would change, and windows that end elsewhere.
     """
     exact, ours = exact_result(call, ops), call.result
     if call.op != "paged_attention":
@@ -178,7 +172,7 @@ def errors_of_op(
         name: [errors(*each, along[head], at_least[head]) for head, each in enumerate(heads)]
         for name, along, at_least in (("gain", parts[0], [floor] * kv_heads), ("softmax scale", steeper, scaled))
     }
-    for name, change in (edges or {}).items():
+    for name, change in edges(ops, *call.args).items():
         ends = _of_heads(change, kv_heads)
         slack = _slack(floor, list(parts[0]), list(ends))
         found[name] = [uneven_errors(*each, ends[head], slack[head]) for head, each in enumerate(heads)]
@@ -206,16 +200,17 @@ def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
 
 def errors_of_layer(
     calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int,
-    edges: Edges | None = None,
+    read: PagedKVCache | None = None,
 ) -> dict[str, list[Errors]]:  # fmt: skip
     """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
 
     The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change, and by KV
-    head what `edges` do.
+    head what windows that end elsewhere would.
 
     Args:
         calls: the layer's ops, as the reference ran them.
         before: hidden states that the layer was given.
+        read: the cache that the candidate's attention read; if none is given, the reference's own.
     """
     attention = next((call for call in calls if call.op == "paged_attention"), None)
     out = next((call for call in calls if call.stage == "o_proj"), None)
@@ -242,7 +237,8 @@ def errors_of_layer(
     found = {
         name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
     }
-    for name, change in (edges or {}).items():
+    q, cache, *places = attention.args
+    for name, change in edges(ops, q, read or cache, *places).items():
         ends = _apart([through(_only(change, head, kv_heads)) for head in range(kv_heads)])
         slack = _slack(floor, each, ends)
         found[name] = [uneven_errors(ours, theirs, exact, end, by) for end, by in zip(ends, slack, strict=True)]

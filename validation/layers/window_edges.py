@@ -26,8 +26,10 @@ def with_tail(window: Window, tail: int) -> Window:
 
 
 def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded."""
+    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty without a tail."""
     windows = cache.windows(layer)
+    if not any(window and window.ring for window in windows):
+        return {}
 
     def attended(by: int) -> Tensor:
         k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
