@@ -125,6 +125,9 @@ class Ledger:
         # Too large tells heads apart; too far off may be the same figure for all of them.
         too_large = [head for head, (gain, _) in enumerate(by_head) if gain > 1]
         guilty = too_large or [head for head, (_, share) in enumerate(by_head) if share > 1]
+        if worst[2] in (SHORT, LONG):  # a slip that is there is there once; of some heads it might be, and not be seen
+            parts = [self._errors[drive, layer, stage, worst[2], head] for head in range(len(by_head))]
+            guilty = [head for head, part in enumerate(parts) if head in guilty or abs(part.gain - 1) <= part.limit]
         return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
 
     # -- The whole run -------------------------------------------------------------------------------------------------

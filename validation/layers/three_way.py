@@ -263,8 +263,8 @@ def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) ->
     if alone and gains[most] ** 2 * of_heads[most].size > total / 4:
         return most
     for name in (SHORT, LONG):
-        there = [head for head, part in enumerate(found.get(name, [])) if abs(part.gain - 1) < 1 / 2 and part.size > total / 4]
-        if len(there) == 1:
+        there = [head for head, part in enumerate(found.get(name, [])) if abs(part.gain - 1) < 1 / 2]
+        if len(there) == 1 and found[name][there[0]].size > total / 4:
             return there[0]
     return None
 

@@ -217,7 +217,7 @@ def _looking(at: Layer, name: str, seen: Seen | None = None, read: Read | None =
         whole[:, head * group : (head + 1) * group] = out[:, head * group : (head + 1) * group]
         return whole
 
-    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head, shows_head=False)
+    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head)
 
 
 def _seen(at: Layer) -> Iterator[Fault]:
