@@ -21,6 +21,7 @@ from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.self_test import Mistaken, WholeLayers, first_layers, self_test
 from haarkv.validation.layers.sensitivity import sensitivity
 from haarkv.validation.layers.slips import slips
+from haarkv.validation.layers.three_way import errors, uneven_errors
 
 LAYERS, AT = 2, 1
 DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
@@ -117,7 +118,7 @@ def test_rounding_towards_zero_has_a_direction(tiny):
 
 
 # -- What is right passes --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [2, 9, 20, 227])
+@pytest.mark.parametrize("number", [2, 9, 20, 227, 271])
 def test_clean_runs_are_not_red(number):
     what, report = clean_run(number)
     assert report.passed, (what, report.first_divergence)
@@ -142,6 +143,23 @@ def test_the_chance_of_a_mean_is_students():
     assert student_limit(10**6) == pytest.approx(math.sqrt(2 * math.log(1 / bounds.CHANCE)), rel=1e-4)
     assert student_limit(20) > student_limit(40) > student_limit(400)
     assert student_limit(0) == math.inf
+
+
+def test_rounding_along_a_direction_of_one_vector_is_judged_by_all():
+    """The reference's own error at the one that counts may be small by chance; an executor's then looks large beside it."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(40, 32, generator=generator) * torch.tensor([1.0] + 39 * [1e-3]).unsqueeze(-1)
+    shares, usual = [], []
+    for _ in range(1000):
+        exact, a, b = torch.randn(3, 40, 32, generator=generator, dtype=torch.float64)
+        ours, theirs = exact + 0.01 * a, exact + 0.01 * b
+        shares.append(uneven_errors(ours, theirs, exact, direction, 0.0).share)
+        usual.append(errors(ours, theirs, exact, direction, 0.0).share)
+    assert max(shares) < 1
+    assert sum(share > 1 for share in usual) > 10
+    wrong = uneven_errors(ours, theirs + direction, exact, direction, 0.0)
+    assert wrong.share > 1
+    assert wrong.gain == pytest.approx(1, abs=0.05)
 
 
 def test_one_direction_is_less_likely_than_it_says():

@@ -132,7 +132,7 @@ def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> 
             elif name == "MLP":
                 table = at.projected("down_proj", spoil=partial(torch.mul, other=factor))
                 yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, table)
-            elif name != "layer":
+            elif name in ("attention", "attention of a head"):
                 one = head if name == "attention of a head" else None
                 words = "attention" if one is None else f"attention of KV head {one}"
                 yield Fault(

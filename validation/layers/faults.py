@@ -42,7 +42,6 @@ class Fault:
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
-        shows_head: whole layers tell the head, too: what they store is wrong, or too large.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Fault:
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
-    shows_head: bool = True
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""

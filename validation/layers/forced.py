@@ -26,11 +26,12 @@ from haarkv.validation.layers.judge import (
     together,
 )
 from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.parts import Stored, snapshot, take, without_unread
+from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import Strays, Trial
+from haarkv.validation.layers.unread import without_unread
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Forced:
         hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.num_kv_heads, self.reference.ops
-            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads)
+            read = self.reference.as_read(made, index, run.stored, batch)
+            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
             hidden = self._numbers(index, made, run, forward, expected) or hidden
@@ -164,7 +166,7 @@ class Forced:
                 return [replace(unstable, stage=failing.stage)]
             if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.result):
                 self.explains -= 1
-                stored = self._readable(index, forward)
+                stored = self._readable(call, forward)
                 return [explain_attention(self.reference, call, run.result, stored, verdict) for verdict in verdicts]
         return verdicts
 
@@ -175,17 +177,17 @@ class Forced:
             trial.load(index, made.before)
             trial.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, self._readable(index, forward))
+            trial.load(index, self._readable(call, forward))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
         if call.op == "store_kv":
             return OpRun(result, intact, trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch))
         strays = trial.strays(range(0), batch) if call.op == "paged_attention" else {}
         return OpRun(result, intact and not strays, strays, {})
 
-    def _readable(self, index: int, forward: Forward) -> Stored:
+    def _readable(self, call: Call, forward: Forward) -> Stored:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
-        cache, batch = self.reference.cache, forward.batch
-        return without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens)
+        cache, batch, index = self.reference.cache, forward.batch, call.args[2]
+        return without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens, call.args[0])
 
     def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun, forward: Forward) -> list[Verdict]:
         cache, result = self.reference.cache, run.result

@@ -18,9 +18,10 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of, without_unread
+from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.trial import Trial
+from haarkv.validation.layers.unread import without_unread
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,12 @@ class Reference:
             InputError: what it makes is not finite or zero: nothing can be held against that.
         """
         before, batch = snapshot(self.cache, index), forward.batch
-        new = batch.query_start_loc.diff()
-        return self._layer(index, hidden, forward, without_unread(self.cache, index, before, batch, batch.seq_lens - new))
+        made, q = self._layer(index, hidden, forward, before)
+        older = batch.seq_lens - batch.query_start_loc.diff()
+        return replace(made, before=without_unread(self.cache, index, before, batch, older, q))
 
-    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> MadeLayer:
-        """Run one layer on the cache as it is; `before` is that, but for what the layer must not read."""
+    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> tuple[MadeLayer, Tensor]:
+        """Run one layer on the cache as it is, which is `before`; also its queries [T, Hq, D]."""
         batch = forward.batch
         cache = self.cache
         if self._whole is not None:
@@ -157,10 +159,11 @@ class Reference:
             out = outcome.result
             load(self.cache, index, snapshot(self._whole.cache, index))
         k, v = next(call.args[:2] for call in calls if call.op == "store_kv")
+        q = next(call.args[0] for call in calls if call.op == "paged_attention")
         for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
             self._require_something(f"{what} of layer {index}", tensor, forward)
         stored = take(self.cache, index, batch)
-        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored)
+        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored), q
 
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
@@ -170,7 +173,7 @@ class Reference:
     def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""
         load(self.cache, index, made.before)
-        return self._layer(index, made.hidden_in, forward, made.before)
+        return self._layer(index, made.hidden_in, forward, made.before)[0]
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
@@ -189,16 +192,21 @@ class Reference:
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        load(self._scratch, index, made.before)
-        put(self._scratch, index, batch, stored)
+        cache = self.as_read(made, index, stored, batch)
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
-        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, self._scratch, ops)
+        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, cache, ops)
 
     def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
         """What an op table makes of a recorded attention over a layer's cache."""
         q, _, index, batch, scale = call.args
         load(self._scratch, index, stored)
         return ops.paged_attention(q, self._scratch, index, batch, scale)
+
+    def as_read(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> PagedKVCache:
+        """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""
+        load(self._scratch, index, made.before)
+        put(self._scratch, index, batch, stored)
+        return self._scratch
 
 
 def _keep(*_: object) -> None:

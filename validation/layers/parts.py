@@ -13,10 +13,9 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.window import Window
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""
@@ -178,64 +177,3 @@ def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, batch: Batch) 
     """
     bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in (k, v))
     return quantized(cache, layer, batch, bad_k, bad_v)
-
-
-_FAR, _LONG = -4.0, 2.0**13
-"""Times which a vector becomes one that must not be read; and from which length on a multiple might have no scale."""
-
-
-def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch, lengths: Tensor) -> Stored:
-    """A layer's cache in which what no query of a batch may read is far from what it was.
-
-    A token lies packed and, for a while, in BF16; each query must read it in one of these. What it would read by mistake is
-    near the right vector, so that the mistake would show little.
-
-    Args:
-        stored: a snapshot of the layer.
-        batch: the queries.
-        lengths: [B], tokens of each sequence that are stored.
-    Returns:
-        packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
-    """
-    windows = dict(zip("kv", cache.windows(layer), strict=True))
-    if not any(windows.values()):
-        return stored
-    changed = {part: {name: tensor.clone() for name, tensor in of.items()} for part, of in stored.items()}
-    starts = batch.query_start_loc.long()
-    for part in parts_of(cache, layer):
-        window = windows[part.side]
-        if window is None or part.name.startswith("sink"):
-            continue
-        for row in range(len(lengths)):
-            queries = batch.positions[starts[row] : starts[row + 1]]
-            token = torch.arange(int(lengths[row]))
-            unread = _unread(window, queries, token, packed=part.packed)
-            if part.packed:
-                block = batch.block_table[row, token // cache.block_size].long()
-                _spoil(part, changed[part.name], layer, block[unread], (token % cache.block_size)[unread])
-            else:
-                held = unread & (token >= int(lengths[row]) - window.ring)
-                _spoil(part, changed[part.name], layer, batch.rows[row].expand(int(held.sum())), token[held] % window.ring)
-    return changed
-
-
-def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
-    """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
-    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
-    # before the queries is first seen by the first of them, any other by its own.
-    older = min(int(queries[0]), len(token))
-    of_own = window.seen(token[older:], len(token)).diagonal(older)
-    of_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], of_own])
-    of_last = window.seen(queries[-1:], len(token))[0]
-    return of_first & of_last if packed else ~of_first & ~of_last
-
-
-def _spoil(part: Part, fields: dict[str, Tensor], layer: int, unit: Tensor, offset: Tensor) -> None:
-    """Replace vectors of a part by others that are far from them."""
-    if not len(unit):
-        return
-    x = part.kv_format.dequantize(by_token({name: tensor[unit, :, offset] for name, tensor in fields.items()}), layer)
-    far = torch.where(lengths_of(x).unsqueeze(-1) < _LONG, _FAR, -1 / 3) * x
-    made = by_token(part.kv_format.quantize(torch.where(x == 0, 1.0, far), layer))
-    for name, tensor in fields.items():
-        tensor[unit, :, offset] = made[name]

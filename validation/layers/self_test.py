@@ -167,8 +167,7 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
         place = (
             wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
         )
-        head = fault.head if driven == "ops" or fault.shows_head else None
-        caught = place and not report.passed and head in (None, wrong.head if wrong else None)
+        caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
     return SelfTestRow(report.dtype, driven, trial.name, planted_at, found, how, caught)
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.window_edges import LONG, SHORT, edges
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Errors:
 
     def __add__(self, other: Errors) -> Errors:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Errors(**sums | {"floor": max(self.floor, other.floor)})
+        return type(self)(**sums | {"floor": max(self.floor, other.floor)})
 
     @property
     def gain(self) -> float:
@@ -73,6 +75,50 @@ class Errors:
     def share(self) -> float:
         """The gain as a share of its limit; NaN if it is NaN."""
         return abs(self.gain) / self.limit
+
+
+@dataclass(frozen=True)
+class UnevenErrors(Errors):
+    """The same along a direction that is long at a few vectors and short at all others.
+
+    The reference's own errors at these few are too few to tell how much rounding gives. What part of its error lies along the
+    direction is therefore taken from all vectors alike, and multiplied by the size of the error of each.
+
+    Attributes:
+        samples: vectors at which the direction is not zero.
+        parts: of the reference's errors that lie along the direction, squared, summed over these.
+        expected: squares of the reference's errors times squares of the direction, summed.
+        slack: sums along the direction that are no fault whatever the chance.
+    """
+
+    parts: float
+    expected: float
+    slack: float
+
+    @property
+    def limit(self) -> float:
+        """The largest gain that rounding explains, as `Errors.limit`; the executor may be `bounds.FARTHER` from the truth."""
+        if not self.size or not self.samples:
+            return math.inf
+        own = self.expected * self.parts / self.samples
+        by_rounding = math.sqrt((1 + bounds.FARTHER**2) * own) * student_limit(self.samples) if own else 0.0
+        by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
+        return max(self.slack, min(by_rounding, by_sign)) / self.size
+
+
+def uneven_errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, slack: float) -> UnevenErrors:
+    """Sum errors over vectors, as `errors`.
+
+    Args:
+        slack: see `UnevenErrors`.
+    """
+    d = direction.double()
+    length, off = d.norm(dim=-1), (ours.double() - (ours if exact is None else exact).double())
+    along, size = (off * d).sum(-1), off.norm(dim=-1)
+    there = (length > 0) & ((size > 0) | (exact is None))
+    parts = (along / (length * size).clamp(min=1e-300))[there].square().sum()
+    found = vars(errors(ours, theirs, exact, direction, 0.0)) | {"samples": int(there.sum())}
+    return UnevenErrors(**found, parts=float(parts), expected=float((length * size).square().sum()), slack=slack)
 
 
 def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
@@ -107,7 +153,7 @@ def exact_result(call: Call, ops: OpTable) -> Tensor | None:
 def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dict[str, list[Errors]]:
     """Errors of an op that was given the reference's inputs, along its own result: of attention by KV head, else of all.
 
-    Of attention also along what a larger softmax scale would change.
+    Of attention also along what a larger softmax scale would change, and windows that end elsewhere.
     """
     exact, ours = exact_result(call, ops), call.result
     if call.op != "paged_attention":
@@ -121,13 +167,21 @@ def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dic
         bounds.SCALE_BF16_ATTENTION if rounded else floor * max(1.0, float(result.norm() / along.norm().clamp(min=1e-30)))
         for result, along in zip(parts[0], steeper, strict=True)
     ]
-    return {
-        name: [
-            errors(parts[0][head], parts[1][head], parts[2][head] if rounded else None, along[head], at_least[head])
-            for head in range(kv_heads)
-        ]
+    heads = [(parts[0][head], parts[1][head], parts[2][head] if rounded else None) for head in range(kv_heads)]
+    found = {
+        name: [errors(*each, along[head], at_least[head]) for head, each in enumerate(heads)]
         for name, along, at_least in (("gain", parts[0], [floor] * kv_heads), ("softmax scale", steeper, scaled))
     }
+    for name, change in edges(ops, *call.args).items():
+        ends = _of_heads(change, kv_heads)
+        slack = _slack(floor, list(parts[0]), list(ends))
+        found[name] = [uneven_errors(*each, ends[head], slack[head]) for head, each in enumerate(heads)]
+    return found
+
+
+def _slack(floor: float, results: list[Tensor], directions: list[Tensor]) -> list[float]:
+    """Sums along directions, of results that are off by `floor` of themselves, all of it along these."""
+    return [floor * float(result.norm()) * float(along.norm()) for result, along in zip(results, directions, strict=True)]
 
 
 def _of_heads(x: Tensor, kv_heads: int) -> Tensor:
@@ -145,15 +199,18 @@ def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
 
 
 def errors_of_layer(
-    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int
-) -> dict[str, list[Errors]]:
+    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int,
+    read: PagedKVCache | None = None,
+) -> dict[str, list[Errors]]:  # fmt: skip
     """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
 
-    The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change.
+    The parts: attention by KV head, and what all of the rest adds; and what a larger softmax scale would change, and by KV
+    head what windows that end elsewhere would.
 
     Args:
         calls: the layer's ops, as the reference ran them.
         before: hidden states that the layer was given.
+        read: the cache that the candidate's attention read; if none is given, the reference's own.
     """
     attention = next((call for call in calls if call.op == "paged_attention"), None)
     out = next((call for call in calls if call.stage == "o_proj"), None)
@@ -177,13 +234,20 @@ def errors_of_layer(
         "attention": ([sum(each[1:], each[0])], floor), "attention of a head": (_apart(each), floor), "MLP": ([mlp], floor),
         "softmax scale": ([through(steeper)], scaled),
     }  # fmt: skip
-    return {
+    found = {
         name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
     }
+    q, cache, *places = attention.args
+    for name, change in edges(ops, q, read or cache, *places).items():
+        ends = _apart([through(_only(change, head, kv_heads)) for head in range(kv_heads)])
+        slack = _slack(floor, each, ends)
+        found[name] = [uneven_errors(ours, theirs, exact, end, by) for end, by in zip(ends, slack, strict=True)]
+    return found
 
 
 def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) -> int | None:
-    """The KV head whose attention is too large or too small, where that makes most of a layer's error; None if none does.
+    """The KV head whose attention is too large or too small, or whose window ends elsewhere, where that makes most of a
+    layer's error; None if none does.
 
     Args:
         found: of `errors_of_layer`.
@@ -195,8 +259,14 @@ def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) ->
     gains, rest = [abs(part.gain) for part in of_heads], abs(found["MLP"][0].gain)
     most = max(range(len(gains)), key=gains.__getitem__)
     alone = all(10 * gain < gains[most] for gain in (*gains[:most], *gains[most + 1 :], rest))
-    explained = gains[most] ** 2 * of_heads[most].size
-    return most if alone and explained > float((theirs.double() - ours.double()).square().sum()) / 4 else None
+    total = float((theirs.double() - ours.double()).square().sum())
+    if alone and gains[most] ** 2 * of_heads[most].size > total / 4:
+        return most
+    for name in (SHORT, LONG):
+        there = [head for head, part in enumerate(found.get(name, [])) if abs(part.gain - 1) < 1 / 2]
+        if len(there) == 1 and found[name][there[0]].size > total / 4:
+            return there[0]
+    return None
 
 
 def _apart(directions: list[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from haarkv.tq_ops.kv.window import Window
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, take, token_rows
 from haarkv.validation.layers.slips import OUT, Layer
+from haarkv.validation.layers.window_edges import with_tail
 from haarkv.validation.layers.window_merges import merge_faults
 
 WINDOWED = KVSpec("tq4", tail=16, sink=4)
@@ -216,18 +217,12 @@ def _looking(at: Layer, name: str, seen: Seen | None = None, read: Read | None =
         whole[:, head * group : (head + 1) * group] = out[:, head * group : (head + 1) * group]
         return whole
 
-    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head, shows_head=False)
-
-
-def _with_tail(window: Window, tail: int) -> Window:
-    other = _Other(window, None, None)
-    other.tail = tail
-    return other
+    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head)
 
 
 def _seen(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Seen:
-        return lambda window, positions, tokens: Window.seen(_with_tail(window, max(window.tail + by, 0)), positions, tokens)
+        return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
 
     def sinks_alone(window: Window, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
