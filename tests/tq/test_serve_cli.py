@@ -20,7 +20,7 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
 
     monkeypatch.setattr(serving, "_parsed", stop)
     with pytest.raises(InterruptedError, match=f"^{tmp_path / 'model'}$"):
-        serving.serve("~/model", "tq4", [])
+        serving.serve("~/model", serving.Cache(), [])
 
 
 @pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model"])
@@ -31,12 +31,12 @@ def test_a_folder_that_no_home_has_is_refused_as_it_was_written(monkeypatch, tmp
     assert f"no such model: {model};" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kv", serving.KV_STORAGES)
+@pytest.mark.parametrize("kv", ["tq4", "bf16", "k=tq8,v=tq3"])
 def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
     parser = ArgumentParser()
     parser.add_argument("--host")
     for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        given, _ = parser.parse_known_args(serving._flags_of(kv, flags, per_layer=True))
+        given, _ = parser.parse_known_args(serving._flags_of(serving.Cache(kv, per_layer=True), flags))
         assert given.host == host
 
 
