@@ -122,7 +122,7 @@ def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:
     ours = ["--host", _HERE]
     if not cache.vllms_own:
         if taken := [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]:
-            raise InputError(f"{taken[0].split('=')[0]} is set by --kv {cache.kv or KV}; leave it out")
+            raise InputError(f"{taken[0].split('=')[0]} is set by tq serve; leave it out, or give --kv {VLLMS_OWN}")
         ours += ["--attention-backend", "CUSTOM"]
         if said := cache.additional_config:
             ours += ["--additional-config", json.dumps(said)]

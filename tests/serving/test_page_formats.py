@@ -10,14 +10,16 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_paged import Shape, Worker, configuration, described, plain_spec
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
-from haarkv.serving.vllm_plugin import chosen, limits, own_pages
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, chosen, kernels, limits, own_pages
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedAttentionBackend, RotatedMetadata, batch_of
 from haarkv.serving.vllm_plugin.metrics import layer_page_bytes
 from haarkv.tq_ops import formats
@@ -89,6 +91,26 @@ def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
             for name, tensor in wanted.items():
                 assert torch.equal(found[name][block, :, offset], tensor[block, :, offset]), name
     assert torch.equal(worker.pages(1), untouched)
+
+
+@pytest.mark.parametrize("kv", ["q8_0", "tq4_seed", "k=manthan3,v=q4_0"])
+def test_a_token_too_large_for_a_format_becomes_zeros_and_all_others_stay(monkeypatch, kv):
+    """Finite in BF16, but with no scale of such a size: as what is not finite, it must not end the other requests."""
+    told, pages = [], []
+    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: told.append(message % args))
+    [batch, _] = batches()
+    q, k, v = qkv(40, 0)
+    for value in (0.0, 1e38):
+        worker = Worker(SHAPE, (0,), KVCacheLayout.LBHNC, formats.parse(kv))
+        for x in (k, v):
+            x[13] = value  # in every KV head
+        worker.store(0, k, v, batch.slot_mapping)
+        assert torch.isfinite(worker.attend(0, q, k, v, metadata_of(batch))).all()
+        pages.append(worker.raw)
+    assert torch.equal(*pages)
+    assert len(told) == 1
+    assert "K of token 13 of the batch" in told[0]
+    assert "too large for" in told[0]
 
 
 # -- Layers that differ --------------------------------------------------------------------------------------------------
@@ -300,4 +322,8 @@ def test_kv_heads_that_ranks_cannot_share_are_refused():
 def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
     assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
     assert read_config("tiny").num_layers == LAYERS
+    for name in (CPU_WORKER, GPU_WORKER):  # that of a GPU has not run
+        worker = resolve_obj_by_qualname(name)
+        assert issubclass(worker, VllmsWorker)
+        assert worker.get_kv_cache_spec is own_pages.OwnPages.get_kv_cache_spec
     assert KVSpec("tq4").plan(LAYERS) == chosen.plan_of(real_config())
