@@ -1,7 +1,9 @@
-"""Load on vLLM's server: its own benchmark client, two storages of K and V, the same users, prompts and memory.
+"""Load on vLLM's server: its own benchmark client, several storages of K and V, the same users, prompts and memory.
 
     python -m haarkv.benchmarks.serve                      # the 0.6B's shapes, 4 of 28 layers, random weights
     python -m haarkv.benchmarks.serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
+    python -m haarkv.benchmarks.serve --kv bf16,tq4,k=lr128,v=lr64          # learned nibbles, of made-up coordinates
+    python -m haarkv.benchmarks.serve --model tiny --kv bf16 --kv-plan plan.safetensors
 
 One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
 round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts
@@ -42,6 +44,7 @@ from haarkv.benchmarks.serve_rounds import (
     watched,
     write_prompts,
 )
+from haarkv.benchmarks.serve_storages import Storage, names_in, storages
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE
 
@@ -61,7 +64,9 @@ class Request:
     """What to measure.
 
     Attributes:
-        kvs: `bf16` (vLLM's own) and `tq4`; the last over the first is the ratio.
+        kvs: formats, of which `bf16` is vLLM's own, and after them `plans`, files of `tq plan`. The last of all over the
+            first is the ratio.
+        calibration: a file of `tq calibrate`; of a random model, coordinates are made up unless it is given.
         memory: MiB of KV cache of each server.
         cold: rounds that send prompts which the servers have not seen.
         repeats: rounds that send the last of them again.
@@ -78,6 +83,8 @@ class Request:
     seed: int
     patience: float
     out: Path | None
+    plans: Sequence[Path] = ()
+    calibration: Path | None = None
 
 
 def server_flags(request: Request, served: Served) -> list[str]:
@@ -148,11 +155,19 @@ class Bench:
         return rows, ratios
 
 
-def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object], list[LoadRow], list[Ratio]]:
-    """Start the servers, measure, end them.
+@dataclass(frozen=True)
+class Measured:
+    """What was served and how, what the servers tell about themselves, rows and ratios."""
 
-    Returns:
-        What was served, what the servers tell about themselves, rows and ratios.
+    served: Served
+    kvs: Sequence[Storage]
+    about: dict[str, object]
+    rows: list[LoadRow]
+    ratios: list[Ratio]
+
+
+def measure(request: Request, scratch: Path) -> Measured:
+    """Start the servers, measure, end them.
 
     Raises:
         InputError: vLLM is not there, a server or the client did not start or ended; nothing is left running.
@@ -160,14 +175,15 @@ def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object],
     if find_spec("vllm") is None:
         raise InputError("vLLM is not installed in this Python; docs/serving.md says how")
     served = model_folder(request.model, request.layers, scratch)
-    flags = server_flags(request, served)
+    flags, random = server_flags(request, served), request.model.startswith("random:")
+    kvs = storages(request.kvs, request.plans, request.calibration, served.config, scratch, random=random)
     if request.out is not None:
         request.out.mkdir(parents=True, exist_ok=True)
     children: list[Child] = []
     with ending(children):
         servers = []
-        for kv in request.kvs:
-            servers.append(Server(served.folder, kv, flags, scratch / f"{kv}.log"))
+        for number, kv in enumerate(kvs):
+            servers.append(Server(served.folder, kv.name, [*kv.flags, *flags], scratch / f"{number}.log"))
             children.append(servers[-1])
         for server in servers:
             server.wait(request.patience)
@@ -175,7 +191,7 @@ def measure(request: Request, scratch: Path) -> tuple[Served, dict[str, object],
         client = Client(scratch / "client.log")
         children.append(client)
         rows, ratios = Bench(request, served, servers, client, scratch).measure()
-    return served, about, rows, ratios
+    return Measured(served, kvs, about, rows, ratios)
 
 
 # -- What is shown -----------------------------------------------------------------------------------------------------------
@@ -229,7 +245,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Request, argparse.Namespace]:
     parser.add_argument("--users", type=numbers, default="1,2,4,8,16,25", help="[%(default)s]")
     parser.add_argument("--prompt-tokens", type=numbers, default="128,1024,8192", help="[%(default)s]")
     parser.add_argument("--output-tokens", type=int, default=64, help="[%(default)s]")
-    parser.add_argument("--kv", default="bf16,tq4", help="storages; the ratio is the last one over the first [%(default)s]")
+    parser.add_argument("--kv", default="bf16,tq4", metavar="LIST", help="formats; the ratio is the last's [%(default)s]")
+    parser.add_argument("--kv-plan", type=Path, action="append", default=[], metavar="FILE", help="also a plan; repeat it")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="of formats lrN; random models do without")
     parser.add_argument("--memory", type=int, default=1536, metavar="MiB", help="KV cache of each server [%(default)s]")
     parser.add_argument("--cold", type=int, default=1, help="rounds that send new prompts [%(default)s]")
     parser.add_argument("--repeats", type=int, default=3, help="rounds that send the last of them again [%(default)s]")
@@ -239,16 +257,20 @@ def parse(argv: Sequence[str] | None) -> tuple[Request, argparse.Namespace]:
     parser.add_argument("--save", action="store_true", help="append the JSON line to benchmarks/results")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw rates and latencies by users, as SVG")
     args = parser.parse_args(argv)
-    kvs = list(dict.fromkeys(args.kv.split(",")))
-    if unknown := [kv for kv in kvs if kv not in ("bf16", "tq4")]:
-        parser.error(f"no such storage: {unknown[0]}; choose from bf16, tq4")
+    try:
+        kvs = names_in(args.kv)
+    except InputError as error:
+        parser.error(str(error))
+    if len({*kvs, *(plan.stem for plan in args.kv_plan)}) < len(kvs) + len(args.kv_plan):
+        parser.error("two storages have the same name; rename a plan's file")
     if least := [name for name in ("output_tokens", "memory", "cold", "repeats") if getattr(args, name) < 1]:
         parser.error(f"--{least[0].replace('_', '-')} must be at least 1")
     layers = 4 if args.layers is None and args.model.startswith("random:") else args.layers
     cases = [Case(users, prompt, args.output_tokens) for prompt in args.prompt_tokens for users in args.users]
     return Request(
-        args.model, layers, kvs, cases, args.memory, args.cold, args.repeats, args.seed, args.patience, args.out
-    ), args
+        args.model, layers, kvs, cases, args.memory, args.cold, args.repeats, args.seed, args.patience, args.out,
+        args.kv_plan, args.calibration,
+    ), args  # fmt: skip
 
 
 def _stopped(*_: object) -> NoReturn:
@@ -262,21 +284,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot is not None:
             serve_plot.require_matplotlib()
         with tempfile.TemporaryDirectory() as scratch:
-            served, about, rows, ratios = measure(request, Path(scratch))
+            measured = measure(request, Path(scratch))
     except InputError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nserve: stopped", file=sys.stderr)
         return 130
+    served, rows, ratios = measured.served, measured.rows, measured.ratios
     title = f"{served.said}; {request.memory:,} MiB of KV cache, {request.cases[0].output} tokens an answer"
     print_rows(title, _COLUMNS, table(rows, ratios))
     print(_LEGEND)
     if args.plot is not None:
         args.plot.write_text(serve_plot.svg(rows, title), encoding="utf-8")
-    costs = [{"kv": kv, "users": c.users, "prompt": c.prompt, **step_bytes(served.config, kv, c)}
-             for c in request.cases for kv in request.kvs]  # fmt: skip
-    told = {"model": served.said, **about, "memory_mib": request.memory, "output_tokens": request.cases[0].output,
+    costs = [{"kv": kv.name, "users": c.users, "prompt": c.prompt, **step_bytes(served.config, kv.plan(served.config), c)}
+             for c in request.cases for kv in measured.kvs]  # fmt: skip
+    told = {"model": served.said, **measured.about, "memory_mib": request.memory, "output_tokens": request.cases[0].output,
             "cold": request.cold, "repeats": request.repeats,
             "rows": [as_json(row) for row in rows], "ratios": [as_json(r) for r in ratios],
             "steps": costs}  # fmt: skip

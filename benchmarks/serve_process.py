@@ -84,13 +84,14 @@ class Server(Child):
     """vLLM's server with one storage of K and V.
 
     Args:
-        model, kv, flags: of `tq serve`.
+        kv: what rows call the storage.
+        model, flags: of `tq serve`.
     """
 
     def __init__(self, model: Path, kv: str, flags: Sequence[str], log: Path) -> None:
         self.kv, self.port = kv, free_port()
         where = ("--host", "127.0.0.1", "--port", str(self.port))
-        super().__init__(["-m", "tq", "serve", str(model), "--kv", kv, *flags, *where], log)
+        super().__init__(["-m", "tq", "serve", str(model), *flags, *where], log)
 
     def wait(self, seconds: float) -> None:
         """Return when it answers.

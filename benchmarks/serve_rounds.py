@@ -15,7 +15,7 @@ import numpy as np
 
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan
 
 _WATCH_SECONDS = 0.2
 
@@ -260,7 +260,7 @@ def ratio(case: Case, one: Rounds, other: Rounds) -> Ratio:
     )  # fmt: skip
 
 
-def step_bytes(config: DecoderConfig, kv: str, case: Case) -> dict[str, float]:
+def step_bytes(config: DecoderConfig, plan: KVPlan, case: Case) -> dict[str, float]:
     """What a decode step of all users must read, and its multiply-adds, on average over the answer.
 
     Returns:
@@ -270,7 +270,7 @@ def step_bytes(config: DecoderConfig, kv: str, case: Case) -> dict[str, float]:
     matrices = config.num_layers * (layer + 3 * config.hidden_size * config.intermediate_size)
     matrices += config.vocab_size * config.hidden_size
     stored = case.users * (case.prompt + 1 + case.output / 2)
-    token = KVSpec(kv).plan(config.num_layers).bytes_per_token(config.num_kv_heads, config.head_dim)
+    token = plan.bytes_per_token(config.num_kv_heads, config.head_dim)
     return {
         "weight_bytes": 2 * matrices, "kv_bytes": stored * token, "macs": case.users * matrices,
         "attention_macs": 2 * stored * config.num_layers * config.num_heads * config.head_dim,

@@ -28,10 +28,24 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
         if (key := (tensor.data_ptr(), tensor.shape)) in met:
             continue
         met.add(key)
-        flat = tensor.detach().reshape(-1)
-        ends = torch.cat([flat[:_NUMBERS], flat[-_NUMBERS:]]).to("cpu", torch.bfloat16)
-        digest.update(f"{name} {list(tensor.shape)}\n".encode() + ends.view(torch.uint8).numpy().tobytes())
+        digest.update(_said_of(name, tensor))
     return digest.hexdigest()[:16]
+
+
+def streamed_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of tensors that come one by one, none under two names; none is kept.
+
+    Args:
+        tensors: (Hugging Face name, tensor), as `models.catalog.stream_tensors` gives them.
+    """
+    said = {name: _said_of(name, tensor) for name, tensor in tensors}
+    return hashlib.sha256(b"".join(said[name] for name in sorted(said, key=_in_order))).hexdigest()[:16]
+
+
+def _said_of(name: str, tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    ends = torch.cat([flat[:_NUMBERS], flat[-_NUMBERS:]]).to("cpu", torch.bfloat16)
+    return f"{name} {list(tensor.shape)}\n".encode() + ends.view(torch.uint8).numpy().tobytes()
 
 
 def _in_order(name: str) -> tuple[bool, str]:

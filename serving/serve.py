@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server with the KV cache in `tq4`: what `tq serve` runs."""
+"""vLLM's own OpenAI-compatible server with a packed KV cache: what `tq serve` runs."""
 
 from __future__ import annotations
 
@@ -6,51 +6,103 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from haarkv.serving.vllm_plugin import KV, PER_LAYER
+from haarkv.serving.vllm_plugin import (
+    ALLOW_COLLAPSE,
+    BALANCE,
+    CALIBRATION,
+    FORMAT,
+    GPU_WORKER,
+    KV,
+    PER_LAYER,
+    PLAN,
+    SKIP_LAYERS,
+)
+from haarkv.serving.vllm_plugin.chosen import plan_of, spec_from
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
 
-KV_STORAGES = (KV, "bf16")
-"""What `--kv` takes; `bf16` leaves the cache to vLLM."""
+VLLMS_OWN = "bf16"
+"""The `--kv` that leaves the cache to vLLM."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How the server keeps K and V.
+
+    Attributes:
+        kv: as `tq generate` takes it; None for `KV`, unless a plan says it.
+        calibration, plan: files.
+        skip_layers: left in BF16.
+        balance: scale uneven channels.
+        allow_collapse: only warn where text would be garbage.
+        per_layer: whether `/metrics` tells of each layer.
+    """
+
+    kv: str | None = None
+    calibration: Path | None = None
+    plan: Path | None = None
+    skip_layers: Sequence[int] = ()
+    balance: bool = True
+    allow_collapse: bool = False
+    per_layer: bool = False
+
+    @property
+    def vllms_own(self) -> bool:
+        """Whether the cache is left to vLLM."""
+        return self.kv == VLLMS_OWN and self.plan is None
+
+    @property
+    def additional_config(self) -> dict[str, Any]:
+        """What vLLM hands to all its processes. Those may run in another folder."""
+        said: dict[str, Any] = {
+            FORMAT: None if self.kv == KV else self.kv,
+            CALIBRATION: None if self.calibration is None else str(self.calibration.expanduser().absolute()),
+            PLAN: None if self.plan is None else str(self.plan.expanduser().absolute()),
+            SKIP_LAYERS: list(self.skip_layers),
+            BALANCE: None if self.balance else False,
+            ALLOW_COLLAPSE: self.allow_collapse or None,
+            PER_LAYER: self.per_layer or None,
+        }
+        return {key: value for key, value in said.items() if value is not None and value != []}
 
 
 _HERE = "127.0.0.1"
 _LOOPBACK = (_HERE, "localhost", "::1")
 
 
-def serve(
-    model: str, kv: str, flags: Sequence[str], *, per_layer: bool = False, say: Callable[[str], object] = lambda _: None
-) -> None:
+def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None) -> None:
     """Serve until stopped; returns when the server was told to end. It listens on this machine alone unless told otherwise.
 
     Args:
         model: a Hugging Face folder, or the name of a model that vLLM can load.
-        kv: of `KV_STORAGES`.
         flags: any of `vllm serve`'s.
-        per_layer: whether `/metrics` tells of each layer, too.
-        say: called with a sentence on who can reach the server, before it starts.
+        say: called with a sentence on the cache and one on who can reach the server, before it starts.
     Raises:
         InputError: vLLM is not installed, does not take the flags, or cannot serve this model so; nothing was started.
     """
     if find_spec("vllm") is None:
         raise InputError("vLLM is not installed; docs/serving.md says how, for a CPU and for a GPU")
-    if kv not in KV_STORAGES:
-        raise InputError(f"vLLM can keep K and V in {' or '.join(KV_STORAGES)}, not in {kv}")
+    if not cache.vllms_own:
+        spec_from(cache.additional_config)  # what is wrong there is said at once
     given = model
     if model.startswith("~"):
         # vLLM would take `~` for the name of a folder.
         model = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise InputError(f"no such model: {given}; give tiny, a folder in Hugging Face format, or a name that vLLM can load")
-    parsed = _parsed([model, *_flags_of(kv, flags, per_layer)])
+    parsed, config = _parsed([model, *_flags_of(cache, flags), *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
+    if not cache.vllms_own:
+        say(_stored_as(config))
     say(_reached_by(parsed))
     cli_env_setup()
     configure_logging_from_args(parsed)
@@ -60,20 +112,38 @@ def serve(
         raise InputError(f"vLLM stopped: {error}") from error
 
 
-def _flags_of(kv: str, flags: Sequence[str], per_layer: bool) -> list[str]:
+def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:
     """vLLM's flags with ours in front.
 
     Raises:
         InputError: one of them is for `tq serve` to set.
     """
-    taken = [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]
-    if kv == KV and taken:
-        raise InputError(f"{taken[0].split('=')[0]} is set by --kv {kv}; leave it out")
-    ours = ["--attention-backend", "CUSTOM"] if kv == KV else []
-    if kv == KV and per_layer:
-        ours += ["--additional-config", json.dumps({PER_LAYER: True})]
     # vLLM's own default is every network; of two hosts the last one counts.
-    return [*ours, "--host", _HERE, *flags]
+    ours = ["--host", _HERE]
+    if not cache.vllms_own:
+        if taken := [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]:
+            raise InputError(f"{taken[0].split('=')[0]} is set by tq serve; leave it out, or give --kv {VLLMS_OWN}")
+        ours += ["--attention-backend", "CUSTOM"]
+        if said := cache.additional_config:
+            ours += ["--additional-config", json.dumps(said)]
+    return [*ours, *flags]
+
+
+def _worker(cache: Cache) -> list[str]:
+    """vLLM's flag for the worker that knows other formats' pages; on a CPU the plug-in's platform chooses it."""
+    if cache.vllms_own or not {FORMAT, CALIBRATION, PLAN, SKIP_LAYERS} & cache.additional_config.keys():
+        return []
+    from vllm.platforms import current_platform
+
+    return [] if current_platform.device_type == "cpu" else ["--worker-cls", GPU_WORKER]
+
+
+def _stored_as(config: Any) -> str:
+    """How K and V are kept by an engine of this configuration."""
+    model, plan = config.model_config, plan_of(config)
+    heads, dim = model.get_total_num_kv_heads(), model.get_head_size()
+    taken, bf16 = plan.bytes_per_token(heads, dim), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(heads, dim)
+    return f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16"
 
 
 def _reached_by(parsed: Namespace) -> str:
@@ -86,8 +156,10 @@ def _reached_by(parsed: Namespace) -> str:
     return f"the server listens on {parsed.host}{keyless}"
 
 
-def _parsed(args: Sequence[str]) -> Namespace:
-    """The flags as vLLM reads them, once it has found that the model can be served so; nothing is started.
+def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
+    """The flags as vLLM reads them, and its configuration, once it has found that the model can be served so.
+
+    Nothing is started.
 
     Raises:
         InputError: it cannot, in one line.
@@ -104,12 +176,12 @@ def _parsed(args: Sequence[str]) -> Namespace:
         parsed: Namespace = make_arg_parser(Parser(prog="tq serve")).parse_args(list(args))
         parsed.model = parsed.model_tag
         validate_parsed_serve_args(parsed)
-        AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     except InputError:
         raise
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise InputError(_first_reason(error)) from error
-    return parsed
+    return parsed, config
 
 
 def _first_reason(error: Exception) -> str:

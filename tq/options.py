@@ -160,16 +160,17 @@ def set_threads(threads: int | None) -> None:
 # -- The KV cache ----------------------------------------------------------------------------------------------------------
 
 kv_option = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
-_PLAN = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
+plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
     "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lrN."
+)
+skip_layers_option = click.option(
+    "--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
 )
 _BESIDE = (
     click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
     click.option("--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."),
-    click.option(
-        "--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
-    ),
+    skip_layers_option,
 )
 
 
@@ -188,7 +189,7 @@ def kv_options(kv: bool = True) -> Decorator:
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed((kv_option, calibration_option, *_BESIDE, _PLAN) if kv else _BESIDE):
+        for option in reversed((kv_option, calibration_option, *_BESIDE, plan_option) if kv else _BESIDE):
             function = option(function)
         return function
 

@@ -1,19 +1,26 @@
-"""vLLM with its KV cache in `tq4`: a plug-in that vLLM finds by entry points, and that is still until it is asked for.
+"""vLLM with a packed KV cache: a plug-in that vLLM finds by entry points, and that is still until it is asked for.
 
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
-Of vLLM's extension points it uses four: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
-choose it, the backend's hook for the size of a page, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
+Of vLLM's extension points it uses five: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
+choose it, the backend's hook for the size of a page, a worker class that gives each layer pages of its own size, and a logger
+of statistics for `/metrics`. Nothing of vLLM is replaced.
 """
 
 from __future__ import annotations
 
 KV = "tq4"
-"""The format that the pages hold."""
+"""The format that pages hold unless another is asked for, and that those of a draft's layers always hold."""
+FORMAT, SKIP_LAYERS = "haarkv_kv", "haarkv_kv_skip_layers"
+"""Keys of vLLM's `--additional-config`: the format, as `--kv` takes it; a list of layers that stay in BF16."""
+CALIBRATION, PLAN = "haarkv_calibration", "haarkv_kv_plan"
+"""Keys of vLLM's `--additional-config`: paths of files that `tq calibrate` and `tq plan` wrote."""
 BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 """Keys of vLLM's `--additional-config`: false leaves uneven channels as they are; true warns where text would be garbage."""
 PER_LAYER = "haarkv_metrics_per_layer"
 """Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
+CPU_WORKER, GPU_WORKER = (f"haarkv.serving.vllm_plugin.{of}_worker.Rotated{of.title()}Worker" for of in ("cpu", "gpu"))
+"""For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
 
 HOST_MEMORY = "HostMemory"
 """The class of `offload.py` that offloads where vLLM runs on a CPU."""

@@ -1,7 +1,8 @@
-"""The attention backend: pages that hold `tq4` codes and scales, written and read by the kernels of vLLM's device.
+"""The attention backend: pages that hold codes and scales, written and read by the kernels of vLLM's device.
 
-A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: 132 for K and V of one token and KV head of
-128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a `PagedKVCache`.
+A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: in `tq4`, 132 for K and V of one token and KV
+head of 128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a
+`PagedKVCache`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -24,16 +26,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from haarkv.serving.vllm_plugin import KV
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
 from haarkv.serving.vllm_plugin.balance import scales_here
+from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of
 from haarkv.serving.vllm_plugin.kernels import kernels_on
 from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
-
-_OF_DRAFT_MODEL = "draft_model."
-"""What vLLM calls the layers of a draft model by, before their own names."""
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
 
 
 @dataclass
@@ -61,12 +62,13 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
         require_supported(vllm_config)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
-        scales = scales_here(vllm_config)
-        # Layers of a draft model are numbered from 0, too; its weights are others, and its channels stay as they are.
-        for name in (name for name in layer_names if not name.startswith(_OF_DRAFT_MODEL)):
-            k, v = scales.get(extract_layer_index(name), (None, None))
+        scales, layers = scales_here(vllm_config), vllm_config.compilation_config.static_forward_context
+        for name in (name for name in layer_names if name in layers):
+            layers[name].impl.store_in(pair_of(vllm_config, name))
+            # A draft's weights are others, and its channels stay as they are.
+            k, v = (None, None) if is_of_draft(vllm_config, name) else scales.get(extract_layer_index(name), (None, None))
             if k is not None or v is not None:
-                vllm_config.compilation_config.static_forward_context[name].impl.balance(k, v, device)
+                layers[name].impl.balance(k, v, device)
         self._buffers = Buffers(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, device)
 
     def build(
@@ -113,7 +115,7 @@ def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
         NotImplementedError: a batch whose tokens also see later ones.
     """
     if common.causal is not True:
-        raise NotImplementedError("attention to later tokens is not supported by a tq4 KV cache")
+        raise NotImplementedError("attention to later tokens is not supported by a packed KV cache")
     count, tokens = common.num_reqs, common.num_actual_tokens
     starts, lengths = common.query_start_loc[: count + 1], common.seq_lens[:count]
     token = torch.arange(tokens, device=starts.device)
@@ -158,14 +160,19 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             "K and V of another layer": kv_sharing_target_layer_name, **others,
         }  # fmt: skip
         if found := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
-            raise NotImplementedError(f"attention with {' and '.join(found)} is not supported by a tq4 KV cache")
+            raise NotImplementedError(f"attention with {' and '.join(found)} is not supported by a packed KV cache")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._pair = default_pair()
         self._pages: Tensor | None = None
         self._cache: PagedKVCache | None = None
         self._index: int | None = None
         self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def store_in(self, pair: Pair) -> None:
+        """Take formats for K and V of this rank's KV heads; before any page is seen."""
+        self._pair = pair
 
     def balance(self, k: Tensor | None, v: Tensor | None, device: torch.device) -> None:
         """Multiply K and V by scales [Hkv, D] before they are stored, and by their inverse what meets them; None is 1."""
@@ -198,7 +205,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
     ) -> Tensor:
         """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("a quantized attention output is not supported by a tq4 KV cache")
+            raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
         batch, index = attn_metadata.batch, self._index_of(layer)
@@ -218,20 +225,32 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         return self._index
 
     def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
-        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are."""
+        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are.
+
+        Raises:
+            ValueError: they have no room for what this layer stores.
+        """
         if self._cache is None or self._pages is not kv_cache:
             num_blocks, heads, block_size, content = kv_cache.shape
-            pages = kv_cache.as_strided((num_blocks, heads * block_size * content), (kv_cache.stride(0), 1))
+            # A page may be larger than what it holds, which then lies at its beginning.
+            needed, given = page_bytes(self._pair, heads, self.head_size, block_size), heads * block_size * content
+            if needed > given:
+                names = " and ".join(dict.fromkeys(of.name for of in self._pair))
+                raise ValueError(
+                    f"a page of layer {index} has {given} bytes, and {names} takes {needed}; serve with tq serve, or give "
+                    f"--worker-cls {CPU_WORKER if kv_cache.device.type == 'cpu' else GPU_WORKER}"
+                )
             self._cache = PagedKVCache(
-                KVSpec(KV).plan(index + 1), num_kv_heads=heads, head_dim=self.head_size, num_blocks=num_blocks,
-                block_size=block_size, device=kv_cache.device, pages={index: pages},
+                KVPlan((self._pair,) * (index + 1)), num_kv_heads=heads, head_dim=self.head_size, num_blocks=num_blocks,
+                block_size=block_size, device=kv_cache.device,
+                pages={index: kv_cache.as_strided((num_blocks, needed), (kv_cache.stride(0), 1))},
             )  # fmt: skip
             self._pages = kv_cache
         return self._cache
 
 
 class RotatedAttentionBackend(AttentionBackend):
-    """`tq4` pages for any vLLM model of full attention with a head_dim that the kernels have."""
+    """Packed pages for any vLLM model of full attention with a head_dim that the kernels have."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
@@ -268,10 +287,20 @@ class RotatedAttentionBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Pages of bytes, K and V of one token and KV head taking what the format takes."""
-        k_format, v_format = KVSpec(KV).plan(1).layers[0]
-        content = k_format.bytes_per_vector(spec.head_size) + v_format.bytes_per_vector(spec.head_size_v)
-        return replace(spec, dtype=torch.uint8, state_content_bytes=int(content))
+        """Pages of bytes that have room for K and V of any layer; which one it is, vLLM does not say here.
+
+        The workers in `cpu_worker` and `gpu_worker` give each layer its own.
+        """
+        pairs, config = [default_pair()], get_current_vllm_config_or_none()
+        if config is not None and config.model_config is not None:
+            own = list(plan_of(config).layers)
+            pairs = own + pairs if config.speculative_config is not None else own
+        return with_content(spec, max(content_bytes(pair, spec.head_size, spec.head_size_v) for pair in pairs))
+
+
+def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
+    """Pages in which one token and KV head takes so many bytes."""
+    return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
 def _taken(x: Tensor) -> Tensor:

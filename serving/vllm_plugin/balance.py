@@ -17,9 +17,9 @@ from haarkv.engine.collapse import describe, expected_losses
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Uneven
 from haarkv.models.parallel import kv_heads_of
-from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, KV
+from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE
+from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,15 +34,17 @@ def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tenso
         ValueError: by its weights, text of this model would be garbage; it names the layers and says what to use instead.
     """
     model, parallel, options = vllm_config.model_config, vllm_config.parallel_config, vllm_config.additional_config
-    if vllm_config.load_config.load_format == "dummy":
+    # Learned coordinates know the channels as they are.
+    if vllm_config.load_config.load_format == "dummy" or spec_of(vllm_config).calibration is not None:
         return {}
-    wanted = options.get(BALANCE, True)
+    wanted, plan = options.get(BALANCE, True), plan_of(vllm_config)
     scales: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     now: dict[int, tuple[Moments, Moments]] = {}
     uneven: list[Uneven] = []
     for layer, pair in _moments(model.model).items():
         of_sides = [balance.scales_of(of) for of in pair]
-        chosen = [of if wanted and ratio > 1 else None for of, ratio in of_sides]
+        lossy = [kv_format.lossy for kv_format in plan.layers[layer]]
+        chosen = [of if wanted and ratio > 1 and may else None for (of, ratio), may in zip(of_sides, lossy, strict=True)]
         uneven += [
             Uneven(layer, side, ratio) for side, (_, ratio), of in zip("KV", of_sides, chosen, strict=True) if of is not None
         ]
@@ -50,11 +52,13 @@ def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tenso
         now[layer], scales[layer] = (k, v), (chosen[0], chosen[1])
     if uneven:
         logger.info("%s; %s false leaves them as they are", balance.describe(uneven), BALANCE)
-    losses = expected_losses(KVSpec(KV).plan(len(now)), now, model.get_head_size() ** -0.5)
+    losses = expected_losses(plan, now, model.get_head_size() ** -0.5)
     if losses:
         line = describe(losses, could_balance=not wanted)
         if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
-            raise ValueError(f"text from a {KV} KV cache would be garbage: {line}; {ALLOW_COLLAPSE} true goes on all the same")
+            raise ValueError(
+                f"text from {words_of(vllm_config)} would be garbage: {line}; {ALLOW_COLLAPSE} true goes on all the same"
+            )
         logger.warning("%s", line)
     if parallel.tensor_parallel_size == 1:
         return scales

@@ -1,14 +1,19 @@
-"""What cannot be served from a `tq4` cache, said when the server starts and not at some token later."""
+"""What cannot be served from packed pages, said when the server starts and not at some token later."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from haarkv.serving.vllm_plugin import HOST_MEMORY, KV
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.reads import Reads, unsupported
+from haarkv.models.catalog import read_config, stream_tensors
+from haarkv.models.fingerprint import streamed_fingerprint
+from haarkv.serving.vllm_plugin import HOST_MEMORY
+from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, unsupported, wrong_head_dim
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -20,7 +25,7 @@ _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
 
 def is_asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether this server is to keep its KV cache in `tq4`."""
+    """Whether this server is to keep its KV cache in packed pages."""
     return vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
 
 
@@ -30,8 +35,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
         ValueError: in one line, what the model is or what was asked for that the cache cannot do.
     """
     model = vllm_config.model_config
-    if model is not None and (reason := _model(vllm_config) or _options(vllm_config)):
-        raise ValueError(f"a tq4 KV cache cannot serve {model.model}: {reason}")
+    if model is not None and (reason := _model(vllm_config) or _options(vllm_config) or _cache(vllm_config)):
+        raise ValueError(f"{words_of(vllm_config)} cannot serve {model.model}: {reason}")
 
 
 def reads_here() -> Reads:
@@ -64,13 +69,51 @@ def _model(vllm_config: VllmConfig) -> str | None:
         return "it has chunked local attention; full attention alone is served"
     if cap := getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return f"its attention caps logits at {cap}, which the kernels do not"
-    return unsupported(reads_here(), KVSpec(KV).plan(1), model.get_head_size())
+    return wrong_head_dim(reads_here(), model.get_head_size())
+
+
+def _cache(vllm_config: VllmConfig) -> str | None:
+    """What about the formats stands in the way.
+
+    Raises:
+        InputError: there is no such format or file, or it was made for another model.
+    """
+    model, plan = vllm_config.model_config, plan_of(vllm_config)
+    if groups := [of for of in plan.formats if of.group_tokens > 1]:
+        return f"{groups[0].name} stores {groups[0].group_tokens} tokens together, and vLLM's pages take each as it comes"
+    if plan.windowed:
+        return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
+    if reason := unsupported(reads_here(), plan, model.get_head_size()):
+        return reason.removesuffix(ELSEWHERE)
+    heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
+    if heads % size and size % heads:
+        return f"its {heads} KV heads can be neither split evenly over {size} ranks nor held by as many each"
+    plan.require_context(model.max_model_len)
+    return _weights(vllm_config)
+
+
+def _weights(vllm_config: VllmConfig) -> str | None:
+    """What about the model's weights does not fit the calibration; made-up weights fit any."""
+    spec, model = spec_of(vllm_config), vllm_config.model_config.model
+    if not spec.weights or vllm_config.load_config.load_format == "dummy":
+        return None
+    try:
+        found = _fingerprint(model)
+    except InputError as error:
+        return f"its weights cannot be compared with those that the calibration was learned from: {error}"
+    spec.require_weights(found)
+    return None
+
+
+@cache
+def _fingerprint(model: str) -> str:
+    return streamed_fingerprint(stream_tensors(model, read_config(model), torch.bfloat16))
 
 
 def _transfer(transfer: KVTransferConfig) -> str | None:
     """Why pages cannot go where they are sent: they are taken as bytes by whoever runs in this process, and by nobody else.
 
-    What goes to another process or to a disk is known there by the model and its dtype, which do not tell `tq4` from BF16.
+    What goes to another process or to a disk is known there by the model and its dtype, which tell no format from another.
     """
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != "OffloadingConnector":
@@ -88,7 +131,7 @@ def _options(vllm_config: VllmConfig) -> str | None:
     if cache.cache_dtype != "auto":
         return f"--kv-cache-dtype {cache.cache_dtype} names another format; leave it out"
     if cache.kv_cache_dtype_skip_layers:
-        return "--kv-cache-dtype-skip-layers is not supported; every layer is kept in tq4"
+        return "--kv-cache-dtype-skip-layers is not supported; --kv-skip-layers leaves layers in BF16"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported; --tensor-parallel-size is"
     if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):

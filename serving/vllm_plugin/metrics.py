@@ -12,10 +12,11 @@ from prometheus_client import REGISTRY, Gauge
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from haarkv.serving.vllm_plugin import KV, PER_LAYER
+from haarkv.serving.vllm_plugin import PER_LAYER
+from haarkv.serving.vllm_plugin.chosen import plan_of
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
 _PREFIX = "haarkv:"
 _GAUGES = {
@@ -53,28 +54,29 @@ class RotatedStatLogger(StatLoggerBase):
         """
         if not self._gauges:
             return
-        cache = self._config.cache_config
-        blocks, page = cache.num_gpu_blocks or 0, layer_page_bytes(self._config, KV)
+        cache, plan = self._config.cache_config, plan_of(self._config)
+        blocks, pages = cache.num_gpu_blocks or 0, layer_page_bytes(self._config, plan)
         held = round(usage * max(blocks - 1, 0))
-        layers = self._config.model_config.get_total_num_hidden_layers()
+        bf16 = layer_page_bytes(self._config, KVSpec("bf16").plan(len(pages)))
         values = {
-            "kv_allocated_bytes": blocks * page * layers,
-            "kv_held_bytes": held * page * layers,
+            "kv_allocated_bytes": blocks * sum(pages),
+            "kv_held_bytes": held * sum(pages),
             "kv_held_tokens": held * cache.block_size,
-            "kv_compression_ratio": layer_page_bytes(self._config, "bf16") / page,
+            "kv_compression_ratio": sum(bf16) / sum(pages),
         }
         for name, value in values.items():
             self._gauges[name].labels(*self._labels).set(value)
         if _LAYER in self._gauges:
-            for layer in range(layers):
+            for layer, page in enumerate(pages):
                 self._gauges[_LAYER].labels(*self._labels, str(layer)).set(held * page)
 
 
-def layer_page_bytes(vllm_config: VllmConfig, kv: str) -> int:
-    """Bytes of one block of one layer in a format, on all tensor-parallel ranks together."""
+def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
+    """Bytes of one block of each of the model's own layers, on all tensor-parallel ranks together."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    return page_bytes(KVSpec(kv).plan(1).layers[0], heads, model.get_head_size(), vllm_config.cache_config.block_size)
+    block_size = vllm_config.cache_config.block_size
+    return [page_bytes(pair, heads, model.get_head_size(), block_size) for pair in plan.layers]
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from haarkv.serving.vllm_plugin import HOST_MEMORY
+from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
 from haarkv.tq_ops.cpu import library
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
+
+
+_VLLMS_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+"""What vLLM's own class chooses where no other was asked for."""
 
 
 class RotatedCpuPlatform(CpuPlatform):
@@ -36,6 +40,8 @@ class RotatedCpuPlatform(CpuPlatform):
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
             library.load()  # or its reason, before anything is started
+            if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
+                vllm_config.parallel_config.worker_cls = CPU_WORKER
             _offload_on_the_host(vllm_config)
 
 

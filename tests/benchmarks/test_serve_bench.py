@@ -27,10 +27,14 @@ from haarkv.benchmarks.serve_rounds import (
     watched,
     write_prompts,
 )  # fmt: skip
+from haarkv.benchmarks.serve_storages import names_in, storages
+from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import plan_file
+from haarkv.tq_ops.kv.plan import KVSpec
 
 CASE = Case(users=3, prompt=128, output=5)
 METRICS = """# HELP vllm:num_preemptions_total Times.
@@ -90,7 +94,9 @@ def test_arguments_become_cases_prompts_outside_users_inside():
     [
         (["--users", "1,x"], "'1,x'"),
         (["--users", "0"], "'0'"),
-        (["--kv", "bf16,q4_0"], "q4_0"),
+        (["--kv", "bf16,q9_0"], "q9_0"),
+        (["--kv", "bf16,k=lr128,v=q9_0"], "q9_0"),
+        (["--kv-plan", "a/plan.json", "--kv-plan", "b/plan.json"], "the same name"),
         (["--repeats", "0"], "--repeats"),
     ],
 )
@@ -135,12 +141,36 @@ def test_the_head_keeps_its_share_of_a_step():
 
 def test_bytes_and_operations_of_a_step():
     config = read_config("random:0.6b", 4)
-    cost = step_bytes(config, "bf16", Case(8, 8191, 0))
+
+    def plan_of(kv):
+        return KVSpec(kv).plan(config.num_layers)
+
+    cost = step_bytes(config, plan_of("bf16"), Case(8, 8191, 0))
     assert cost["kv_bytes"] == 8 * 8192 * 4 * 2 * 8 * 256
     assert cost["weight_bytes"] == 2 * (4 * 15_728_640 + config.vocab_size * 1024)
     assert cost["macs"] == 8 * cost["weight_bytes"] / 2
     assert cost["attention_macs"] == 8 * 8192 * 4 * 16 * 128 * 2
-    assert math.isclose(cost["kv_bytes"] / step_bytes(config, "tq4", Case(8, 8191, 0))["kv_bytes"], 256 / 66)
+    assert math.isclose(cost["kv_bytes"] / step_bytes(config, plan_of("tq4"), Case(8, 8191, 0))["kv_bytes"], 256 / 66)
+
+
+def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):
+    config = read_config("random:0.6b", 2)
+    names = names_in("bf16,k=lr128,v=lr64, k=q8_0,v=tq3,tq4,bf16")
+    assert names == ["bf16", "k=lr128,v=lr64", "k=q8_0,v=tq3", "tq4"]
+    plan = tmp_path / "mine.json"
+    plan.write_text(plan_file.dumps(KVSpec("tq3", skip_layers=(1,)).plan(2), shape_of(config)))
+    found = storages(names, [plan], None, config, tmp_path, random=True)
+    assert [of.name for of in found] == [*names, "mine"]
+    learned = str(tmp_path / "made-up.safetensors")
+    assert found[1].flags == ("--kv", "k=lr128,v=lr64", "--calibration", learned)
+    assert found[2].flags == ("--kv", "k=q8_0,v=tq3")
+    assert found[4].flags == ("--kv-plan", str(plan))
+    bits = [8 * of.plan(config).bytes_per_token(8, 128) / (2 * 2 * 8 * 128) for of in found]
+    assert bits == [16, 3.125, (8.5 + 3.125) / 2, 4.125, (3.125 + 16) / 2]
+    with pytest.raises(InputError, match="k=lr128,v=lr64 needs coordinates of this model; give --calibration FILE"):
+        storages(names, [], None, config, tmp_path, random=False)
+    with pytest.raises(InputError, match="made for another model"):
+        storages(["tq4"], [plan], None, read_config("random:4b", 2), tmp_path, random=True)
 
 
 # -- How it is read ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 from small_models import CONFIGS, small_model
 
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.catalog import load_model, read_config, stream_tensors
+from haarkv.models.checkpoint import random_tensors, random_weights
+from haarkv.models.fingerprint import fingerprint, streamed_fingerprint
 
 MODEL = small_model(CONFIGS["gqa5_one_kv_head_d128_tied"])
 NAMED = dict(MODEL.weights.named())
@@ -35,3 +37,12 @@ def test_another_model_has_another():
 def test_a_tied_head_counts_once_and_an_untied_one_counts():
     untied = replace(MODEL.weights, lm_head=MODEL.weights.embedding.clone() * 2)
     assert fingerprint(untied.named()) != fingerprint(NAMED.items())
+
+
+def test_tensors_that_come_one_by_one_have_the_fingerprint_of_the_loaded_model():
+    """Also where the head is tied to the embedding."""
+    tiny = stream_tensors("tiny", read_config("tiny"), torch.bfloat16)
+    assert streamed_fingerprint(tiny) == fingerprint(load_model("tiny", "float32").weights.named())
+    tied = CONFIGS["gqa5_one_kv_head_d128_tied"]
+    loaded = random_weights(tied, torch.float32)
+    assert streamed_fingerprint(random_tensors(tied, torch.float32)) == fingerprint(loaded.named())

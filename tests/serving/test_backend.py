@@ -11,11 +11,11 @@ from op_tables import relative
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
-from vllm_paged import Shape, Worker, described, spec_of
+from vllm_paged import Shape, Worker, configuration, described, spec_of
 
 from haarkv.serving.vllm_plugin import backend, kernels
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, batch_of
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -92,7 +92,7 @@ def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
 
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
 def test_a_batch_that_sees_later_tokens_is_refused(causal):
-    with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a tq4 KV cache$"):
+    with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a packed KV cache$"):
         batch_from(replace(described(batches(FORWARDS["prefill"])[0]), causal=causal))
 
 
@@ -254,7 +254,7 @@ def test_attention_of_another_kind_is_refused_by_name(asked, name):
     make = RotatedAttentionBackend.get_impl_cls()
     with pytest.raises(NotImplementedError) as error:
         make(10, 128, 128**-0.5, 2, **asked)
-    assert str(error.value) == f"attention with {name} is not supported by a tq4 KV cache"
+    assert str(error.value) == f"attention with {name} is not supported by a packed KV cache"
     make(10, 128, 128**-0.5, 2, **dict.fromkeys(asked))
 
 
@@ -262,7 +262,7 @@ def test_a_quantized_output_is_refused():
     shape, [batch] = SHAPES["d128"], batches(FORWARDS["prefill"])
     worker = Worker(shape, (0,), KVCacheLayout.LBHNC)
     q, k, v = qkv(batch, shape, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"^a quantized attention output is not supported by a tq4 KV cache$"):
+    with pytest.raises(NotImplementedError, match=r"^a quantized attention output is not supported by a packed KV cache$"):
         worker.impls[0].forward(None, q, k, v, worker.views[0], None, q.clone(), output_scale=torch.ones(1))
 
 
@@ -284,19 +284,20 @@ def test_balanced_channels_are_stored_scaled_and_met_by_the_inverse(dtype):
     assert torch.equal(ours.attend(0, q, k, v, metadata), expected)
 
 
-def test_layers_of_a_draft_model_are_not_scaled_as_the_models_own(monkeypatch):
-    """They are numbered from 0, too; those of an EAGLE head come behind the model's."""
-    scaled = []
+def test_layers_of_a_draft_are_neither_scaled_nor_stored_as_the_models_own(monkeypatch):
+    """Those of a draft model are numbered from 0, too; those of an EAGLE head come behind the model's."""
+    scaled, stored = [], {}
 
     def layer(name):
-        return SimpleNamespace(impl=SimpleNamespace(balance=lambda *_: scaled.append(name)))
+        impl = SimpleNamespace(balance=lambda *_: scaled.append(name), store_in=lambda pair: stored.update({name: pair}))
+        return SimpleNamespace(impl=impl)
 
     names = [f"{of}.layers.{n}.self_attn.attn" for of, n in (("model", 0), ("draft_model.model", 0), ("model", 6))]
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
-        compilation_config=SimpleNamespace(static_forward_context={name: layer(name) for name in names}),
-    )
+    config = configuration(haarkv_kv="k=tq8,v=tq3")
+    config.compilation_config.static_forward_context |= {name: layer(name) for name in names}
+    ones = torch.ones(2, 128), None
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
-    monkeypatch.setattr(backend, "scales_here", lambda _: {0: (torch.ones(2, 128), None)})
+    monkeypatch.setattr(backend, "scales_here", lambda _: {0: ones, 6: ones})
     backend.RotatedMetadataBuilder(None, names, config, torch.device("cpu"))
     assert scaled == names[:1]
+    assert [formats.describe(*stored[name]) for name in names] == ["k=tq8,v=tq3", "tq4", "tq4"]

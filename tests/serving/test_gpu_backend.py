@@ -55,8 +55,9 @@ class Runner:
         # Of a model of made-up weights nothing is balanced: no checkpoint is read.
         load = SimpleNamespace(load_format="dummy")
         config = SimpleNamespace(
-            model_config=None, scheduler_config=scheduler, load_config=load, parallel_config=None, additional_config={}
-        )
+            model_config=None, scheduler_config=scheduler, load_config=load, parallel_config=None, additional_config={},
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )  # fmt: skip
         self.builder = RotatedMetadataBuilder(spec_of(SHAPE), ["model.layers.3.self_attn.attn"], config, CPU)
         self.lengths = [0] * 3
 

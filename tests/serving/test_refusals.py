@@ -91,7 +91,7 @@ OPTIONS = {
     "bf16": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16 names another format; leave it out"),
     "skipped_layers": (
         {"kv_cache_dtype_skip_layers": ["0"]},
-        "--kv-cache-dtype-skip-layers is not supported; every layer is kept in tq4",
+        "--kv-cache-dtype-skip-layers is not supported; --kv-skip-layers leaves layers in BF16",
     ),
     "prefill_context": (
         {"prefill_context_parallel_size": 2},

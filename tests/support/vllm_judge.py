@@ -84,9 +84,10 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """The reference with its cache in a format; what it has once scored it remembers."""
+    """The reference with its cache in a format, or as a whole plan says; what it has once scored it remembers."""
 
     kv: str = "tq4"
+    spec: KVSpec | None = None
     _scored: dict[tuple[tuple[int, ...], Answer], Score] = field(default_factory=dict)
 
     @cached_property
@@ -104,7 +105,7 @@ class Judge:
     def _score(self, prompt: Sequence[int], answer: Answer) -> Score:
         config, fed = self.model.config, torch.tensor([*prompt, *answer.token_ids[:-1]])
         cache = PagedKVCache(
-            KVSpec(self.kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            (self.spec or KVSpec(self.kv)).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             num_blocks=blocks_for(len(fed)),
         )  # fmt: skip
         paging = PagedSequences(cache.num_blocks, cache.block_size)

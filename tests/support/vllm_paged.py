@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
-from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend
+from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend, with_content
+from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes
 from haarkv.tq_ops.kv.batch import Batch
 
 
@@ -35,10 +36,35 @@ class Shape:
         return self.head_dim**-0.5
 
 
+def configuration(layers: int = 6, shape: Shape | None = None, ranks: int = 1, **additional: object) -> SimpleNamespace:
+    """As much of vLLM's configuration as says how K and V are stored.
+
+    Args:
+        additional: of `--additional-config`.
+    """
+    shape = shape or Shape()
+    model = SimpleNamespace(
+        model="a model", get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: shape.kv_heads,
+        get_num_kv_heads=lambda parallel: max(1, shape.kv_heads // parallel.tensor_parallel_size),
+        get_head_size=lambda: shape.head_dim, get_hidden_size=lambda: 256, get_vocab_size=lambda: 4096, max_model_len=128,
+        served_model_name="a model",
+    )  # fmt: skip
+    return SimpleNamespace(
+        model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=ranks), additional_config=additional,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2), speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        cache_config=SimpleNamespace(block_size=shape.block_size, num_gpu_blocks=0),
+    )  # fmt: skip
+
+
 def spec_of(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
     """What a layer of the model asks for, packed by the backend."""
-    asked = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=dtype)
-    return RotatedAttentionBackend.customize_spec(asked)
+    return RotatedAttentionBackend.customize_spec(plain_spec(shape, dtype))
+
+
+def plain_spec(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
+    """What a layer of the model asks for."""
+    return FullAttentionSpec(block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=shape.head_dim, dtype=dtype)
 
 
 class Worker:
@@ -49,10 +75,14 @@ class Worker:
         views: vLLM's view of each layer's pages, by layer index.
         layer_stride, block_stride: bytes from one layer or block to the next.
         impls: the backend's attention of each layer, by layer index.
+    Args:
+        pair: K's format and V's of all layers; `tq4` unless given.
     """
 
-    def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout) -> None:
+    def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout, pair: Pair | None = None) -> None:
         self.shape, self.indices, self.spec = shape, indices, spec_of(shape)
+        if pair:
+            self.spec = with_content(self.spec, content_bytes(pair, shape.head_dim))
         self.layer_stride, self.block_stride, *_ = compute_layout_strides(self.spec, shape.num_blocks, len(indices), layout)
         size = self.spec.page_size_bytes * shape.num_blocks * len(indices)
         self.raw = torch.randint(-128, 128, (size,), dtype=torch.int8, generator=torch.Generator().manual_seed(5))
@@ -62,6 +92,8 @@ class Worker:
         views = create_kv_cache_views(self.raw, self.spec, shape.num_blocks, layout, self._tensor)
         self.views = dict(zip(indices, views, strict=True))
         self.impls = {i: RotatedAttention(shape.heads, shape.head_dim, shape.softmax_scale, shape.kv_heads) for i in indices}
+        for impl in self.impls.values() if pair else ():
+            impl.store_in(pair)
 
     @staticmethod
     def name(index: int) -> str:

@@ -121,18 +121,21 @@ def request(prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any) -
 
 
 @contextmanager
-def serving(log: Path, *flags: str, kv: str = "tq4", cache_bytes: int = CACHE_BYTES, **environment: str) -> Iterator[Server]:
+def serving(
+    log: Path, *flags: str, kv: str | None = "tq4", cache_bytes: int = CACHE_BYTES, **environment: str
+) -> Iterator[Server]:
     """Start a server, wait until it answers, and stop all its processes in the end.
 
     Args:
         log: a file for what it says.
         flags: of `tq serve`, beside those that all servers here have.
+        kv: None where a plan among the flags says it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "tq", "serve", MODEL, "--kv", kv, *_FLAGS, "--port", str(port),
+        sys.executable, "-m", "tq", "serve", MODEL, *(("--kv", kv) if kv else ()), *_FLAGS, "--port", str(port),
         "--kv-cache-memory-bytes", str(cache_bytes), *flags,
     ]  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

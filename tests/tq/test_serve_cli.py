@@ -1,6 +1,9 @@
 """`tq serve` before vLLM is called."""
 
+import json
 from argparse import ArgumentParser, Namespace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -20,7 +23,7 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
 
     monkeypatch.setattr(serving, "_parsed", stop)
     with pytest.raises(InterruptedError, match=f"^{tmp_path / 'model'}$"):
-        serving.serve("~/model", "tq4", [])
+        serving.serve("~/model", serving.Cache(), [])
 
 
 @pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model"])
@@ -31,13 +34,52 @@ def test_a_folder_that_no_home_has_is_refused_as_it_was_written(monkeypatch, tmp
     assert f"no such model: {model};" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kv", serving.KV_STORAGES)
+@pytest.mark.parametrize("kv", ["tq4", "bf16", "k=tq8,v=tq3"])
 def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
     parser = ArgumentParser()
     parser.add_argument("--host")
     for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        given, _ = parser.parse_known_args(serving._flags_of(kv, flags, per_layer=True))
+        given, _ = parser.parse_known_args(serving._flags_of(serving.Cache(kv, per_layer=True), flags))
         assert given.host == host
+
+
+REFUSED = {
+    "no such format": (["--kv", "tq9"], "unknown KV format 'tq9'"),
+    "uncalibrated": (["--kv", "k=lr128,v=lr64"], "lr128 needs the coordinates that `tq calibrate` learns"),
+    "no such plan": (["--kv-plan", "absent.json"], "absent.json"),
+    "no plan": (["--kv-plan", "empty"], "is no KV plan"),
+    "plan and format": (["--kv-plan", "empty", "--kv", "tq4"], "--kv-plan sets the whole cache; leave out --kv"),
+    "plan and layers": (["--kv-plan", "empty", "--kv-skip-layers", "0"], "leave out --kv-skip-layers"),
+    "ours to set": (["--additional-config", "{}"], "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_cache_that_cannot_be_is_refused_before_vllm_is_loaded(monkeypatch, tmp_path, capsys, name):
+    flags, reason = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("")
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    assert main(["serve", "tiny", *flags]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert reason in line
+
+
+def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert serving.Cache().additional_config == {}
+    assert serving.Cache("tq4").additional_config == {}
+    asked = serving.Cache("lr128", Path("c"), None, (0, -1), balance=False, allow_collapse=True, per_layer=True)
+    assert asked.additional_config == {
+        "haarkv_kv": "lr128", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
+        "haarkv_balance": False, "haarkv_allow_collapse": True, "haarkv_metrics_per_layer": True,
+    }  # fmt: skip
+    flags = serving._flags_of(serving.Cache(plan=Path("p")), ["--port", "80"])
+    given = dict(pairwise(flags))
+    assert json.loads(given["--additional-config"]) == {"haarkv_kv_plan": str(tmp_path / "p")}
+    assert given["--attention-backend"] == "CUSTOM"
+    own = serving._flags_of(serving.Cache("bf16"), ["--additional-config", "{}"])
+    assert own == ["--host", "127.0.0.1", "--additional-config", "{}"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.formats.rotated import Description, Quantizer
 from haarkv.tq_ops.kv.plan import KVPlan
 
+ELSEWHERE = "; only --executor reference reads every format"
+"""Ends a sentence on a format that a backend does not read."""
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -89,7 +92,7 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     if found is None or not of_kind:
         *others, last = readable(reads)
         names = f"{', '.join(others)} and {last}" if others else last
-        return f"{reads.kernels} read {names}, not {kv_format.name}; only --executor reference reads every format"
+        return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
     if reads.most_scales and found.scales > reads.most_scales:
         take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
         return f"{reads.kernels} take {take} a vector, and {kv_format.name} at head_dim {head_dim} has {found.scales}"

@@ -1,0 +1,160 @@
+"""What the pages of each layer hold: what `--additional-config` says, as formats.
+
+vLLM hands its configuration to all its processes. Each reads the files that it names, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from haarkv.models.parallel import kv_heads_of
+from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SKIP_LAYERS
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Pair = tuple[KVFormat, KVFormat]
+"""K's format and V's."""
+
+_OF_DRAFT_MODEL = "draft_model."
+"""What vLLM calls the layers of a draft model by, before their own names."""
+
+
+def spec_of(vllm_config: VllmConfig) -> KVSpec:
+    """The cache that is asked for.
+
+    Raises:
+        InputError: a value of another kind, an unknown format, or a file that is not what it should be.
+    """
+    return spec_from(vllm_config.additional_config)
+
+
+def spec_from(options: Mapping[str, Any]) -> KVSpec:
+    """As `spec_of`, from the content of `--additional-config`; vLLM need not be there."""
+    return _spec(_asked(options))
+
+
+def words_of(vllm_config: VllmConfig) -> str:
+    """The cache that is asked for, in a few words."""
+    options = vllm_config.additional_config
+    return f"the KV cache of {options[PLAN]}" if options.get(PLAN) else f"a {options.get(FORMAT, KV)} KV cache"
+
+
+def plan_of(vllm_config: VllmConfig) -> KVPlan:
+    """How all KV heads of the model's own layers are stored.
+
+    Raises:
+        InputError: as `spec_of`; or the plan was made for a model of another shape.
+    """
+    return _plan(_asked(vllm_config.additional_config), shape_of(vllm_config), None)
+
+
+def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
+    """How this rank's KV heads of a layer are stored.
+
+    Args:
+        layer_name: vLLM's. Layers of a draft are stored in `KV`, whatever the model's own are stored in.
+    """
+    if is_of_draft(vllm_config, layer_name):
+        return default_pair()
+    return _plan_here(vllm_config).layers[_index_in(layer_name)]
+
+
+def is_of_draft(vllm_config: VllmConfig, layer_name: str) -> bool:
+    """Whether a layer is a draft's: a draft model's layers are numbered from 0, too, and an EAGLE head's from the last on."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return layer_name.startswith(_OF_DRAFT_MODEL) or _index_in(layer_name) >= layers
+
+
+def _index_in(layer_name: str) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return extract_layer_index(layer_name)
+
+
+def default_pair() -> Pair:
+    """K and V in `KV`."""
+    return KVSpec(KV).plan(1).layers[0]
+
+
+def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
+    """What K and V of one token and KV head take.
+
+    Args:
+        v_dim: numbers of V's vector; as many as of K's unless given.
+    """
+    k_format, v_format = pair
+    return int(k_format.bytes_per_vector(head_dim) + v_format.bytes_per_vector(v_dim or head_dim))
+
+
+def shape_of(vllm_config: VllmConfig) -> ModelShape:
+    """The shapes that a plan names its model by."""
+    model = vllm_config.model_config
+    return ModelShape(
+        model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size(), model.get_hidden_size(),
+        model.get_vocab_size(),
+    )  # fmt: skip
+
+
+def _plan_here(vllm_config: VllmConfig) -> KVPlan:
+    """How this rank's KV heads are stored."""
+    asked, shape = _asked(vllm_config.additional_config), shape_of(vllm_config)
+    size = vllm_config.parallel_config.tensor_parallel_size
+    if size == 1:
+        return _plan(asked, shape, None)
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    heads = kv_heads_of(shape.num_kv_heads, get_tensor_model_parallel_rank(), size)
+    return _plan(asked, shape, (heads.start, heads.stop))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `--additional-config` says of the cache; None where it says nothing."""
+
+    kv: str | None
+    calibration: str | None
+    plan: str | None
+    skipped: tuple[int, ...]
+
+
+def _asked(options: Mapping[str, Any]) -> _Asked:
+    for key in (FORMAT, CALIBRATION, PLAN):
+        if not isinstance(options.get(key), str | None):
+            raise InputError(f"{key} is a text, not {options[key]!r}")
+    skipped = options.get(SKIP_LAYERS, [])
+    if not isinstance(skipped, list) or not all(type(layer) is int for layer in skipped):
+        raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skipped!r}")
+    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped))
+
+
+@cache
+def _spec(asked: _Asked) -> KVSpec:
+    if asked.plan is not None:
+        if asked.kv or asked.calibration or asked.skipped:
+            raise InputError(f"{PLAN} sets the whole cache; leave out {FORMAT}, {CALIBRATION} and {SKIP_LAYERS}")
+        return plan_file.load(asked.plan)
+    learned = KVSpec() if asked.calibration is None else calibration_file.load(asked.calibration).spec
+    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped)
+    formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
+    return spec
+
+
+@cache
+def _plan(asked: _Asked, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
+    """
+    Args:
+        heads: the first KV head that is stored here, and the one behind the last; None for all.
+    """
+    spec = _spec(asked)
+    plan = spec.plan(shape.num_layers, shape)
+    plan.require_layout(shape.head_dim, num_kv_heads=shape.num_kv_heads)
+    return spec.heads(slice(*heads)).plan(shape.num_layers) if heads and spec.calibration else plan

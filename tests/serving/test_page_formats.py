@@ -1,0 +1,329 @@
+"""What pages hold beside `tq4`: any pair of formats, learned coordinates of a rank's heads, and layers that differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
+from vllm.v1.worker.utils import allocate_kv_cache
+from vllm_paged import Shape, Worker, configuration, described, plain_spec
+
+from haarkv.models.catalog import TINY, load_model, read_config
+from haarkv.models.fingerprint import fingerprint
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, chosen, kernels, limits, own_pages
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedAttentionBackend, RotatedMetadata, batch_of
+from haarkv.serving.vllm_plugin.metrics import layer_page_bytes
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.cuda.layout import READS as ON_GPU
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.pages import fields_in
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+
+pytestmark = pytest.mark.vllm_short
+
+SHAPE, LAYERS = Shape(), 6
+OF_SHAPE = ModelShape(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
+ONE_BY_ONE = (
+    "tq2", "tq3", "tq5", "tq6", "tq8", "tq4_seed", "tbq4_0", "tq3_0", "manthan3", "q4_0", "q8_0", "fp8_e4m3", "bf16",
+    "k=q8_0,v=tq3", "k=bf16,v=lr64", "k=lr128,v=lr64",
+)  # fmt: skip
+MIXED = ("k=lr128,v=lr64", "bf16", "k=lr128,v=lr64", "tq3", "k=q8_0,v=lr32", "k=lr96,v=lr32")
+"""As `tq plan` writes them, layer by layer."""
+
+
+def learned() -> formats.Calibration:
+    return made_up.calibration(LAYERS, SHAPE.kv_heads, SHAPE.head_dim)
+
+
+def batches():
+    """A prompt of two sequences, and a step in which one of them goes on beside a third."""
+    paging = PagedSequences(SHAPE.num_blocks, SHAPE.block_size, torch.randperm(12, generator=torch.Generator()).tolist())
+    a, b, c = (paging.add() for _ in range(3))
+    return [paging.batch([a, b], [33, 7]), paging.batch([b, c], [1, 20])]
+
+
+def qkv(tokens: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, SHAPE.head_dim) for heads in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)]
+    return [(2 * torch.randn(shape, generator=generator)).bfloat16() for shape in shapes]
+
+
+def metadata_of(batch) -> RotatedMetadata:
+    return RotatedMetadata(batch_of(described(batch), Buffers(64, 4, torch.device("cpu"))))
+
+
+def own_cache(pair, index: int) -> PagedKVCache:
+    return PagedKVCache(
+        KVPlan((pair,) * (index + 1)), num_kv_heads=SHAPE.kv_heads, head_dim=SHAPE.head_dim, num_blocks=SHAPE.num_blocks,
+        block_size=SHAPE.block_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", ONE_BY_ONE)
+def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
+    pair, index, ops = formats.parse(kv, learned()), 3, CpuOps()
+    worker, cache = Worker(SHAPE, (1, index), KVCacheLayout.BLHNC, pair), own_cache(pair, index)
+    assert worker.spec.page_size_bytes == sum(of.bytes_per_vector(128) for of in pair) * SHAPE.kv_heads * SHAPE.block_size
+    untouched = worker.pages(1).clone()
+    for step, batch in enumerate(batches()):
+        q, k, v = qkv(len(batch.positions), step)
+        worker.store(index, k, v, batch.slot_mapping)
+        ops.store_kv(k, v, cache, index, batch)
+        out = worker.attend(index, q, k, v, metadata_of(batch))
+        assert torch.equal(out, ops.paged_attention(q, cache, index, batch, SHAPE.softmax_scale))
+        block, offset = batch.slot_mapping // SHAPE.block_size, batch.slot_mapping % SHAPE.block_size
+        sides = fields_in(worker.pages(index), pair, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.block_size)
+        for found, wanted in zip(sides, (cache.k_fields(index), cache.v_fields(index)), strict=True):
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name][block, :, offset], tensor[block, :, offset]), name
+    assert torch.equal(worker.pages(1), untouched)
+
+
+@pytest.mark.parametrize("kv", ["q8_0", "tq4_seed", "k=manthan3,v=q4_0"])
+def test_a_token_too_large_for_a_format_becomes_zeros_and_all_others_stay(monkeypatch, kv):
+    """Finite in BF16, but with no scale of such a size: as what is not finite, it must not end the other requests."""
+    told, pages = [], []
+    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: told.append(message % args))
+    [batch, _] = batches()
+    q, k, v = qkv(40, 0)
+    for value in (0.0, 1e38):
+        worker = Worker(SHAPE, (0,), KVCacheLayout.LBHNC, formats.parse(kv))
+        for x in (k, v):
+            x[13] = value  # in every KV head
+        worker.store(0, k, v, batch.slot_mapping)
+        assert torch.isfinite(worker.attend(0, q, k, v, metadata_of(batch))).all()
+        pages.append(worker.raw)
+    assert torch.equal(*pages)
+    assert len(told) == 1
+    assert "K of token 13 of the batch" in told[0]
+    assert "too large for" in told[0]
+
+
+# -- Layers that differ --------------------------------------------------------------------------------------------------
+def plan_in(folder: Path, layers=MIXED, **changed: object) -> Path:
+    """A plan of learned and other formats with its calibration, in one file."""
+    plan = KVPlan(tuple(formats.parse(kv, learned()) for kv in layers), **changed)
+    file = CalibrationFile(learned(), OF_SHAPE, "0123456789abcdef", {}, plan_file.dumps(plan, OF_SHAPE))
+    path = folder / "plan.safetensors"
+    path.write_bytes(calibration_file.dumps(file))
+    return path
+
+
+class Asked:
+    """What vLLM's worker says of the layers before ours does."""
+
+    def get_kv_cache_spec(self):
+        context = self.vllm_config.compilation_config.static_forward_context
+        return {
+            name: RotatedAttentionBackend.customize_spec(plain_spec(SHAPE)) if of.ours else plain_spec(SHAPE)
+            for name, of in context.items()
+        }
+
+
+class AWorker(own_pages.OwnPages, Asked):
+    def __init__(self, config) -> None:
+        self.vllm_config = config
+
+
+def layer(ours: bool = True) -> SimpleNamespace:
+    """A layer of the model, of our backend or of vLLM's own."""
+    backend = RotatedAttentionBackend if ours else object
+    impl = RotatedAttention(SHAPE.heads, SHAPE.head_dim, SHAPE.softmax_scale, SHAPE.kv_heads)
+    return SimpleNamespace(ours=ours, impl=impl, get_attn_backend=lambda: backend)
+
+
+@pytest.fixture
+def no_context(monkeypatch):
+    """Our stand-in for a configuration where vLLM's own is wanted."""
+    monkeypatch.setattr(own_pages, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
+
+
+def name_of(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+@pytest.mark.usefixtures("no_context")
+def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path):
+    config = configuration(haarkv_kv_plan=str(plan_in(tmp_path)))
+    names = [*map(name_of, range(LAYERS)), name_of(LAYERS), "draft_model.model.layers.0.self_attn.attn"]
+    config.compilation_config.static_forward_context |= {name: layer() for name in names}
+    config.compilation_config.static_forward_context["model.layers.0.other"] = layer(ours=False)
+    specs = AWorker(config).get_kv_cache_spec()
+    sizes = [specs[name].state_content_size_bytes for name in names]
+    assert sizes == [66 + 34, 512, 66 + 34, 100, 136 + 18, 50 + 18, 132, 132]
+    assert specs["model.layers.0.other"] == plain_spec(SHAPE)
+    # The same bytes as a cache of our own takes, and so in `/metrics`.
+    pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
+    assert layer_page_bytes(config, chosen.plan_of(config)) == pages
+    assert sum(pages) == chosen.plan_of(config).bytes_per_token(SHAPE.kv_heads, 128) * SHAPE.block_size
+
+
+def real_config(**options: object) -> VllmConfig:
+    args = EngineArgs(
+        model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", enforce_eager=True,
+        kv_cache_memory_bytes=2**24, max_model_len=128, block_size=SHAPE.block_size, **{"load_format": "dummy", **options},
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
+@pytest.mark.usefixtures("no_context")
+def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_its_own(tmp_path, layout):
+    """Groups, layout and memory by vLLM's own code; every byte of another layer stays as it was."""
+    ours = configuration(haarkv_kv_plan=str(plan_in(tmp_path)))
+    names = [name_of(index) for index in range(LAYERS)]
+    layers = {name: layer() for name in names}
+    ours.compilation_config.static_forward_context |= layers
+    specs, config = AWorker(ours).get_kv_cache_spec(), real_config()
+    config.cache_config.kv_cache_layout = layout.name
+    groups = get_kv_cache_groups(config, specs)
+    assert isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs)
+    assert len(groups) == 1
+    block = sum(spec.page_size_bytes for spec in specs.values())
+    made = get_kv_cache_config_from_groups(config, groups, block * SHAPE.num_blocks + block - 1)
+    assert made.num_blocks == SHAPE.num_blocks
+    views = allocate_kv_cache(made, torch.device("cpu"), layout, [SHAPE.block_size])
+    ops, caches = CpuOps(), {}
+    for index, name in enumerate(names):
+        pair = chosen.pair_of(ours, name)
+        assert formats.describe(*pair) == MIXED[index]
+        layers[name].impl.store_in(pair)
+        caches[index] = own_cache(pair, index)
+    for step, batch in enumerate(batches()):
+        metadata = metadata_of(batch)
+        given = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
+        for index, name in enumerate(names):
+            _, k, v = given[index]
+            layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
+            ops.store_kv(k, v, caches[index], index, batch)
+        for index, name in enumerate(names):  # once all are stored
+            q, k, v = given[index]
+            out = layers[name].impl.forward(SimpleNamespace(layer_name=name), q, k, v, views[name], metadata, q.clone())
+            assert torch.equal(out, ops.paged_attention(q, caches[index], index, batch, SHAPE.softmax_scale)), index
+
+
+def test_a_page_without_room_names_the_worker_that_gives_it():
+    pair = formats.parse("tq8")
+    worker = Worker(SHAPE, (0,), KVCacheLayout.LBHNC)
+    worker.impls[0].store_in(pair)
+    _, k, v = qkv(40, 0)
+    with pytest.raises(ValueError, match=r"4224 bytes, and tq8 takes 8320; .* --worker-cls .*RotatedCpuWorker$"):
+        worker.store(0, k, v, batches()[0].slot_mapping)
+
+
+def test_a_page_may_have_room_to_spare():
+    """As where vLLM does not say which layer it asks for, and pages are those of the largest."""
+    pair, index = formats.parse("tq3"), 2
+    worker, exact = (Worker(SHAPE, (index,), KVCacheLayout.LBHNC, pair if own else None) for own in (False, True))
+    worker.impls[index].store_in(pair)
+    [batch, _] = batches()
+    q, k, v = qkv(40, 0)
+    for each in (worker, exact):
+        each.store(index, k, v, batch.slot_mapping)
+    outs = [each.attend(index, q, k, v, metadata_of(batch)) for each in (worker, exact)]
+    assert torch.equal(*outs)
+
+
+# -- Who takes which coordinates -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_takes_the_coordinates_of_its_heads(tmp_path, monkeypatch, ranks):
+    """Of two KV heads; four ranks hold each of them twice."""
+    config = configuration(ranks=ranks, haarkv_kv_plan=str(plan_in(tmp_path)))
+    whole = learned().k[2].mean
+    for rank in range(ranks):
+        monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        k_format, _ = chosen.pair_of(config, name_of(2))
+        mean = k_format.description(128).transform.coordinates(2).mean
+        expected = {1: whole, 2: whole[rank : rank + 1], 4: whole[rank // 2 : rank // 2 + 1]}[ranks]
+        assert torch.equal(mean, expected)
+
+
+# -- What is refused -----------------------------------------------------------------------------------------------------
+OPTIONS = {
+    "no such format": ({"haarkv_kv": "tq9"}, "unknown KV format 'tq9'"),
+    "groups": ({"haarkv_kv": "kivi2"}, "a kivi2 KV cache cannot serve .*: kivi2 stores 32 tokens together"),
+    "uncalibrated": ({"haarkv_kv": "lr128"}, "lr128 needs the coordinates that `tq calibrate` learns"),
+    "no such file": ({"haarkv_kv_plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
+    "no such layer": ({"haarkv_kv_skip_layers": [6]}, "there is no layer 6; the model has 6, counted from 0"),
+    "no list": ({"haarkv_kv_skip_layers": "0"}, "haarkv_kv_skip_layers is a list of layers, not '0'"),
+    "no text": ({"haarkv_kv": 4}, "haarkv_kv is a text, not 4"),
+    "twice": ({"haarkv_kv_plan": "p", "haarkv_kv": "tq3"}, "haarkv_kv_plan sets the whole cache; leave out haarkv_kv"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_cache_that_cannot_be_served_is_refused(name):
+    options, reason = OPTIONS[name]
+    with pytest.raises(ValueError, match=reason):
+        real_config(additional_config=options)
+
+
+PLANS = {
+    "tail": ({"recent": 64}, "the KV cache of .*: it keeps tokens in BF16 beside the packed ones.*plan with --tails 0"),
+    "sink": ({"sink": 4}, "it keeps tokens in BF16 beside the packed ones"),
+    "groups": ({"layers": ("kvarn2", *MIXED[1:])}, "stores 128 tokens together"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_cannot_be_served_is_refused(tmp_path, name):
+    changed, reason = PLANS[name]
+    with pytest.raises(ValueError, match=reason):
+        real_config(additional_config={"haarkv_kv_plan": str(plan_in(tmp_path, **changed))})
+
+
+def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_context(tmp_path):
+    def asked(shape=OF_SHAPE, weights="0123456789abcdef", context=None, **options: object) -> VllmConfig:
+        held = formats.Calibration(learned().k, learned().v, "", context)
+        path = tmp_path / "other.safetensors"
+        path.write_bytes(calibration_file.dumps(CalibrationFile(held, shape, weights)))
+        chosen._spec.cache_clear()
+        chosen._plan.cache_clear()
+        return real_config(additional_config={"haarkv_kv": "lr128", "haarkv_calibration": str(path)}, **options)
+
+    with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
+        asked(ModelShape(LAYERS, 2, 128, 99, 4096))
+    with pytest.raises(ValueError, match="holds for sequences of up to 127 tokens, and this one may have 128"):
+        asked(context=127)
+    asked(context=128)  # made-up weights fit any
+    with pytest.raises(ValueError, match=r"other weights \(fingerprint 0123456789abcdef; this model's is [0-9a-f]{16}"):
+        asked(load_format="auto")
+    asked(weights=fingerprint(load_model("tiny").weights.named()), load_format="auto")
+
+
+def test_what_only_other_kernels_read_is_refused(monkeypatch):
+    config = real_config(additional_config={"haarkv_kv": "q8_0"})
+    assert limits._cache(config) is None
+    monkeypatch.setattr(limits, "reads_here", lambda: ON_GPU)
+    assert re.fullmatch("the GPU kernels read tq4, .*, not q8_0", limits._cache(config))
+
+
+def test_kv_heads_that_ranks_cannot_share_are_refused():
+    config = real_config()
+    assert limits._cache(config) is None
+    config.parallel_config.tensor_parallel_size = 3
+    assert limits._cache(config) == "its 2 KV heads can be neither split evenly over 3 ranks nor held by as many each"
+
+
+def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
+    assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
+    assert read_config("tiny").num_layers == LAYERS
+    for name in (CPU_WORKER, GPU_WORKER):  # that of a GPU has not run
+        worker = resolve_obj_by_qualname(name)
+        assert issubclass(worker, VllmsWorker)
+        assert worker.get_kv_cache_spec is own_pages.OwnPages.get_kv_cache_spec
+    assert KVSpec("tq4").plan(LAYERS) == chosen.plan_of(real_config())
