@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short lint tables bench clean
+.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
 	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
+	@echo "make test-peers  llama.cpp beside ours: compiles the peers extra for this CPU first, minutes"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
@@ -76,6 +77,10 @@ test-vllm-short: $(VLLM)/stamp
 
 test-vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs tests/serving
+
+test-peers: $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/pytest --no-header -rs -m peers tests/benchmarks
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

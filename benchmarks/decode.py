@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks import decode_peers
+from haarkv.benchmarks import decode_peers, whole
 from haarkv.benchmarks.attention import MOST_COPIES, Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
-from haarkv.benchmarks.decode_peers import HFCache
+from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
+from haarkv.benchmarks.llama_process import LlamaKV
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
@@ -44,10 +46,12 @@ class Request:
     Attributes:
         model, dtype, layers, device: as in `engine.loading.load`.
         executors, kvs: each executor is run with each KV format that it supports.
-        peers: SDPA, and transformers' caches where they are installed.
+        peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
+        llama_kvs: kinds of llama.cpp's KV cache.
         hf_caches: other caches for transformers' model, measured beside its own.
-        kinds: attention alone, one call of a layer, whole steps, or several of them.
+        kinds: attention alone, one call of a layer, whole prompts, whole steps, or several of them.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
+        resume: a file that keeps the times of whole prompts and of the steps after them, and has them already if it exists.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
@@ -59,11 +63,13 @@ class Request:
     dtype: str = "bfloat16"
     layers: int | None = None
     device: str | None = None
-    peers: bool = True
+    peers: Sequence[str] = (SDPA, TRANSFORMERS)
+    llama_kvs: Sequence[LlamaKV] = ()
     hf_caches: Callable[[DecoderConfig], Sequence[HFCache]] = lambda _: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
+    resume: Path | None = None
     ranks: Ranks = ALONE
 
 
@@ -82,21 +88,26 @@ def measure(
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
     model = load_model(request.model, request.dtype, request.layers, progress, request.ranks)
     config, longest = model.config, max(request.contexts)
-    if {"layer", "step"} & set(request.kinds) and longest + _steps(request) > config.max_position_embeddings:
+    if {"layer", "prompt", "step"} & set(request.kinds) and longest + _steps(request) > config.max_position_embeddings:
         limit = config.max_position_embeddings - _steps(request)
         raise InputError(f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}")
     sides = sides_of(request, model, on_turn)
+    on_prompts = LLAMA in request.peers or "prompt" in request.kinds
+    if on_prompts:
+        whole.check(request, model, sides)
     device = next(iter(sides.values()))[0].device
     machine = measure_machine(device)
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(config, case, device)
         if "attention" in request.kinds:
-            peers = request.peers
+            peers = SDPA in request.peers
             rows += attention_rows(sides, model, case, k, v, machine, peers=peers, repeats=request.repeats, on_turn=on_turn)
-        for kind in ("layer", "step"):
+        for kind in ("layer",) if on_prompts else ("layer", "step"):
             if kind in request.kinds:
                 rows += _call_rows(kind, request, model, sides, case, k, v, machine, on_turn)
+    if on_prompts:
+        rows += whole.measure(request, model, sides, machine, on_turn)
     return machine, rows
 
 
@@ -166,7 +177,7 @@ def _call_rows(
         else:
             runs[who] = layer_call(executor, model, cache, paging, case)
         costs[who] = cost
-    if request.peers and kind == "step":
+    if TRANSFORMERS in request.peers and kind == "step":
         for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(config)):
             size = config.num_layers * config.num_kv_heads * config.head_dim * 2 * peer.bits / 8
             costs[peer.name] = step_cost(model, case, size)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from haarkv.benchmarks.decode_peers import LLAMA
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderConfig, DecoderModel
 
-Kind = Literal["attention", "store", "layer", "step", "prefill"]
+Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class CostRow:
         note: why there is no time.
         first_ms: the very first call, with whatever it compiled; part of no other figure.
         compiled: seconds that the executor's programs took to compile, by name, if it keeps programs; in no figure either.
+        tokens: of a whole prompt, which is shorter than its context by the steps after it.
+        runs: how many times `ms` is the median of, where not as many as were asked for.
+        about: a peer's version, and how it was built.
     """
 
     kind: Kind
@@ -69,6 +73,9 @@ class CostRow:
     note: str = ""
     first_ms: float | None = None
     compiled: Mapping[str, float] | None = None
+    tokens: int | None = None
+    runs: int | None = None
+    about: str = ""
 
     @property
     def ms_per_token(self) -> float | None:
@@ -76,13 +83,18 @@ class CostRow:
         return self.ms / self.batch if self.ms is not None and self.kind == "step" else None
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of a whole prompt."""
+        return 1e3 * self.tokens / self.ms if self.ms is not None and self.tokens is not None else None
+
+    @property
     def peer(self) -> bool:
         """Whether it is someone else's."""
-        return self.who.startswith(("sdpa ", "torch ", "hf "))
+        return self.who.startswith(("sdpa ", "torch ", "hf ", f"{LLAMA} "))
 
     def as_json(self) -> dict[str, Any]:
         """For a JSON line."""
-        values = {**asdict(self), "ms_per_token": self.ms_per_token}
+        values = {**asdict(self), "ms_per_token": self.ms_per_token, "tokens_per_s": self.tokens_per_s}
         return {key: value for key, value in values.items() if value not in (None, "")}
 
 
@@ -139,6 +151,21 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     return Cost(
         nbytes, case.batch * case.context * kv_bytes, 4 * case.batch * config.vocab_size, 2 * case.batch * products + attention
     )
+
+
+def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: float) -> Cost:
+    """A whole prompt of one sequence, with the logits after its last token: weights are read once, and every K and V.
+
+    Args:
+        kv_bytes: of one token, K and V of all layers and heads.
+    """
+    config, all_at_once = model.config, step_cost(model, Case(tokens, 0), 0)
+    heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
+    pairs = tokens * (tokens + 1) / 2
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return Cost(
+        all_at_once.weights, tokens * kv_bytes, 4 * config.vocab_size, all_at_once.flops - heads_left_out + attention
+    )  # fmt: skip
 
 
 def row(kind: Kind, who: str, case: Case, cost: Cost, machine: Machine, taken: Spread | None, note: str = "") -> CostRow:

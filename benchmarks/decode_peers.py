@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 
 Call = Callable[[], object]
+
+SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
+"""Who can be measured beside ours: torch's attention, transformers' model with its caches, llama.cpp."""
 
 
 @dataclass(frozen=True)
@@ -142,19 +145,16 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
         more: caches beside its own ones.
     """
     caches = (
-        HFCache("DynamicCache bf16", partial(_their_cache, package=None), 16.0),
-        HFCache("quanto 4-bit", partial(_their_cache, package="quanto"), 4.5, "optimum.quanto"),
-        HFCache("hqq 4-bit", partial(_their_cache, package="hqq"), 4.5, "hqq"),
+        HFCache("DynamicCache bf16", partial(their_cache, package=None), 16.0),
+        HFCache("quanto 4-bit", partial(their_cache, package="quanto"), 4.5, "optimum.quanto"),
+        HFCache("hqq 4-bit", partial(their_cache, package="hqq"), 4.5, "hqq"),
         *more,
     )
-    missing = "" if find_spec("transformers") else "transformers is not installed"
-    if model.config.model_type != "qwen3" or model.config.rope_scaling is not None:
-        missing = f"the peer is a plain Qwen3, this is a {model.config.model_type}"
-    if missing:
+    if missing := transformers_missing(model.config):
         for of in caches:
             yield Peer(f"hf {of.name}", None, of.bits, missing)
         return
-    theirs = {name: _their_model(model, name) for name in {of.implementation for of in caches}}
+    theirs = {name: their_model(model, name) for name in {of.implementation for of in caches}}
     for of in caches:
         name = f"hf {of.name}"
         try:
@@ -170,7 +170,15 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
             yield Peer(name, None, of.bits, f"{type(error).__name__}: {reason}")
 
 
-def _their_model(model: DecoderModel, implementation: str) -> Any:
+def transformers_missing(config: DecoderConfig) -> str:
+    """Why transformers' own Qwen3 is not measured; empty if it can be."""
+    if config.model_type != "qwen3" or config.rope_scaling is not None:
+        return f"the peer is a plain Qwen3, this is a {config.model_type}"
+    return "" if find_spec("transformers") else "transformers is not installed"
+
+
+def their_model(model: DecoderModel, implementation: str) -> Any:
+    """transformers' own Qwen3 over the same weights, which it shares."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     c = model.config
@@ -191,7 +199,8 @@ def _their_model(model: DecoderModel, implementation: str) -> Any:
     return theirs.eval()
 
 
-def _their_cache(config: Any, package: str | None) -> Any:
+def their_cache(config: Any, package: str | None) -> Any:
+    """An empty cache of transformers: `DynamicCache`, or that of a package that quantizes to four bits."""
     from transformers import DynamicCache, QuantizedCache
 
     if package is None:

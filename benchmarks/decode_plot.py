@@ -14,6 +14,7 @@ _TITLES = {
     "layer": "one call of a layer",
     "attention": "attention of one layer",
     "store": "storing a token",
+    "prompt": "whole prompt",
     "step": "whole step",
 }
 _COLORS = ("#2563a8", "#c2571a", "#2b8a5a", "#8a4fb5", "#b8336a", "#6b7280", "#0e7490", "#92400e")

@@ -17,6 +17,7 @@ from haarkv.benchmarks.attention import Sides
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, row
+from haarkv.benchmarks.decode_peers import SDPA
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
@@ -86,7 +87,7 @@ def _rows(
             return attend(*given)
 
         runs[who] = ours
-    if request.peers:
+    if SDPA in request.peers:
         costs[PEER] = prompt_cost(config, case, 4.0 * config.num_kv_heads * config.head_dim)
         rows_of_heads = q.transpose(1, 2).contiguous()
 

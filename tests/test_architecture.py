@@ -31,6 +31,8 @@ ONLY_IN = {
     "onnx": ["tq_ops/onnx/", "models/qwen3_14b/onnx/", "executors/onnx"],
     "onnxruntime": ["executors/onnx"],
     "transformers": ["models/tiny_qwen3/train.py", "models/tiny_draft/train.py", "benchmarks/", "tq/hf/"],
+    "llama_cpp": ["benchmarks/llama_process.py"],
+    "gguf": ["benchmarks/gguf_file.py"],
     "vllm": ["benchmarks/serve_client.py", "serving/"],
 }
 TABLES = [reference, CpuOps]

@@ -65,7 +65,6 @@ OWN = {
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
     ("serve", "--kv"): "tq4 or vLLM's own",
-    ("bench prefill", "--peers"): "other peers",
     ("bringup", "--kv"): "a list",
     ("bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
     ("bringup", "--contexts"): "another default",

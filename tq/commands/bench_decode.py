@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq.commands.bench_rows import print_rows
 from tq.options import (
     Numbers,
     draft_options,
@@ -20,6 +21,7 @@ from tq.options import (
     executor_option,
     json_option,
     model_option,
+    resume_option,
     run_options,
     set_threads,
 )
@@ -51,6 +53,26 @@ _OPTIONS = (
 )
 
 
+no_peers_option = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
+_KINDS = ("attention", "layer", "step")
+
+
+class Peers(click.ParamType[tuple[str, ...]]):
+    """Names of peers, separated by commas."""
+
+    name = "peers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        from haarkv.benchmarks.decode_peers import PEERS
+
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(part.strip() for part in str(value).split(",")))
+        if unknown := [name for name in names if name not in PEERS]:
+            self.fail(f"{unknown[0]!r} is no peer; choose from {', '.join(PEERS)}", param, ctx)
+        return names
+
+
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         function = option(function)
@@ -61,18 +83,43 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 @click.option(
     "--only",
-    "kind",
-    type=click.Choice(["attention", "layer", "step"]),
-    help="Measure attention alone, one call of a layer, or whole steps [default: all].",
+    "kinds",
+    multiple=True,
+    type=click.Choice(["attention", "layer", "prompt", "step"]),
+    help="Measure attention alone, one call of a layer, whole prompts, or whole steps; repeatable [default: all but prompts; "
+    "with llama.cpp all].",
 )
 @click.option(
-    "--peers/--no-peers", default=True, show_default=True, help="Also measure torch's SDPA and transformers' caches."
+    "--peers",
+    type=Peers(),
+    default="sdpa,transformers",
+    show_default=True,
+    metavar="LIST",
+    help="Whom to measure beside: torch's sdpa, transformers, llama.cpp.",
 )
+@no_peers_option
+@click.option(
+    "--peer-kv",
+    metavar="LIST",
+    default="f16,q8_0,q4_0",
+    show_default=True,
+    help="llama.cpp's KV caches. TYPE is with flash attention and, unless quantized, without; TYPE:flash or :plain is one.",
+)
+@resume_option
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw time by context, as SVG.")
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 @draft_options
 @tensor_parallel
-def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, **given: Any) -> None:
+def decode(
+    kinds: tuple[str, ...],
+    peers: tuple[str, ...],
+    no_peers: bool,
+    peer_kv: str,
+    resume_file: Path | None,
+    plot_file: Path | None,
+    ranks: Ranks,
+    **given: Any,
+) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
@@ -82,19 +129,25 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
     A GPU or NPU is timed by its own events. The first call of each variant may compile: it is named beneath the table, and no
     figure counts it. A simulated device gives no times.
 
+    Whole prompts, and with llama.cpp whole steps, are of random tokens: each side computes the prompt and goes on from its own
+    cache. A prompt is shorter than its context by the steps after it. --resume keeps these times as they come. llama.cpp gets
+    the same weights as a GGUF, in a temporary folder, and as many threads; of transformers only DynamicCache is measured then.
+
     With --tensor-parallel only whole steps are measured, without peers, and bytes and floor are those of one rank.
 
     With --draft it continues the held-out text of tiny instead, with the draft and without in turns.
     """
     if (spec := draft_spec(given)) is not None:
-        if kind or plot_file or ranks.size > 1 or given["isa"] or tuple(given["batches"]) != (1,):
+        if kinds or plot_file or resume_file or ranks.size > 1 or given["isa"] or tuple(given["batches"]) != (1,):
             raise click.UsageError(
-                "--draft measures whole texts, one at a time; leave out --only, --plot, --isa and --batches"
+                "--draft measures whole texts, one at a time; leave out --only, --plot, --resume, --isa and --batches"
             )
         _drafted(spec, given)
         return
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
+    from haarkv.benchmarks.decode_peers import LLAMA
+    from haarkv.benchmarks.llama_process import parse_kinds
     from haarkv.benchmarks.report import emit
     from haarkv.tq_ops.output_files import check_writable, write_whole
 
@@ -102,13 +155,18 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
         decode_plot.require_matplotlib()
         check_writable(plot_file)
     together = ranks.size > 1
-    if together and kind not in (None, "step"):
-        raise click.UsageError(f"--only {kind} is measured on one rank; leave out --tensor-parallel")
-    kinds = [kind] if kind else ["step"] if together else ["attention", "layer", "step"]
+    if together and set(kinds) - {"step"}:
+        raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
+    beside = () if no_peers or together else peers
+    on_prompts = LLAMA in beside or "prompt" in kinds
+    if resume_file is not None and not on_prompts:
+        raise click.UsageError("--resume keeps the times of whole prompts; give --peers llama.cpp or --only prompt")
+    kinds = kinds or (("step",) if together else (*_KINDS, "prompt") if on_prompts else _KINDS)
     kvs = _kvs(given)
     request = _request(
-        given, kinds=kinds, peers=peers and not together, isa=given["isa"], ranks=ranks, hf_caches=partial(_hf_caches, kvs)
-    )
+        given, kinds=kinds, peers=beside, llama_kvs=parse_kinds(peer_kv), isa=given["isa"], resume=resume_file, ranks=ranks,
+        hf_caches=partial(_hf_caches, kvs),
+    )  # fmt: skip
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     if ranks.rank:  # rank 0 says it for all
@@ -117,28 +175,29 @@ def decode(kind: str | None, peers: bool, plot_file: Path | None, ranks: Ranks, 
         write_whole(plot_file, decode_plot.svg(rows, f"{request.model}, {request.dtype}"))
     emit("decode", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
-        _print(request, machine, rows)
+        print_rows(request, machine, rows)
 
 
 @click.command("prefill")
 @_options
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure torch's causal SDPA.")
+@no_peers_option
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
-def prefill(peers: bool, **given: Any) -> None:
+def prefill(no_peers: bool, **given: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
 
     Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
     causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
     """
+    from haarkv.benchmarks.decode_peers import SDPA
     from haarkv.benchmarks.prefill import measure
     from haarkv.benchmarks.report import emit
 
-    request = _request(given, peers=peers, isa=given["isa"])
+    request = _request(given, peers=() if no_peers else (SDPA,), isa=given["isa"])
     with loading(request.model) as progress, _turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     emit("prefill", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
-        _print(request, machine, rows)
+        print_rows(request, machine, rows)
 
 
 @click.command("ops")
@@ -297,63 +356,3 @@ def _turning() -> Iterator[Callable[[str], None]]:
     finally:
         if err().is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _seconds(compiled: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in compiled.items())
-
-
-# A first call that takes so many times as long as the others has compiled something.
-_MUCH_LONGER = 10
-
-
-def _print(request: Request, machine: Machine, rows: Sequence[CostRow]) -> None:
-    limits = (
-        f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
-    )
-    titles = {
-        "attention": "decode attention of one layer, K and V from memory",
-        "store": "storing one new token in one layer",
-        "layer": "one call of one decoder layer",
-        "step": "whole decode step",
-        "prefill": "attention of one layer over a whole prompt",
-    }
-    for kind, title in titles.items():
-        chosen = [r for r in rows if r.kind == kind]
-        if not chosen:
-            continue
-        cells = [_cells(r, _best_peer(chosen, r)) for r in chosen]
-        columns = (
-            "batch", "context", "who", "ms", "low … high", "ms/token", "speed-up", "weights MB", "KV MB", "GB/s", "of copy",
-            "floor ms", "× floor",
-        )  # fmt: skip
-        of = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
-        print_table(f"{request.model}, {request.dtype}{of}: {title}, median of {request.repeats}; {limits}", columns, cells)
-        for note in dict.fromkeys(f"{r.who}: {r.note}" for r in chosen if r.note):
-            print(note)
-        for who, compiled in {r.who: r.compiled for r in chosen if r.compiled}.items():
-            print(f"{who}: compiled {_seconds(compiled)}, counted in no figure")
-        for r in chosen:
-            if r.ms is not None and r.first_ms is not None and r.first_ms > _MUCH_LONGER * r.ms:
-                print(
-                    f"{r.who}, batch {r.batch}, context {r.context}: first call {r.first_ms / 1e3:.2f} s, counted in no figure"
-                )
-    print("speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer")
-
-
-def _best_peer(rows: Sequence[CostRow], like: CostRow) -> float | None:
-    """The fastest peer's time in a row's case."""
-    times = [r.ms for r in rows if (r.batch, r.context) == (like.batch, like.context) and r.peer and r.ms is not None]
-    return min(times, default=None)
-
-
-def _cells(r: CostRow, peer: float | None) -> tuple[str, ...]:
-    def shown(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    return (
-        str(r.batch), str(r.context), r.who, shown(r.ms, ".3f"), "–" if r.ms is None else f"{r.low:.3f} … {r.high:.3f}",
-        shown(r.ms_per_token, ".3f"),
-        shown(peer / r.ms if peer and r.ms else None, ".2f"), f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}",
-        shown(r.gbps, ".1f"), shown(r.of_copy, ".0%"), f"{r.floor_ms:.3f}", shown(r.of_floor, ".2f"),
-    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""A model as a GGUF file, which llama.cpp reads: the same shapes and the same weights, bit for bit.
+
+It holds no tokenizer: its vocabulary is a number of tokens without words, and whoever runs it feeds ids.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops.errors import InputError
+
+_ARCHITECTURES = {"qwen3": "QWEN3"}
+"""Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
+_MARGIN = 2**26
+"""Bytes that stay free beside the file."""
+
+
+def unsupported(config: DecoderConfig) -> str | None:
+    """Why a model has no such file; None if it has one."""
+    if config.model_type not in _ARCHITECTURES:
+        return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
+    return "a GGUF is written of models without rope_scaling" if config.rope_scaling is not None else None
+
+
+def write(path: Path, model: DecoderModel) -> None:
+    """Write a model; matrices in its dtype (BF16 or FP32), norms in FP32. A tied head is left out, as llama.cpp has it.
+
+    Raises:
+        InputError: the package gguf is not installed, the model has no such file, or there is too little room for it.
+    """
+    if not find_spec("gguf"):
+        raise InputError("writing a GGUF needs the package gguf: pip install 'haarkv[peers]'")
+    if reason := unsupported(model.config):
+        raise InputError(reason)
+    needed, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise InputError(f"a GGUF of {needed / 2**30:.1f} GiB does not fit into {path.parent}, which has {free / 2**30:.1f}")
+    import gguf
+
+    architecture = gguf.MODEL_ARCH[_ARCHITECTURES[model.config.model_type]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    try:
+        _describe(writer, model)
+        names = gguf.get_tensor_name_map(architecture, model.config.num_layers)
+        for name, tensor in model.weights.named():
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), *_stored(tensor))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        writer.close()
+
+
+def _describe(writer: Any, model: DecoderModel) -> None:
+    import gguf
+
+    config = model.config
+    whole = {torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16, torch.float32: gguf.LlamaFileType.ALL_F32}
+    writer.add_file_type(whole[model.dtype])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _stored(tensor: Tensor) -> tuple[Any, None, Any]:
+    """Numbers, no shape of their own, and gguf's type, as `add_tensor` takes them."""
+    import gguf
+
+    if tensor.ndim == 1 or tensor.dtype == torch.float32:
+        return tensor.float().contiguous().numpy(), None, gguf.GGMLQuantizationType.F32
+    # numpy has no BF16; gguf takes the bytes of its rows.
+    return tensor.contiguous().view(torch.uint8).numpy(), None, gguf.GGMLQuantizationType.BF16

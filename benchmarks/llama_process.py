@@ -1,0 +1,291 @@
+"""llama.cpp in a process of its own: one model, and a context with a KV cache of each kind that is compared.
+
+A process of its own, because llama.cpp ends the process where it meets what it cannot do, and because its threads are then
+none of ours. Its times are taken there. It loads no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from haarkv.tq_ops.errors import InputError
+
+INSTALL = "llama.cpp needs the package llama-cpp-python: pip install 'haarkv[peers]'"
+BITS = {
+    "f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5, "iq4_nl": 4.5
+}  # fmt: skip
+"""Every type of its KV cache: bits of a number, scales included."""
+BATCH, MICRO_BATCH = 2048, 512
+"""Tokens of a prompt that it takes at a time, and those that it computes at a time: its own defaults."""
+_UNQUANTIZED = ("f32", "f16", "bf16")
+_PROCESSES = multiprocessing.get_context("spawn")
+_LOG_ERROR = 4
+"""ggml's number of an error."""
+_SPARE = 1
+"""Tokens a context has more room for than it is asked to."""
+
+
+class LlamaError(Exception):
+    """llama.cpp refused, or its process has ended; the message says why."""
+
+
+@dataclass(frozen=True, order=True)
+class LlamaKV:
+    """One kind of its KV cache.
+
+    Attributes:
+        type: of K and of V, one of `BITS`.
+        flash: whether attention is its flash attention.
+    """
+
+    type: str
+    flash: bool
+
+    @property
+    def name(self) -> str:
+        """As it is called in tables."""
+        return f"{self.type} flash" if self.flash else f"{self.type} plain"
+
+    @property
+    def bits(self) -> float:
+        """Of a stored number."""
+        return BITS[self.type]
+
+
+def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
+    """Kinds of KV cache from a list: `TYPE` is every way in which llama.cpp reads it, `TYPE:flash` and `TYPE:plain` are one.
+
+    A quantized V is read by flash attention alone.
+
+    >>> [kind.name for kind in parse_kinds("f16,q8_0")]
+    ['f16 flash', 'f16 plain', 'q8_0 flash']
+
+    Raises:
+        InputError: an unknown type, or a way in which it is not read.
+    """
+    found: dict[LlamaKV, None] = {}
+    for part in text.split(","):
+        name, _, way = part.strip().partition(":")
+        if name not in BITS:
+            raise InputError(f"llama.cpp has no KV cache {name!r}; choose from {', '.join(BITS)}")
+        ways = {"flash": True} | ({"plain": False} if name in _UNQUANTIZED else {})
+        if way and way not in ways:
+            raise InputError(f"llama.cpp cannot read {name} that way; write {' or '.join(f'{name}:{w}' for w in ways)}")
+        found |= dict.fromkeys(LlamaKV(name, flash) for word, flash in ways.items() if way in ("", word))
+    return tuple(found)
+
+
+def require() -> None:
+    """Check that llama.cpp is installed.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not find_spec("llama_cpp"):
+        raise InputError(INSTALL)
+
+
+class LlamaProcess:
+    """llama.cpp with a model, in a process that ends with this object, or with its parent.
+
+    Args:
+        file: a GGUF; once this is made the file may be removed.
+        threads: for prompts and for steps.
+    Attributes:
+        about: version, and what it was built for, in its own words.
+    Raises:
+        LlamaError: it does not load.
+    """
+
+    def __init__(self, file: Path, threads: int) -> None:
+        require()
+        self._pipe, theirs = _PROCESSES.Pipe()
+        self._process = _PROCESSES.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self.about: str = self._call("load", str(file), threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LlamaProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def open(self, kind: LlamaKV, context: int) -> None:
+        """Make a context with room for so many tokens; it replaces an earlier one of this kind."""
+        self._call("open", kind, context)
+
+    def shut(self, kind: LlamaKV) -> None:
+        """Give a context's memory back."""
+        self._call("shut", kind)
+
+    def prompt(self, kind: LlamaKV, ids: Sequence[int]) -> float:
+        """Forget what a context holds, and compute a prompt up to the argmax of its last logits; seconds."""
+        return float(self._call("prompt", kind, list(ids)))
+
+    def steps(self, kind: LlamaKV, ids: Sequence[int]) -> list[float]:
+        """A decode step for each token, up to the argmax of its logits; seconds of each."""
+        return list(self._call("steps", kind, list(ids)))
+
+    def logits(self, kind: LlamaKV, ids: Sequence[int]) -> Any:
+        """Logits after each token of a new prompt, [tokens, vocab] FP32, as a numpy array; at most `BATCH` tokens."""
+        return self._call("logits", kind, list(ids))
+
+    def _call(self, method: str, *given: object) -> Any:
+        try:
+            self._pipe.send((method, given))
+            done, value = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode or 0
+            how = f"with signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise LlamaError(f"its process ended {how}") from None
+        if not done:
+            raise LlamaError(value)
+        return value
+
+
+# -- In that process -------------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, parent: int) -> None:
+    """Answer calls until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    llama = _Llama()
+    with suppress(EOFError, OSError):
+        while True:
+            method, given = pipe.recv()
+            try:
+                answer = (True, getattr(llama, method)(*given))
+            except LlamaError as error:
+                answer = (False, str(error))
+            pipe.send(answer)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent: a long prompt would not notice the closed pipe."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+class _Llama:
+    """The library, its model, and a context for each kind of cache."""
+
+    def __init__(self) -> None:
+        import numpy
+        from llama_cpp import llama_cpp
+
+        self.numpy, self.lib = numpy, llama_cpp
+        self.contexts: dict[LlamaKV, Any] = {}
+        self.said: list[str] = []
+        self.log = llama_cpp.llama_log_callback(self._log)  # kept, for the library holds no reference
+        llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+
+    def _log(self, level: int, text: bytes, _: object) -> None:
+        """Keep the last error."""
+        if level == _LOG_ERROR and (line := text.decode(errors="replace").strip()):
+            self.said[:] = [line]
+
+    def _refused(self, what: str) -> LlamaError:
+        return LlamaError(": ".join([what, *self.said]))
+
+    def load(self, file: str, threads: int) -> str:
+        from llama_cpp import __version__
+
+        self.threads = threads
+        self.model = self.lib.llama_model_load_from_file(file.encode(), self.lib.llama_model_default_params())
+        if not self.model:
+            raise self._refused("it does not load the model")
+        self.vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
+        system = " ".join(self.lib.llama_print_system_info().decode().split())
+        return f"llama-cpp-python {__version__}, n_batch {BATCH}, n_ubatch {MICRO_BATCH}, {threads} threads; {system}"
+
+    def open(self, kind: LlamaKV, context: int) -> None:
+        self.shut(kind)
+        params = self.lib.llama_context_default_params()
+        params.n_ctx = context + _SPARE
+        params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
+        params.n_threads = params.n_threads_batch = self.threads
+        params.type_k = params.type_v = getattr(self.lib, f"GGML_TYPE_{kind.type.upper()}")
+        flash = "ENABLED" if kind.flash else "DISABLED"
+        params.flash_attn_type = getattr(self.lib, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+        made = self.lib.llama_init_from_model(self.model, params)
+        if not made:
+            raise self._refused("it makes no such context")
+        self.contexts[kind] = made
+
+    def shut(self, kind: LlamaKV) -> None:
+        if (made := self.contexts.pop(kind, None)) is not None:
+            self.lib.llama_free(made)
+
+    def prompt(self, kind: LlamaKV, ids: list[int]) -> float:
+        context = self.contexts[kind]
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(context), False)
+        began = time.perf_counter()
+        for begin in range(0, len(ids), BATCH):
+            self._decode(context, ids[begin : begin + BATCH])
+        self._argmax(context)
+        return time.perf_counter() - began
+
+    def steps(self, kind: LlamaKV, ids: list[int]) -> list[float]:
+        context, taken = self.contexts[kind], []
+        for token in ids:
+            began = time.perf_counter()
+            self._decode(context, [token])
+            self._argmax(context)
+            taken.append(time.perf_counter() - began)
+        return taken
+
+    def logits(self, kind: LlamaKV, ids: list[int]) -> Any:
+        context, lib = self.contexts[kind], self.lib
+        lib.llama_memory_clear(lib.llama_get_memory(context), False)
+        batch = lib.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for index, token in enumerate(ids):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, index, True
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        code = lib.llama_decode(context, batch)
+        lib.llama_batch_free(batch)
+        if code:
+            raise self._refused(f"it does not decode ({code})")
+        return self._logits(context, len(ids)).copy()
+
+    def _decode(self, context: Any, ids: list[int]) -> None:
+        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        if code := self.lib.llama_decode(context, self.lib.llama_batch_get_one(tokens, len(ids))):
+            raise self._refused(f"it does not decode ({code})")
+
+    def _argmax(self, context: Any) -> int:
+        return int(self._logits(context, 1)[0].argmax())
+
+    def _logits(self, context: Any, rows: int) -> Any:
+        """Of the last call's tokens whose logits were asked for."""
+        get: Callable[..., Any] = self.lib.llama_get_logits_ith if rows == 1 else self.lib.llama_get_logits
+        found = get(context, -1) if rows == 1 else get(context)
+        return self.numpy.ctypeslib.as_array(found, shape=(rows * self.vocab,)).reshape(rows, self.vocab)
