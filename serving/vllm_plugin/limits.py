@@ -88,7 +88,11 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     if heads % size and size % heads:
         return f"its {heads} KV heads can be neither split evenly over {size} ranks nor held by as many each"
-    plan.require_context(model.max_model_len)
+    if plan.context is not None and model.max_model_len > plan.context:
+        return (
+            f"the calibration holds for sequences of up to {plan.context:,} tokens, and this server takes up to "
+            f"{model.max_model_len:,}; give --max-model-len {plan.context}, or calibrate with --context {model.max_model_len}"
+        )
     return _weights(vllm_config)
 
 

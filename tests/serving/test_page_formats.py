@@ -297,7 +297,7 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
 
     with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
         asked(ModelShape(LAYERS, 2, 128, 99, 4096))
-    with pytest.raises(ValueError, match="holds for sequences of up to 127 tokens, and this one may have 128"):
+    with pytest.raises(ValueError, match="up to 127 tokens, and this server takes up to 128; give --max-model-len 127,"):
         asked(context=127)
     asked(context=128)  # made-up weights fit any
     with pytest.raises(ValueError, match=r"other weights \(fingerprint 0123456789abcdef; this model's is [0-9a-f]{16}"):
