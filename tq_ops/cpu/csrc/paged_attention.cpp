@@ -149,6 +149,13 @@ class Buffer {
     int64_t size_ = 0;
 };
 
+// y [rows, outputs] = x [rows, inputs] @ matrix. `exact` says that x holds BF16 numbers.
+void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, int rows, bool exact, const Matrix& matrix,
+              int head, float* y) {
+    if (a.bf16 && matrix.pairs && kernels.rotate_pairs) return kernels.rotate_pairs(x, rows, exact, matrix, head, y);
+    kernels.rotate(x, rows, matrix, head, y);
+}
+
 // Adds up n numbers of a row of every split, each by its factor, over the row's total.
 void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
     std::fill(sum, sum + n, 0.0f);
@@ -179,7 +186,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
         if (of.kept) add_up(of.kept_sums(first) + r * dim, size, factors, total, dim, exact + r * dim);
     }
     if (a.rotation_back.numbers)
-        kernels.rotate(merged, t.tile.rows, a.rotation_back, t.tile.kv_head, out);
+        multiply(a, kernels, merged, t.tile.rows, false, a.rotation_back, t.tile.kv_head, out);
     else
         std::memcpy(out, merged, t.tile.rows * dim * sizeof(float));
     const float* mean = a.cache.v.mean ? a.cache.v.mean + t.tile.kv_head * dim : nullptr;
@@ -201,7 +208,7 @@ void rotate(const HaarkvAttention& a, const Kernels& kernels, const Tile& tile, 
     const int64_t dim = a.cache.head_dim;
     float* x = a.rotation.numbers ? scratch : rotated;
     for (int r = 0; r < tile.rows; ++r) widen(tile.own[r], a.bf16, dim, x + r * dim);
-    if (a.rotation.numbers) kernels.rotate(x, tile.rows, a.rotation, tile.kv_head, rotated);
+    if (a.rotation.numbers) multiply(a, kernels, x, tile.rows, a.bf16, a.rotation, tile.kv_head, rotated);
 }
 
 // Attends to one wave.
