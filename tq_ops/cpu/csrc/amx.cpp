@@ -20,6 +20,7 @@ namespace {
 #include "attention.h"
 #include "number_tiles.h"
 #include "tile_products.h"
+#include "tile_softmax.h"
 #include "tile_attention.h"
 #include "tile_rotation.h"
 #include "tile_projection.h"

@@ -179,8 +179,8 @@ struct Kernels {
     void (*numbers)(const Side&, Place, int key, int n, uint8_t* bytes, float* out);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
-    // The same by `pairs`, where there are any and activations are BF16. `exact` says that x holds BF16 numbers. Null where
-    // `rotate` is as good.
+    // The same by `pairs`, where there are any and activations are BF16, for up to kMaxTiles * kMaxRows rows. `exact` says
+    // that x holds BF16 numbers. Null where `rotate` is as good.
     void (*rotate_pairs)(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y);
     // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
     // kMaxRows.

@@ -4,54 +4,58 @@
 // Sums are FP32, in the order of `tdpbf16ps` (tile_projection.h), 32 inputs after the other; those of upper and of lower
 // numbers are added last. The bits of a row depend on the row and the matrix alone.
 
-// What a row's tiles begin with: COUNT tiles of 16 columns from tile `column` on, of rows in `parts`, [chunk][rows][32].
-template <int COUNT>
-inline void rotate_columns(const int8_t* parts, const uint16_t* pairs, int chunks, int columns, int column, float* sums) {
-    zero_tile<0>();
-    if constexpr (COUNT == 4) zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-    const uint16_t* tile = pairs + column * 512;
-    for (int c = 0; c < chunks; ++c, tile += columns * 512) {
-        load_tile<4>(parts + c * kTileBytes);
-        load_rows<6>(tile, kChunk), add_bf16_products<0, 4, 6>();
-        if constexpr (COUNT == 4) {
-            load_rows<7>(tile + 512, kChunk), add_bf16_products<1, 4, 7>();
-            load_rows<6>(tile + 1024, kChunk), add_bf16_products<2, 4, 6>();
-            load_rows<7>(tile + 1536, kChunk), add_bf16_products<3, 4, 7>();
-        }
+// Two tiles of rows, which lie `apart`, by two tiles of columns; or one of either.
+template <bool ROWS, bool COLUMNS>
+inline void rotate_four(const int8_t* parts, int64_t apart, const uint16_t* tile, int chunks, int64_t distance, float* sums) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    for (int c = 0; c < chunks; ++c, parts += kTileBytes, tile += distance) {
+        load_tile<4>(parts), load_rows<6>(tile, kChunk), add_bf16_products<0, 4, 6>();
+        if constexpr (COLUMNS) load_rows<7>(tile + 512, kChunk), add_bf16_products<1, 4, 7>();
+        if constexpr (ROWS) load_tile<5>(parts + apart), add_bf16_products<2, 5, 6>();
+        if constexpr (ROWS && COLUMNS) add_bf16_products<3, 5, 7>();
     }
     store_sums<0>(sums);
-    if constexpr (COUNT == 4) store_sums<1>(sums + 256), store_sums<2>(sums + 512), store_sums<3>(sums + 768);
+    if constexpr (COLUMNS) store_sums<1>(sums + 256);
+    if constexpr (ROWS) store_sums<2>(sums + 512);
+    if constexpr (ROWS && COLUMNS) store_sums<3>(sums + 768);
 }
 
-// As `Kernels::rotate_pairs`.
+// As `Kernels::rotate_pairs`. 16 rows become a tile a chunk of 32 inputs, of rows that are split two: upper, then lower ones.
 inline void rotate_tiles(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y) {
-    alignas(64) int8_t parts[kMaxLevels / kPairs * kTileBytes];
+    alignas(64) int8_t parts[2 * kMaxLevels / kPairs * kTileBytes];
     alignas(64) float sums[4 * 256];
-    const int chunks = (matrix.inputs + kPairs - 1) / kPairs, columns = matrix.outputs / 16, inputs = matrix.inputs;
+    const int inputs = matrix.inputs, outputs = matrix.outputs, chunks = (inputs + kPairs - 1) / kPairs,
+              columns = outputs / 16;
+    const int64_t apart = chunks * kTileBytes, distance = columns * 512;
     const auto* pairs = static_cast<const uint16_t*>(matrix.pairs);
-    if (matrix.head_stride) pairs += static_cast<int64_t>(head) * chunks * columns * 512;
-    for (int r = 0; r < rows; ++r, x += inputs)
-        for (int c = 0; c < chunks; ++c) {
-            const __m512 second = c * kPairs + 16 < inputs ? Avx512::load(x + c * kPairs + 16) : Avx512::zero();
-            int8_t* row = parts + c * kTileBytes + r * kChunk;
-            if (exact)
-                _mm512_store_si512(row, two_in_bf16(Avx512::load(x + c * kPairs), second));
-            else
-                split(Avx512::load(x + c * kPairs), second, row, row + rows * kChunk);
-        }
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile > 5 ? 16 : exact ? rows : 2 * rows, kChunk);
-    const Tiles current(shapes);
-    auto put = [&](int column, int count) {
-        for (int j = 0; j < count; ++j)
-            for (int r = 0; r < rows; ++r) {
-                const float* from = sums + j * 256 + r * 16;
-                __m512 sum = Avx512::load(from);
-                if (!exact) sum = Avx512::add(sum, Avx512::load(from + rows * 16));
-                Avx512::store(y + r * matrix.outputs + (column + j) * 16, sum);
+    if (matrix.head_stride) pairs += head * chunks * distance;
+    const int together = exact ? 32 : 16;  // rows
+    const Tiles current(whole_shapes());
+    for (int first = 0; first < rows; first += together, x += together * inputs, y += together * outputs) {
+        const int here = smaller(rows - first, together);
+        for (int r = 0; r < 16 * ((here + 15) / 16); ++r)
+            for (int c = 0; c < chunks; ++c) {
+                const bool whole = c * kPairs + 16 < inputs;
+                const float* from = x + r * inputs + c * kPairs;
+                const __m512 left = r < here ? Avx512::load(from) : Avx512::zero();
+                const __m512 right = r < here && whole ? Avx512::load(from + 16) : Avx512::zero();
+                int8_t* row = parts + r / 16 * apart + c * kTileBytes + r % 16 * kChunk;
+                exact ? _mm512_store_si512(row, two_in_bf16(left, right)) : split(left, right, row, row + apart);
             }
-    };
-    int column = 0;
-    for (; column + 4 <= columns; column += 4) rotate_columns<4>(parts, pairs, chunks, columns, column, sums), put(column, 4);
-    for (; column < columns; ++column) rotate_columns<1>(parts, pairs, chunks, columns, column, sums), put(column, 1);
+        const bool two = !exact || here > 16;
+        for (int column = 0; column < columns; column += 2) {
+            const bool both = column + 1 < columns;
+            auto multiply = two    ? both ? rotate_four<true, true> : rotate_four<true, false>
+                            : both ? rotate_four<false, true>
+                                   : rotate_four<false, false>;
+            multiply(parts, apart, pairs + column * 512, chunks, distance, sums);
+            for (int r = 0; r < here; ++r)
+                for (int j = 0; j <= both; ++j) {
+                    const float* from = sums + (exact && r >= 16) * 512 + j * 256 + r % 16 * 16;
+                    __m512 sum = Avx512::load(from);
+                    if (!exact) sum = Avx512::add(sum, Avx512::load(from + 512));
+                    Avx512::store(y + r * outputs + (column + j) * 16, sum);
+                }
+        }
+    }
 }
