@@ -13,7 +13,7 @@
 namespace haarkv {
 
 constexpr int kMaxRows = 8;    // query rows of a tile
-constexpr int kMaxTiles = 8;   // tiles that one pass over the codes serves
+constexpr int kMaxTiles = 16;  // tiles that one pass over the codes serves
 constexpr int kMaxDim = 256;   // the largest head_dim
 constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;

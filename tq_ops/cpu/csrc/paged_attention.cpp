@@ -158,10 +158,15 @@ void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, 
 
 // Adds up n numbers of a row of every split, each by its factor, over the row's total.
 void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
+    const float inverse = 1.0f / total;
+    if (factors.size() == 1) {  // the factor is 1
+        for (int64_t i = 0; i < n; ++i) sum[i] = first[i] * inverse;
+        return;
+    }
     std::fill(sum, sum + n, 0.0f);
     for (size_t s = 0; s < factors.size(); ++s)
         for (int64_t i = 0; i < n; ++i) sum[i] += first[static_cast<int64_t>(s) * distance + i] * factors[s];
-    for (int64_t i = 0; i < n; ++i) sum[i] /= total;
+    for (int64_t i = 0; i < n; ++i) sum[i] *= inverse;
 }
 
 // The sums of a row over all splits, which left partials from `first` on, `apart` from each other. Returns of the

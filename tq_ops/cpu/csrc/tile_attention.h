@@ -50,12 +50,16 @@ struct Together {
             widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
             for (int key = 0; key < n; key += kSlabKeys) {
-                fetch_bytes(values + key * cache.v.bytes, kSlabKeys * cache.v.bytes);
-                look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), smaller(n - key, kSlabKeys), found.bytes);
-                auto each = [&](int i) { return Product{bytes_of(i & ~1).q, found.bytes + i % 2 * chunks * kPairBytes}; };
-                multiply_all((count + 1) / 2 * 2, chunks, each, [&](int i, const int32_t* sums) {
-                    for (int t = i & ~1; t < smaller((i & ~1) + 2, count); ++t)
-                        rows(t).products.score(sums + t % 2 * R * 16, key + i % 2 * 16, found.k_scale, rows(t).logits);
+                const int keys = smaller(n - key, kSlabKeys), tiles = (keys + 15) / 16;
+                fetch_bytes(values + key * cache.v.bytes, keys * cache.v.bytes);
+                look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), keys, found.bytes);
+                auto each = [&](int i) {
+                    return Product{bytes_of(i / tiles * 2).q, found.bytes + i % tiles * chunks * kPairBytes};
+                };
+                multiply_all((count + 1) / 2 * tiles, chunks, each, [&](int i, const int32_t* sums) {
+                    const int first = i / tiles * 2;
+                    for (int t = first; t < smaller(first + 2, count); ++t)
+                        rows(t).products.score(sums + t % 2 * R * 16, key + i % tiles * 16, found.k_scale, rows(t).logits);
                 });
             }
         }
@@ -89,16 +93,18 @@ struct Together {
             int pairs = 0, first_of[kMaxTiles / 2];  // two tiles of which one mixes at least
             for (int t = 0; t < count; t += 2)
                 if (mixes[t] || mixes[t + 1]) first_of[pairs++] = t;
-            for (int column = 0; column < columns_of(cache.v.levels); column += 2) {
-                look_up_values(tables, found.values + column / 2 * kStretch * 16, keys, found.bytes);
+            for (int column = 0; column < columns_of(cache.v.levels); column += kTilesAtOnce) {
+                constexpr int kApart = kStretch / kChunk * kPairBytes;
+                for (int i = 0; i < kTilesAtOnce; i += 2)
+                    look_up_values(tables, found.values + (column + i) / 2 * kStretch * 16, keys, found.bytes + i * kApart);
                 auto each = [&](int i) {
-                    return Product{bytes_of(first_of[i / 2]).p, found.bytes + i % 2 * kStretch / kChunk * kPairBytes};
+                    return Product{bytes_of(first_of[i / kTilesAtOnce]).p, found.bytes + i % kTilesAtOnce * kApart};
                 };
-                multiply_all(2 * pairs, chunks_of(keys), each, [&](int i, const int32_t* sums) {
-                    for (int half = 0; half < 2; ++half) {
-                        if (!mixes[first_of[i / 2] + half]) continue;
-                        TileRows<R>& of = rows(first_of[i / 2] + half);
-                        of.products.mix(sums + half * R * 16, column + i % 2, key ? one : of.shrink);
+                multiply_all(kTilesAtOnce * pairs, chunks_of(keys), each, [&](int i, const int32_t* sums) {
+                    const int first = first_of[i / kTilesAtOnce];
+                    for (int t = first; t < first + 2; ++t) {
+                        if (!mixes[t]) continue;
+                        rows(t).products.mix(sums + t % 2 * R * 16, column + i % kTilesAtOnce, key ? one : rows(t).shrink);
                     }
                 });
             }

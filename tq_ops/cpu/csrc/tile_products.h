@@ -37,7 +37,8 @@ struct ByteTables {
 inline __m512i low_nibbles(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline __m512i high_nibbles(__m512i x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 
-constexpr int kSlabKeys = 32;  // looked up at a time
+constexpr int kSlabKeys = 32;                 // looked up at a time
+constexpr int kTilesAtOnce = kSlabKeys / 16;  // of keys, or of levels of values
 
 // n keys, up to kSlabKeys, as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last
 // are left as they are: they meet zeros.
@@ -184,7 +185,7 @@ inline TileShapes whole_shapes() {
     return shapes;
 }
 
-// Integers of the rows of two tiles, in scratch, as `Product` takes them; zero where there is none.
+// Integers of the rows of two tiles, in scratch, as `Product` takes them.
 struct RowBytes {
     int8_t *const q, *const p;  // p of a stretch's weights
 
@@ -193,7 +194,10 @@ struct RowBytes {
     static int64_t floats(const Cache& cache) { return (size_of_q(cache) + size_of_p()) / 4; }
 
     RowBytes(const Cache& cache, float* scratch) : q(reinterpret_cast<int8_t*>(scratch)), p(q + size_of_q(cache)) {}
-    void clear(const Cache& cache) { std::memset(q, 0, size_of_q(cache) + size_of_p()); }
+    // Levels past the last; what is in rows that no tile has, or has not written yet, only meets sums that nobody reads.
+    void clear(const Cache& cache) {
+        if (cache.k.levels % kChunk) std::memset(q, 0, size_of_q(cache));
+    }
 };
 
 // What R rows are multiplied by, and their sums: the products of a tile in a pass. The lookups are the pass's own.
@@ -302,7 +306,7 @@ struct LookedUp {
     float* k_scale;
 
     static int64_t size_of_bytes(const Cache& cache) {
-        return kPairBytes * 2 * larger(chunks_of(cache.k.levels), kStretch / kChunk);
+        return kPairBytes * kTilesAtOnce * larger(chunks_of(cache.k.levels), kStretch / kChunk);
     }
     static int64_t size_of_values(const Cache& cache) {
         return static_cast<int64_t>(columns_of(cache.v.levels)) / 2 * kStretch * 16;
