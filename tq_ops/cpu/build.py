@@ -42,7 +42,7 @@ _X86_ISAS = {
     "avx512": _AVX512,
     "avx512vnni": _VNNI,
     "avx512bf16": _BF16,
-    "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 
 

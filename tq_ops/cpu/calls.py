@@ -48,8 +48,8 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
             k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
             num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim),
-        rotation_back=_matrix(values.rotate_back, cache.head_dim),
+        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim, keys.rotate_pairs),
+        rotation_back=_matrix(values.rotate_back, cache.head_dim, values.rotate_back_pairs),
         block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
         isa=isa, threads=0,
     )  # fmt: skip
@@ -169,12 +169,12 @@ def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_
     )  # fmt: skip
 
 
-def _matrix(matrix: Tensor | None, head_dim: int) -> library.Matrix:
+def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Matrix:
     """[H, inputs, outputs]; one for all KV heads where H is 1. None changes nothing and has no numbers."""
     if matrix is None:
-        return library.Matrix(numbers=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
+        return library.Matrix(numbers=0, pairs=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
     heads, inputs, outputs = matrix.shape
     return library.Matrix(
-        numbers=matrix, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,
-        bf16=is_bf16(matrix),
+        numbers=matrix, pairs=_or_null(pairs), head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs,
+        outputs=outputs, bf16=is_bf16(matrix),
     )  # fmt: skip

@@ -62,6 +62,7 @@ class Layout:
         rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, or of levels above 4 bits in that of
             `places`; None where the vectors are not rotated.
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of `places`) to the model's own.
+        rotate_pairs, rotate_back_pairs: the same as `in_pairs` has them; None where they are not BF16 numbers.
         mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
         centroids: [2**bits] fp32; of `numbers` their table, as often as 16 have room; None where codes are numbers.
         integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words alone.
@@ -74,6 +75,8 @@ class Layout:
     planes: tuple[int, ...]
     rotate: Tensor | None
     rotate_back: Tensor | None
+    rotate_pairs: Tensor | None
+    rotate_back_pairs: Tensor | None
     mean: Tensor | None
     centroids: Tensor | None
     integers: Tensor | None
@@ -161,6 +164,8 @@ def _layout_of_numbers(kv_format: KVFormat, layer: int, head_dim: int) -> Layout
         planes=(numbers.bits,),
         rotate=None if rotate_back is None else rotate_back.mT.contiguous(),
         rotate_back=rotate_back,
+        rotate_pairs=None if rotate_back is None else in_pairs(rotate_back.mT),
+        rotate_back_pairs=None if rotate_back is None else in_pairs(rotate_back),
         mean=None,
         centroids=table.repeat(16 // len(table)) if numbers.table else None,
         integers=None,
@@ -188,11 +193,14 @@ def _layout(described: Description, layer: int) -> Layout:
         of = described.transform.coordinates(layer)
         back, mean = of.rows.bfloat16(), of.mean.contiguous()
         assert torch.equal(back.float(), of.rows), "rows are BF16 numbers"
+    rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
         levels=described.levels,
         planes=tuple(plane.bits for plane in described.planes),
-        rotate=back[:, queries].mT.contiguous(),
-        rotate_back=back[:, sums].contiguous(),
+        rotate=rotate,
+        rotate_back=rotate_back,
+        rotate_pairs=in_pairs(rotate),
+        rotate_back_pairs=in_pairs(rotate_back),
         mean=mean,
         centroids=centroids,
         integers=integers,
@@ -220,6 +228,22 @@ def _tables(described: Description, layer: int) -> Tables:
         counts.int().contiguous(), torch.tensor(of.steps),
     )  # fmt: skip
     return Tables(planes, matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
+
+
+def in_pairs(matrix: Tensor) -> Tensor | None:
+    """A matrix as AMX multiplies by it, in tiles of 32 inputs by 16 outputs: two inputs of an output lie beside each other.
+
+    Args:
+        matrix: [H, inputs, outputs], outputs a multiple of 16.
+    Returns:
+        [H, inputs / 32, outputs / 16, 16, 16, 2] bf16, zeros after the last input; None if that would round a number.
+    """
+    exact = matrix.bfloat16()
+    if not torch.equal(exact.to(matrix.dtype), matrix):
+        return None
+    heads, inputs, outputs = matrix.shape
+    padded = torch.nn.functional.pad(exact, (0, 0, 0, -inputs % 32))
+    return padded.view(heads, -1, 16, 2, outputs // 16, 16).permute(0, 1, 4, 2, 5, 3).contiguous()
 
 
 @cache

@@ -74,7 +74,8 @@ class Matrix(_Structure):
     """A matrix, or one of each KV head."""
 
     _fields_ = (
-        ("numbers", c_void_p), ("head_stride", c_int64), ("inputs", c_int32), ("outputs", c_int32), ("bf16", c_int32),
+        ("numbers", c_void_p), ("pairs", c_void_p), ("head_stride", c_int64), ("inputs", c_int32), ("outputs", c_int32),
+        ("bf16", c_int32),
     )  # fmt: skip
 
 

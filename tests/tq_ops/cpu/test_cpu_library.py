@@ -18,7 +18,7 @@ def quantizer():
     """Of one table, and a weak reference to it."""
     centroids = torch.randn(16)
     empty = {name: 0 for name, _ in library.Quantizer._fields_ if name not in ("matrix", "centroids")}
-    matrix = library.Matrix(numbers=torch.zeros(2), head_stride=0, inputs=1, outputs=2, bf16=0)
+    matrix = library.Matrix(numbers=torch.zeros(2), pairs=0, head_stride=0, inputs=1, outputs=2, bf16=0)
     return library.Quantizer(**empty, matrix=matrix, centroids=centroids), weakref.ref(centroids)
 
 

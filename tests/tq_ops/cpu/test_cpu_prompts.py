@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from op_tables import LAYER, Case, every_table, filled
+from op_tables import LAYER, Case, every_table, filled, relative
 from torch import Tensor
 
-from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cpu import calls, layout, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.validation.ops import suite
 
-# Passes of 64 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
+# Passes of 128 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
 PROMPTS = (
     Case("tq4", 128, 5, 2, 128, (1000, 0), (90, 41)),
     Case("tq4", 64, 2, 1, 16, (120,), (75,)),
@@ -79,6 +79,42 @@ def same_integers() -> list[str]:
     return [isa for isa in library.ISAS[first + 1 :] if isa in available]
 
 
+def rotate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every instruction set rotate as it does where a matrix has other numbers than BF16 ones."""
+
+    def without_pairs(*given: object) -> layout.Layout:
+        return replace(layout.layout(*given), rotate_pairs=None, rotate_back_pairs=None)
+
+    monkeypatch.setattr(calls, "layout", without_pairs)
+
+
+@pytest.mark.parametrize("case", [PROMPTS[i] for i in (0, 1, 3, 6)], ids=str)
+def test_rotations_by_tiles_of_bf16_lose_next_to_nothing(case, monkeypatch):
+    """Beside FP32 rotations they move few of the BF16 results to a neighbour. Without the lower parts they move a third."""
+    if "amx" not in library.isas():
+        pytest.skip("this CPU has no tiles")
+    cache, batch = filled(case)
+    given = (queries(case), cache, LAYER, batch, case.head_dim**-0.5)
+    found = CpuOps("amx").paged_attention(*given)
+    rotate_in_fp32(monkeypatch)
+    expected = CpuOps("amx").paged_attention(*given)
+    moved = (found != expected).float().mean()
+    assert 0 < moved < 0.01
+    assert relative(found, expected) <= 2.0**-8
+
+
+def test_a_matrix_in_pairs_holds_its_own_numbers():
+    matrix = torch.randn(2, 48, 32).bfloat16().float()
+    pairs = layout.in_pairs(matrix)
+    assert pairs is not None
+    assert pairs.shape == (2, 2, 2, 16, 16, 2)
+    for head, i, j in ((0, 0, 0), (1, 47, 31), (0, 33, 17), (1, 6, 20)):
+        assert pairs[head, i // 32, j // 16, i % 32 // 2, j % 16, i % 2] == matrix[head, i, j]
+    assert (pairs[:, 1, :, 8:] == 0).all()
+    matrix[1, 3, 3] += 2.0**-20
+    assert layout.in_pairs(matrix) is None
+
+
 def sums_tiles_of_bf16(case: Case) -> bool:
     """Whether `amx` may sum BF16 numbers of a side, whose order no other instructions follow."""
     sides = [kv_format.numbers(case.head_dim) for kv_format in case.plan.layers[LAYER]]
@@ -86,9 +122,11 @@ def sums_tiles_of_bf16(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in (*PROMPTS, *suite.ATTENTION) if not sums_tiles_of_bf16(case)], ids=str)
-def test_integers_are_summed_to_the_same_bits_by_any_instructions(case):
+def test_integers_are_summed_to_the_same_bits_by_any_instructions(case, monkeypatch):
+    """Of the same queries: `amx` rotates them by tiles of BF16, unless a matrix has other numbers."""
     if not (others := same_integers()):
         pytest.skip("this CPU sums integers in one way at most")
+    rotate_in_fp32(monkeypatch)
     cache, batch = filled(case)
     q = queries(case)
     expected = CpuOps("avx512vnni").paged_attention(q, cache, LAYER, batch, case.head_dim**-0.5)

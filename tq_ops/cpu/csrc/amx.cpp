@@ -20,7 +20,9 @@ namespace {
 #include "attention.h"
 #include "number_tiles.h"
 #include "tile_products.h"
+#include "tile_softmax.h"
 #include "tile_attention.h"
+#include "tile_rotation.h"
 #include "tile_projection.h"
 
 bool in_tiles(const Cache& cache) {
@@ -61,6 +63,7 @@ const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels made = avx512bf16_kernels();
         made.scratch_floats = scratch_of_either, made.attend = attend_either, made.tiles = kMaxTiles;
+        made.rotate_pairs = rotate_tiles;
         made.prepared_floats = prepared_amx, made.prepare = prepare_amx, made.project = project_amx;
         return made;
     }();

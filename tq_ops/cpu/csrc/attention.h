@@ -39,8 +39,8 @@ inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep,
     for (int i = 0; i < n; i += Simd::width)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            F value = Simd::expf(Simd::add(Simd::load(logits + r * stride + i), Simd::set1(-block_max[r])));
-            if (round) value = Simd::round_bf16(value);
+            const F logit = Simd::load(logits + r * stride + i);
+            F value = round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
             value = shown(r, i, value, Simd::zero());
             sum[r] = Simd::add(sum[r], value);
             value = Simd::mul(value, Simd::set1(factor[r]));

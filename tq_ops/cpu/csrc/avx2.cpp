@@ -28,6 +28,7 @@ const Kernels& avx2_kernels() {
         attend<Avx2, Products>,
         numbers_of<Avx2>,
         rotate<Avx2>,
+        nullptr,
         quantize<Avx2>,
         prepared_floats<Avx2>,
         prepare<Avx2>,

@@ -25,12 +25,19 @@ template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
 
 const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Avx512, Products>,
-        numbers_of<Avx512>,       rotate<Avx512>,
-        quantize<Avx512>,         prepared_floats<Avx512>,
-        prepare<Avx512>,          project<Avx512>,
-        rms_norm<Avx512>,         rope,
-        silu_mul<Avx512>,         1,
+        scratch_floats<Products>,
+        attend<Avx512, Products>,
+        numbers_of<Avx512>,
+        rotate<Avx512>,
+        nullptr,
+        quantize<Avx512>,
+        prepared_floats<Avx512>,
+        prepare<Avx512>,
+        project<Avx512>,
+        rms_norm<Avx512>,
+        rope,
+        silu_mul<Avx512>,
+        1,
     };
     return kernels;
 }

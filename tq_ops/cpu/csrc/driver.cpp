@@ -92,7 +92,7 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
             case 4:
                 return a.quantize == b.quantize;
             default:
-                return a.attend == b.attend && a.rotate == b.rotate;
+                return a.attend == b.attend && a.rotate == b.rotate && a.rotate_pairs == b.rotate_pairs;
         }
     };
     int first = isa;

@@ -13,11 +13,13 @@ namespace haarkv {
 namespace {
 
 #if defined(HAARKV_AMX)
-// Whether the CPU has tiles with products of BF16 and of bytes: compilers' own names for this differ.
+// Whether the CPU has tiles with products of BF16 and of bytes, and moves bytes anywhere in a register: compilers' own names
+// for this differ.
 bool has_tiles() {
     unsigned a, b, c, d;
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll;
+    constexpr unsigned kMovesBytes = 1u << 1;  // AVX512_VBMI
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll && (c & kMovesBytes);
 }
 
 // Asks the kernel to keep tiles when it switches threads. It answers for the whole process, threads and forked children

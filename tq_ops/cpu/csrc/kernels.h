@@ -13,7 +13,7 @@
 namespace haarkv {
 
 constexpr int kMaxRows = 8;    // query rows of a tile
-constexpr int kMaxTiles = 8;   // tiles that one pass over the codes serves
+constexpr int kMaxTiles = 16;  // tiles that one pass over the codes serves
 constexpr int kMaxDim = 256;   // the largest head_dim
 constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
@@ -100,6 +100,9 @@ struct Tile {
 // A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
 struct Matrix {
     const void* numbers;
+    // The same as tiles of BF16 numbers, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input;
+    // null where the numbers are not BF16 ones.
+    const void* pairs;
     int64_t head_stride;  // numbers from a KV head's matrix to the next; 0 if they share one
     int32_t inputs, outputs, bf16;
 };
@@ -176,6 +179,9 @@ struct Kernels {
     void (*numbers)(const Side&, Place, int key, int n, uint8_t* bytes, float* out);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
+    // The same by `pairs`, where there are any and activations are BF16, for up to kMaxTiles * kMaxRows rows. `exact` says
+    // that x holds BF16 numbers. Null where `rotate` is as good.
+    void (*rotate_pairs)(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y);
     // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
     // kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,

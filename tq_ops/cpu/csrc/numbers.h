@@ -23,9 +23,8 @@ inline float bf16_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h
 
 // Round to nearest even; a NaN stays one.
 inline uint16_t float_to_bf16(float x) {
-    uint32_t u = bits_of(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
-    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    const uint32_t u = bits_of(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded >> 16);  // without a branch
 }
 
 inline float half_to_float(uint16_t h) {

@@ -33,7 +33,7 @@ struct Split {
 
 struct RowTile {
     Tile tile;
-    int64_t pass, row[kMaxRows];
+    int64_t row[kMaxRows];
 };
 
 // What is attended to at a time.
@@ -118,7 +118,6 @@ class Cutter {
     // Returns how many keys its rows see at most.
     int add_tile(Wave& wave, int64_t row, int rows) const {
         RowTile t;
-        t.pass = static_cast<int64_t>(wave.passes.size());
         t.tile.rows = rows, t.tile.kv_head = head_;
         t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
         t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
@@ -149,72 +148,105 @@ class Buffer {
     int64_t size_ = 0;
 };
 
+// y [rows, outputs] = x [rows, inputs] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
+void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, int rows, bool exact, const Matrix& matrix,
+              int head, float* y) {
+    if (a.bf16 && matrix.pairs && kernels.rotate_pairs) return kernels.rotate_pairs(x, rows, exact, matrix, head, y);
+    for (int r = 0; r < rows; r += kMaxRows)
+        kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
+}
+
 // Adds up n numbers of a row of every split, each by its factor, over the row's total.
 void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
+    const float inverse = 1.0f / total;
+    if (factors.size() == 1) {  // the factor is 1
+        for (int64_t i = 0; i < n; ++i) sum[i] = first[i] * inverse;
+        return;
+    }
     std::fill(sum, sum + n, 0.0f);
     for (size_t s = 0; s < factors.size(); ++s)
         for (int64_t i = 0; i < n; ++i) sum[i] += first[static_cast<int64_t>(s) * distance + i] * factors[s];
-    for (int64_t i = 0; i < n; ++i) sum[i] /= total;
+    for (int64_t i = 0; i < n; ++i) sum[i] *= inverse;
 }
 
-// The output of a tile's rows, from what its splits left: `splits` of them, from partial `first` on, `apart` from each other.
-// Scratch: [kMaxRows, v.levels + 2 * head_dim].
-void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const RowTile& t, int64_t first,
-           int64_t apart, int splits, float* scratch) {
-    const int64_t dim = a.cache.head_dim, size = of.size() * apart;
-    float *merged = scratch, *out = merged + kMaxRows * of.levels, *exact = out + kMaxRows * dim;
-    float share[kMaxRows];  // of the probabilities, that of packed values
-    std::vector<float> factors(splits);
-    for (int r = 0; r < t.tile.rows; ++r) {
-        const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
-        float most = -std::numeric_limits<float>::infinity(), total = 0.0f, kept = 0.0f;
-        for (int64_t s = 0; s < splits; ++s) most = std::max(most, maxima[s * size]);
-        for (int64_t s = 0; s < splits; ++s) {
-            factors[s] = std::exp(maxima[s * size] - most);
-            total += totals[s * size] * factors[s];
-            if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
-        }
-        share[r] = 1.0f - kept / total;
-        add_up(of.sums(first) + r * of.levels, size, factors, total, of.levels, merged + r * of.levels);
-        if (of.kept) add_up(of.kept_sums(first) + r * dim, size, factors, total, dim, exact + r * dim);
+// The sums of a row over all splits, which left partials from `first` on, `apart` from each other. Returns of the
+// probabilities the share of packed values.
+float merge_row(const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors, float* merged,
+                float* exact) {
+    const int64_t size = of.size() * apart, splits = static_cast<int64_t>(factors.size());
+    const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
+    float most = -std::numeric_limits<float>::infinity(), total = 0.0f, kept = 0.0f;
+    for (int64_t s = 0; s < splits; ++s) most = std::max(most, maxima[s * size]);
+    for (int64_t s = 0; s < splits; ++s) {
+        factors[s] = std::exp(maxima[s * size] - most);
+        total += totals[s * size] * factors[s];
+        if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
     }
+    add_up(of.sums(first) + r * of.levels, size, factors, total, of.levels, merged);
+    if (of.kept) add_up(of.kept_sums(first) + r * of.kept, size, factors, total, of.kept, exact);
+    return 1.0f - kept / total;
+}
+
+// Floats of scratch that `merge` needs.
+int64_t merged_floats(const Cache& cache, int tiles) {
+    return static_cast<int64_t>(tiles) * kMaxRows * (cache.v.levels + 2 * cache.head_dim);
+}
+
+// The output of a pass, from what its splits left.
+void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const Wave& wave, const Pass& pass,
+           float* scratch) {
+    const int64_t dim = a.cache.head_dim, most = pass.tiles * kMaxRows;
+    float *merged = scratch, *out = merged + most * of.levels, *exact = out + most * dim;
+    float share[kMaxTiles * kMaxRows];
+    std::vector<float> factors(pass.splits);
+    int rows = 0;
+    for (int t = 0; t < pass.tiles; ++t)
+        for (int r = 0; r < wave.tiles[pass.first_tile + t].tile.rows; ++r, ++rows)
+            share[rows] =
+                merge_row(of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels, exact + rows * dim);
     if (a.rotation_back.numbers)
-        kernels.rotate(merged, t.tile.rows, a.rotation_back, t.tile.kv_head, out);
+        multiply(a, kernels, merged, rows, false, a.rotation_back, pass.kv_head, out);
     else
-        std::memcpy(out, merged, t.tile.rows * dim * sizeof(float));
-    const float* mean = a.cache.v.mean ? a.cache.v.mean + t.tile.kv_head * dim : nullptr;
-    for (int r = 0; r < t.tile.rows; ++r) {
+        std::memcpy(out, merged, rows * dim * sizeof(float));
+    const float* mean = a.cache.v.mean ? a.cache.v.mean + pass.kv_head * dim : nullptr;
+    for (int r = 0; r < rows; ++r) {
+        const int64_t to = wave.tiles[pass.first_tile + r / kMaxRows].row[r % kMaxRows] * dim;
         float* row = out + r * dim;
         // Probabilities of packed values sum to their share, so the mean is added once.
         for (int d = 0; mean && d < dim; ++d) row[d] += mean[d] * share[r];
         for (int d = 0; of.kept && d < dim; ++d) row[d] += exact[r * dim + d];
-        if (!a.bf16) {
-            std::memcpy(static_cast<float*>(a.out) + t.row[r] * dim, row, dim * sizeof(float));
-            continue;
-        }
-        for (int d = 0; d < dim; ++d) static_cast<uint16_t*>(a.out)[t.row[r] * dim + d] = float_to_bf16(row[d]);
+        if (a.bf16)
+            for (int d = 0; d < dim; ++d) static_cast<uint16_t*>(a.out)[to + d] = float_to_bf16(row[d]);
+        else
+            std::memcpy(static_cast<float*>(a.out) + to, row, dim * sizeof(float));
     }
 }
 
-// The rotated queries of a tile.
-void rotate(const HaarkvAttention& a, const Kernels& kernels, const Tile& tile, float* scratch, float* rotated) {
+// The rotated queries of a pass, [rows, k.levels].
+void rotate(const HaarkvAttention& a, const Kernels& kernels, const Wave& wave, const Pass& pass, float* scratch,
+            float* rotated) {
     const int64_t dim = a.cache.head_dim;
     float* x = a.rotation.numbers ? scratch : rotated;
-    for (int r = 0; r < tile.rows; ++r) widen(tile.own[r], a.bf16, dim, x + r * dim);
-    if (a.rotation.numbers) kernels.rotate(x, tile.rows, a.rotation, tile.kv_head, rotated);
+    int rows = 0;
+    for (int t = 0; t < pass.tiles; ++t) {
+        const Tile& tile = wave.tiles[pass.first_tile + t].tile;
+        for (int r = 0; r < tile.rows; ++r, ++rows) widen(tile.own[r], a.bf16, dim, x + rows * dim);
+    }
+    if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16, a.rotation, pass.kv_head, rotated);
 }
 
 // Attends to one wave.
 void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const Partials& partials, float* queries,
             float* scratch, int64_t scratch_size) {
-    const int64_t k_levels = a.cache.k.levels;
-    auto rotate_tile = [&](int64_t item, int thread) {
-        Tile& tile = wave.tiles[item].tile;
-        float* rotated = queries + item * kMaxRows * k_levels;
-        rotate(a, kernels, tile, scratch + thread * scratch_size, rotated);
-        for (int r = 0; r < tile.rows; ++r) tile.q[r] = rotated + r * k_levels;
+    const int64_t k_levels = a.cache.k.levels, passes = static_cast<int64_t>(wave.passes.size());
+    auto rotate_pass = [&](int64_t item, int thread) {
+        const Pass& pass = wave.passes[item];
+        float* rotated = queries + pass.first_tile * kMaxRows * k_levels;
+        rotate(a, kernels, wave, pass, scratch + thread * scratch_size, rotated);
+        for (int t = 0; t < pass.tiles; ++t)
+            for (int r = 0; r < kMaxRows; ++r, rotated += k_levels) wave.tiles[pass.first_tile + t].tile.q[r] = rotated;
     };
-    parallel_for(a.threads, static_cast<int64_t>(wave.tiles.size()), rotate_tile);
+    parallel_for(a.threads, passes, rotate_pass);
 
     auto attend_split = [&](int64_t item, int thread) {
         const Split& split = wave.splits[item];
@@ -232,13 +264,10 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
     };
     parallel_for(a.threads, static_cast<int64_t>(wave.splits.size()), attend_split);
 
-    auto merge_tile = [&](int64_t item, int thread) {
-        const RowTile& tile = wave.tiles[item];
-        const Pass& pass = wave.passes[tile.pass];
-        merge(a, kernels, partials, tile, pass.first_partial + item - pass.first_tile, pass.tiles, pass.splits,
-              scratch + thread * scratch_size);
+    auto merge_pass = [&](int64_t item, int thread) {
+        merge(a, kernels, partials, wave, wave.passes[item], scratch + thread * scratch_size);
     };
-    parallel_for(a.threads, static_cast<int64_t>(wave.tiles.size()), merge_tile);
+    parallel_for(a.threads, passes, merge_pass);
 }
 
 }  // namespace
@@ -249,7 +278,7 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), kMaxRows * (cache.v.levels + 2 * cache.head_dim));
+    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache, kernels.tiles));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     const Floats scratch = floats(a->threads * scratch_size);
     Cutter cutter(*a, kernels.tiles);

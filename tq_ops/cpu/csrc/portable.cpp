@@ -25,12 +25,19 @@ template <int R> using Products = FloatProducts<Portable, Portable, R>;
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>, attend<Portable, Products>,
-        numbers_of<Portable>,     rotate<Portable>,
-        quantize<Portable>,       prepared_floats<Portable>,
-        prepare<Portable>,        project<Portable>,
-        rms_norm<Portable>,       rope,
-        silu_mul<Portable>,       1,
+        scratch_floats<Products>,
+        attend<Portable, Products>,
+        numbers_of<Portable>,
+        rotate<Portable>,
+        nullptr,
+        quantize<Portable>,
+        prepared_floats<Portable>,
+        prepare<Portable>,
+        project<Portable>,
+        rms_norm<Portable>,
+        rope,
+        silu_mul<Portable>,
+        1,
     };
     return kernels;
 }

@@ -29,6 +29,7 @@ struct Avx2 {
         return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
     }
     static F expf(F x) { return exponential<Avx2>(x); }
+    static F exp_bf16(F x, float most) { return round_bf16(expf(add(x, set1(-most)))); }
     static F round_bf16(F x) {
         const I u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
         const I moved = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));

@@ -20,6 +20,19 @@ struct Avx512 {
     static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F times_power_of_two(F x, F n) { return _mm512_scalef_ps(x, n); }
     static F expf(F x) { return exponential<Avx512>(x); }
+    // exp(x - most) rounded to BF16. It is 2**floor(t) * 2**r with 0 <= r < 1; 2**r is 1 + r * p(r), p of degree 3 fitted to
+    // the least relative error, 2.9e-6. To add 1.5 * 2**16 rounds what lies between 1 and 2 to BF16. Below 2**-126 the result
+    // is that. A NaN stays a NaN.
+    static F exp_bf16(F x, float most) {
+        constexpr float kPerTwo = 1.44269504f, kRound = 98304.0f;
+        const F t = max(set1(-126.0f), fma(x, set1(kPerTwo), set1(-kPerTwo * most)));
+        const F r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        F y = fma(set1(1.34273982e-2f), r, set1(5.22410236e-2f));
+        y = fma(y, r, set1(0.241281122f));
+        y = fma(y, r, set1(0.693044662f));
+        y = fma(y, r, set1(1.0f + kRound));
+        return _mm512_scalef_ps(_mm512_sub_ps(y, set1(kRound)), t);
+    }
     static F round_bf16(F x) {
         const I u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
         const I moved = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

@@ -43,6 +43,7 @@ struct Portable {
         return y;
     }
     static F expf(F x) { return exponential<Portable>(x); }
+    static F exp_bf16(F x, float most) { return round_bf16(expf(add(x, set1(-most)))); }
     static F round_bf16(F x) {
         I u;
         std::memcpy(&u, &x, sizeof u);

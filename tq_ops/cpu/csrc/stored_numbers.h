@@ -84,7 +84,7 @@ template <class Simd, int BITS> inline void from_channels(const Side& side, Plac
 template <class Simd> inline void restored(const Side& side, Place at, int key, int n, const uint8_t* codes, float* out) {
     const typename Simd::Table table = Simd::table(side.centroids);
     const float* norms = reinterpret_cast<const float*>(at.scales) + key;
-    const Matrix matrix = {side.restore, 0, side.levels, side.levels, 1};
+    const Matrix matrix = {side.restore, nullptr, 0, side.levels, side.levels, 1};
     alignas(64) float rotated[kMaxRows * kMaxDim];
     for (int first = 0; first < n; first += kMaxRows, out += kMaxRows * side.levels) {
         const int rows = smaller(n - first, kMaxRows);

@@ -8,7 +8,8 @@ inline int64_t tile_floats(const Cache& cache) {
 }
 
 inline int64_t scratch_of_tiles(const Cache& cache) {
-    return LookedUp::floats(cache) + number_floats(cache) + kMaxTiles * tile_floats(cache);
+    return LookedUp::floats(cache) + number_floats(cache) + kMaxTiles / 2 * RowBytes::floats(cache) +
+           kMaxTiles * tile_floats(cache);
 }
 
 struct Together {
@@ -17,6 +18,7 @@ struct Together {
     const int count;
     const LookedUp found;
     uint16_t* const numbers;
+    float* const row_bytes;  // of each two tiles
     alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
     int seen[kMaxTiles][R];
 
@@ -24,11 +26,17 @@ struct Together {
         : cache(cache),
           count(count),
           found(cache, scratch),
-          numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))) {
-        scratch += LookedUp::floats(cache) + number_floats(cache);
-        for (int t = 0; t < count; ++t) new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + t * tile_floats(cache));
+          numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))),
+          row_bytes(scratch + LookedUp::floats(cache) + number_floats(cache)) {
+        scratch = row_bytes + kMaxTiles / 2 * RowBytes::floats(cache);
+        for (int t = 0; t < count; ++t) {
+            new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + t * tile_floats(cache));
+            if (t % 2 == 0) bytes_of(t).clear(cache);
+            rows(t).products.take(tiles[t], bytes_of(t), t % 2);
+        }
     }
 
+    RowBytes bytes_of(int t) const { return {cache, row_bytes + t / 2 * RowBytes::floats(cache)}; }
     TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }
 
     // Logits of a block's first n keys.
@@ -42,11 +50,16 @@ struct Together {
             widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
             for (int key = 0; key < n; key += kSlabKeys) {
-                fetch_bytes(values + key * cache.v.bytes, kSlabKeys * cache.v.bytes);
-                look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), smaller(n - key, kSlabKeys), found.bytes);
-                auto each = [&](int i) { return Product{rows(i / 2).products.q, found.bytes + i % 2 * chunks * kPairBytes}; };
-                multiply_all(2 * count, chunks, each, [&](int i, const int32_t* sums) {
-                    rows(i / 2).products.score(sums, key + i % 2 * 16, found.k_scale, rows(i / 2).logits);
+                const int keys = smaller(n - key, kSlabKeys), tiles = (keys + 15) / 16;
+                fetch_bytes(values + key * cache.v.bytes, keys * cache.v.bytes);
+                look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), keys, found.bytes);
+                auto each = [&](int i) {
+                    return Product{bytes_of(i / tiles * 2).q, found.bytes + i % tiles * chunks * kPairBytes};
+                };
+                multiply_all((count + 1) / 2 * tiles, chunks, each, [&](int i, const int32_t* sums) {
+                    const int first = i / tiles * 2;
+                    for (int t = first; t < smaller(first + 2, count); ++t)
+                        rows(t).products.score(sums + t % 2 * R * 16, key + i % tiles * 16, found.k_scale, rows(t).logits);
                 });
             }
         }
@@ -56,10 +69,14 @@ struct Together {
     // Adds the block's values.
     void mix(Place v, int base, int n, const uint8_t* next_keys) {
         int some = 0, mixing[kMaxTiles];  // tiles that see a packed value
+        bool mixes[kMaxTiles + 1] = {};
+        const bool at_once = weighs_at_once();
+        if (at_once) widen_scales<Avx512>(v.scales, 1, n, kStretch, rows(0).v_scale);
         for (int t = 0; t < count; ++t) {
-            if (rows(t).weigh(v, base, n, seen[t]))
+            mixes[t] = at_once ? weigh(rows(t), n, seen[t]) : rows(t).weigh(v, base, n, seen[t]);
+            if (mixes[t])
                 mixing[some++] = t;
-            else
+            else if (!at_once)
                 shrink(rows(t));
         }
         if (!some) return;
@@ -72,21 +89,48 @@ struct Together {
             const int keys = smaller(n - key, kStretch);
             interleave_values(cache, v.codes + key * nibble_bytes(cache.v), keys, next_keys + key * cache.k.bytes,
                               found.values);
-            for (int i = 0; i < some; ++i) rows(mixing[i]).products.weigh(rows(mixing[i]).weights + key, keys);
-            for (int column = 0; column < columns_of(cache.v.levels); column += 2) {
-                look_up_values(tables, found.values + column / 2 * kStretch * 16, keys, found.bytes);
+            for (int i = 0; !at_once && i < some; ++i) rows(mixing[i]).products.weigh(rows(mixing[i]).weights + key, keys);
+            int pairs = 0, first_of[kMaxTiles / 2];  // two tiles of which one mixes at least
+            for (int t = 0; t < count; t += 2)
+                if (mixes[t] || mixes[t + 1]) first_of[pairs++] = t;
+            for (int column = 0; column < columns_of(cache.v.levels); column += kTilesAtOnce) {
+                constexpr int kApart = kStretch / kChunk * kPairBytes;
+                for (int i = 0; i < kTilesAtOnce; i += 2)
+                    look_up_values(tables, found.values + (column + i) / 2 * kStretch * 16, keys, found.bytes + i * kApart);
                 auto each = [&](int i) {
-                    return Product{rows(mixing[i / 2]).products.p, found.bytes + i % 2 * kStretch / kChunk * kPairBytes};
+                    return Product{bytes_of(first_of[i / kTilesAtOnce]).p, found.bytes + i % kTilesAtOnce * kApart};
                 };
-                multiply_all(2 * some, chunks_of(keys), each, [&](int i, const int32_t* sums) {
-                    TileRows<R>& of = rows(mixing[i / 2]);
-                    of.products.mix(sums, column + i % 2, key ? one : of.shrink);
+                multiply_all(kTilesAtOnce * pairs, chunks_of(keys), each, [&](int i, const int32_t* sums) {
+                    const int first = first_of[i / kTilesAtOnce];
+                    for (int t = first; t < first + 2; ++t) {
+                        if (!mixes[t]) continue;
+                        rows(t).products.mix(sums + t % 2 * R * 16, column + i % kTilesAtOnce, key ? one : rows(t).shrink);
+                    }
                 });
             }
         }
     }
 
   private:
+    // Whether weights become bytes as soon as they are known.
+    bool weighs_at_once() {
+        return cache.v.cell == kNibble && !rows(0).v_kept.vectors && padded(cache.block_size) == kStretch;
+    }
+
+    // As the tile's own `weigh`, and its products'.
+    bool weigh(TileRows<R>& of, int n, const int* seen) {
+        bool all = n == kStretch, any = false;
+        for (int r = 0; r < R; ++r) all = all && seen[r] >= n, any = any || seen[r] > 0;
+        for (int r = 0; r < R; ++r) of.shrink[r] = 1.0f;
+        if (!any) return false;
+        auto soften = all ? soften_to_bytes<R, true> : soften_to_bytes<R, false>;
+        auto& products = of.products;
+        soften(of.logits, seen, rows(0).v_scale, most_total(cache.v.integers, kStretch), of.tile.maxima, of.tile.totals,
+               of.shrink, products.steps, products.weights_at);
+        for (int r = 0; r < R; ++r) products.steps[r] *= cache.v.unit;
+        return true;
+    }
+
     void shrink(TileRows<R>& of) const {
         if (cache.v.cell == kNibble) return shrink_sums<R>(of.shrink, of.products.columns * 16, of.products.sums);
         shrink_sums<R>(of.shrink, cache.v.levels, of.tile.sums);
@@ -123,7 +167,7 @@ struct Together {
 
 inline void attend_together(const Cache& cache, const Tile* tiles, int count, float* scratch) {
     constexpr int R = kMaxRows;
-    const Tiles shapes(shapes_of(R));
+    const Tiles shapes(whole_shapes());
     Together together(cache, tiles, count, scratch);
     int longest = 0;
     for (int t = 0; t < count; ++t)

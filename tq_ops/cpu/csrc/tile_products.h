@@ -1,12 +1,13 @@
 // Q.K and P.V of packed codes by tiles of signed bytes, for BF16 activations: the integers of integers.h and their exact sums,
 // so every bit is what `vpdpwssd` makes of them.
 //
-// A 16-bit integer is 256 * upper + lower, both signed bytes. Of R rows, a tile holds the upper bytes of all rows, then the
-// lower ones; it meets one tile with the upper bytes of centroids and one with the lower ones. Nibbles are looked up to such
-// bytes once for all rows of a pass, by `vpshufb`, 32 keys at a time, or two tiles' levels of 128 values: 8 KB, which stay in
-// the nearest cache beside the rows.
+// A 16-bit integer is 256 * upper + lower, both signed bytes. Of 16 rows, which two tiles of a pass have, one tile of bytes
+// holds the upper bytes and one the lower ones; both meet one with the upper bytes of centroids and one with the lower ones.
+// The two products of an upper and a lower byte are summed together. Nibbles are looked up to such bytes once for all rows of
+// a pass, by `vpshufb`, 32 keys at a time, or two tiles' levels of 128 values: 8 KB, which stay in the nearest cache beside
+// the rows.
 
-constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same centroids
+constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same rows, or centroids
 
 inline int chunks_of(int n) { return (n + kChunk - 1) / kChunk; }
 // Tiles of 16 levels that a vector of V becomes. They are looked up 128 levels at a time, or 64.
@@ -36,7 +37,8 @@ struct ByteTables {
 inline __m512i low_nibbles(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline __m512i high_nibbles(__m512i x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 
-constexpr int kSlabKeys = 32;  // looked up at a time
+constexpr int kSlabKeys = 32;                 // looked up at a time
+constexpr int kTilesAtOnce = kSlabKeys / 16;  // of keys, or of levels of values
 
 // n keys, up to kSlabKeys, as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last
 // are left as they are: they meet zeros.
@@ -60,7 +62,7 @@ inline void put_query(const float* q, int levels, __m512 inverse, int8_t* upper,
     const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     auto put = [&](__m512i x, int i, int8_t* row) {
         const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), order);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i / kChunk * kTileBytes + i % kChunk), bytes);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i / kChunk * kPairBytes + i % kChunk), bytes);
     };
     for (int i = 0; i < levels; i += 16) {
         const __m512i x = to_integers(_mm512_loadu_ps(q + i), inverse);
@@ -135,94 +137,82 @@ inline int level_of(int levels, int tile, int lane) {
     return (byte % 4 * 2 + tile % 2) * (levels / 8) + byte / 4;
 }
 
-// What a pair of tiles is multiplied by: a tile a chunk, the upper bytes of R rows and then the lower ones.
+// What 16 rows are multiplied by: of each chunk their upper bytes and their lower ones, and the same of centroids.
 struct Product {
     const int8_t *rows, *pair;
 };
 
-// Sums one product in tiles FIRST and FIRST + 1: with upper bytes of centroids, and with lower ones. Of up to two chunks the
-// rows stay in tiles 4 and 5 as long as they are the same.
-template <int FIRST> inline void multiply(const Product& of, int chunks, const int8_t*& rows) {
-    zero_tile<FIRST>();
-    zero_tile<FIRST + 1>();
-    if (chunks <= 2) {
-        if (of.rows != rows) {
-            rows = of.rows;
-            load_tile<4>(rows);
-            if (chunks == 2) load_tile<5>(rows + kTileBytes);
-        }
-        load_tile<6>(of.pair);
-        add_products<FIRST, 4, 6>();
+// Sums one product in tiles 0, 1 and 2: upper by upper bytes, one by the other, and lower by lower ones.
+inline void multiply(Product of, int chunks) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>();
+    for (int c = 0; c < chunks; ++c, of.rows += kPairBytes, of.pair += kPairBytes) {
+        load_tile<4>(of.rows), load_tile<6>(of.pair);
+        add_products<0, 4, 6>();
         load_tile<7>(of.pair + kTileBytes);
-        add_products<FIRST + 1, 4, 7>();
-        if (chunks < 2) return;
-        load_tile<6>(of.pair + kPairBytes);
-        add_products<FIRST, 5, 6>();
-        load_tile<7>(of.pair + kPairBytes + kTileBytes);
-        add_products<FIRST + 1, 5, 7>();
-        return;
-    }
-    for (int c = 0; c < chunks; ++c) {
-        load_tile<4>(of.rows + c * kTileBytes);
-        load_tile<6>(of.pair + c * kPairBytes);
-        add_products<FIRST, 4, 6>();
-        load_tile<7>(of.pair + c * kPairBytes + kTileBytes);
-        add_products<FIRST + 1, 4, 7>();
+        add_products<1, 4, 7>();
+        load_tile<5>(of.rows + kTileBytes);
+        add_products<2, 5, 7>();
+        add_products<1, 5, 6>();
     }
 }
 
-// Of n products each(i), an even number: done(i, sums), with sums [upper, lower bytes of centroids][16][16] in 32 bits. A
-// product's sums are stored while the next one runs.
+constexpr int kSums = 3 * 256;  // of a product, in 32 bits: [upper by upper, mixed, lower by lower][16][16]
+
+// Of n products each(i): done(i, sums). A product's sums are looked at while the next one runs.
 template <class Each, class Done> inline void multiply_all(int n, int chunks, Each each, Done done) {
-    alignas(64) int32_t sums[2][512];
-    const int8_t* rows = nullptr;
-    auto finish = [&](int i) __attribute__((always_inline)) {
-        if (i % 2) {
-            store_tile<2>(sums[1]);
-            store_tile<3>(sums[1] + 256);
-        } else {
-            store_tile<0>(sums[0]);
-            store_tile<1>(sums[0] + 256);
+    alignas(64) int32_t sums[2][kSums];
+    for (int i = 0; i <= n; ++i) {
+        if (i < n) {
+            int32_t* to = sums[i % 2];
+            multiply(each(i), chunks);
+            store_tile<0>(to), store_tile<1>(to + 256), store_tile<2>(to + 512);
         }
-        done(i, sums[i % 2]);
-    };
-    for (int i = 0; i < n; i += 2) {
-        multiply<0>(each(i), chunks, rows);
-        if (i) finish(i - 1);
-        multiply<2>(each(i + 1), chunks, rows);
-        finish(i);
+        if (i) done(i - 1, sums[1 - i % 2]);
     }
-    finish(n - 1);
 }
 
-// Row r of R of one pair: 65,536 * upper.upper + 256 * (upper.lower + lower.upper) + lower.lower. What does not fit in 32 bits
-// meanwhile cancels out.
-template <int R> inline __m512 whole_sums(const int32_t* of, int r) {
-    auto at = [&](int side, int row) { return _mm512_load_si512(of + side * 256 + row * 16); };
-    const __m512i mixed = _mm512_add_epi32(at(0, R + r), at(1, r));
-    const __m512i above = _mm512_add_epi32(_mm512_slli_epi32(at(0, r), 8), mixed);
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(above, 8), at(1, R + r)));
+// Row r of a product: 65,536 * upper.upper + 256 * mixed + lower.lower. What does not fit in 32 bits meanwhile cancels out.
+inline __m512 whole_sums(const int32_t* of, int r) {
+    auto at = [&](int part) { return _mm512_load_si512(of + part * 256 + r * 16); };
+    const __m512i above = _mm512_add_epi32(_mm512_slli_epi32(at(0), 8), at(1));
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(above, 8), at(2)));
 }
 
-// The tiles of `multiply`, for so many rows.
-inline TileShapes shapes_of(int rows) {
+// All tiles are whole ones.
+inline TileShapes whole_shapes() {
     TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 6 ? 2 * rows : 16, kChunk);
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, 16, kChunk);
     return shapes;
 }
+
+// Integers of the rows of two tiles, in scratch, as `Product` takes them.
+struct RowBytes {
+    int8_t *const q, *const p;  // p of a stretch's weights
+
+    static int64_t size_of_q(const Cache& cache) { return chunks_of(cache.k.levels) * kPairBytes; }
+    static int64_t size_of_p() { return kStretch / kChunk * kPairBytes; }
+    static int64_t floats(const Cache& cache) { return (size_of_q(cache) + size_of_p()) / 4; }
+
+    RowBytes(const Cache& cache, float* scratch) : q(reinterpret_cast<int8_t*>(scratch)), p(q + size_of_q(cache)) {}
+    // Levels past the last; what is in rows that no tile has, or has not written yet, only meets sums that nobody reads.
+    void clear(const Cache& cache) {
+        if (cache.k.levels % kChunk) std::memset(q, 0, size_of_q(cache));
+    }
+};
 
 // What R rows are multiplied by, and their sums: the products of a tile in a pass. The lookups are the pass's own.
 template <int R> struct TileProducts {
     const Cache& cache;
     const int stride, columns;
-    int8_t* const q;    // [chunk][R upper, R lower][kChunk]; of numbers as `put_queries` says
-    int8_t* const p;    // likewise, a stretch's weights; as `put_weights` says
-    float* const sums;  // [R, columns, 16]
-    float factor[R];    // of logits: the query's step, the centroids' unit and the softmax scale
+    int8_t* const q;     // of numbers, as `put_queries` says
+    int8_t* const p;     // and as `put_weights` says
+    float* const sums;   // [R, columns, 16]
+    int8_t* weights_at;  // this tile's rows in `RowBytes::p`
+    float factor[R];     // of logits: the query's step, the centroids' unit and the softmax scale
     float steps[R];
 
-    static int tiles_of_queries(const Side& k) { return k.cell == kNibble ? chunks_of(k.levels) : k.levels / kPairs; }
-    static int tiles_of_weights(const Side& v) { return kStretch / (v.cell == kNibble ? kChunk : kPairs); }
+    static int tiles_of_queries(const Side& k) { return k.cell == kNibble ? 0 : k.levels / kPairs; }
+    static int tiles_of_weights(const Side& v) { return v.cell == kNibble ? 0 : kStretch / kPairs; }
     static int64_t floats(const Cache& cache) {
         return (tiles_of_queries(cache.k) + tiles_of_weights(cache.v)) * kTileBytes / 4 + R * columns_of(cache.v.levels) * 16;
     }
@@ -235,25 +225,28 @@ template <int R> struct TileProducts {
           p(q + tiles_of_queries(cache.k) * kTileBytes),
           sums(reinterpret_cast<float*>(p + tiles_of_weights(cache.v) * kTileBytes)) {
         std::memset(sums, 0, R * columns * 16 * sizeof(float));
-        if (cache.k.cell != kNibble) {
-            put_queries(tile.q, cache.k.levels, q);
-            return;
-        }
-        std::memset(q, 0, chunks_of(cache.k.levels) * kTileBytes);
+        if (cache.k.cell != kNibble) put_queries(tile.q, cache.k.levels, q);
+    }
+
+    // Puts the integers of the tile's rows beside those of another's: `half` 1 is the second of both.
+    void take(const Tile& tile, const RowBytes& rows, int half) {
+        weights_at = rows.p + half * R * kChunk;
+        if (cache.k.cell != kNibble) return;
         const float most = most_total(cache.k.integers, cache.k.levels);
-        for (int r = 0; r < R; ++r) {
+        int8_t* upper = rows.q + half * R * kChunk;
+        for (int r = 0; r < R; ++r, upper += kChunk) {
             float inverse;
             factor[r] = query_step(tile.q[r], cache.k.levels, most, &inverse) * cache.k.unit * tile.softmax_scale;
-            put_query(tile.q[r], cache.k.levels, _mm512_set1_ps(inverse), q + r * kChunk, q + (R + r) * kChunk);
+            put_query(tile.q[r], cache.k.levels, _mm512_set1_ps(inverse), upper, upper + kTileBytes);
         }
     }
 
-    // Logits [R, stride] of 16 keys from `key` on, of their products.
+    // Logits [R, stride] of 16 keys from `key` on, of their products from the first row on.
     void score(const int32_t* found, int key, const float* scale, float* logits) const {
         const __m512 own = Avx512::load(scale + key);
         for (int r = 0; r < R; ++r) {
             const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
-            Avx512::store(logits + r * stride + key, Avx512::fma(whole_sums<R>(found, r), by, Avx512::zero()));
+            Avx512::store(logits + r * stride + key, Avx512::fma(whole_sums(found, r), by, Avx512::zero()));
         }
     }
 
@@ -271,9 +264,9 @@ template <int R> struct TileProducts {
                 const __m512i a = _mm512_packs_epi32(of(0), of(16)), b = _mm512_packs_epi32(of(32), of(48));
                 auto up = [](__m512i x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); };
                 auto low = [](__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); };
-                int8_t* row = p + c * kTileBytes + r * kChunk;
+                int8_t* row = weights_at + c * kPairBytes + r * kChunk;
                 _mm512_store_si512(row, _mm512_packs_epi16(up(a), up(b)));
-                _mm512_store_si512(row + R * kChunk, _mm512_packs_epi16(low(a), low(b)));
+                _mm512_store_si512(row + kTileBytes, _mm512_packs_epi16(low(a), low(b)));
             }
     }
 
@@ -282,7 +275,7 @@ template <int R> struct TileProducts {
         for (int r = 0; r < R; ++r) {
             float* sum = sums + (r * columns + column) * 16;
             const __m512 before = _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r]));
-            _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums<R>(found, r), _mm512_set1_ps(steps[r]), before));
+            _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums(found, r), _mm512_set1_ps(steps[r]), before));
         }
     }
 
@@ -313,7 +306,7 @@ struct LookedUp {
     float* k_scale;
 
     static int64_t size_of_bytes(const Cache& cache) {
-        return kPairBytes * 2 * larger(chunks_of(cache.k.levels), kStretch / kChunk);
+        return kPairBytes * kTilesAtOnce * larger(chunks_of(cache.k.levels), kStretch / kChunk);
     }
     static int64_t size_of_values(const Cache& cache) {
         return static_cast<int64_t>(columns_of(cache.v.levels)) / 2 * kStretch * 16;
