@@ -1,5 +1,7 @@
 """What the compressed cache holds, for `/metrics`: bytes, tokens and the ratio to BF16, per layer on request.
 
+And what its limits cost: tokens that were computed again because others had needed their blocks.
+
 vLLM tells its loggers which part of the pages is handed out; a page's bytes are those that vLLM allocates. Prefixes that are
 kept for later requests but belong to none count as free, in vLLM's figures and so in these.
 """
@@ -8,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import REGISTRY, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
 from haarkv.serving.vllm_plugin.chosen import plan_of
@@ -26,6 +29,7 @@ _GAUGES = {
     "kv_compression_ratio": "Bytes that BF16 would take, by the bytes that are taken.",
 }
 _LAYER = "kv_layer_held_bytes"
+_RECOMPUTED = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
 
 
 class RotatedStatLogger(StatLoggerBase):
@@ -35,8 +39,10 @@ class RotatedStatLogger(StatLoggerBase):
         self._config = vllm_config
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
         self._gauges: dict[str, Gauge] = {}
+        self._recomputed: Counter | None = None
         if is_asked_for(vllm_config):
             self._gauges = {name: _gauge(name, text, ("model_name", "engine")) for name, text in _GAUGES.items()}
+            self._recomputed = _counter(*_RECOMPUTED, ("model_name", "engine"))
             if vllm_config.additional_config.get(PER_LAYER):
                 self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", ("model_name", "engine", "layer"))
 
@@ -46,6 +52,8 @@ class RotatedStatLogger(StatLoggerBase):
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         if scheduler_stats is not None:
             self._set(scheduler_stats.kv_cache_usage)
+            if self._recomputed is not None:
+                self._recomputed.labels(*self._labels).inc(recomputed_tokens(scheduler_stats))
 
     def _set(self, usage: float) -> None:
         """
@@ -79,8 +87,26 @@ def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
     return [page_bytes(pair, heads, model.get_head_size(), block_size) for pair in plan.layers]
 
 
+def recomputed_tokens(stats: SchedulerStats) -> int:
+    """Tokens of requests that went on after a preemption in this step, but those still cached or brought back from elsewhere.
+
+    vLLM counts them where prefix caching is on, which is its default.
+    """
+    own, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
+    return own.preempted_queries - own.preempted_hits - (outside.preempted_hits if outside else 0)
+
+
 def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
-    """A gauge in the registry that vLLM's `/metrics` shows, in place of one that an earlier engine of this process left."""
+    _forget(name)
+    return Gauge(_PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
+    _forget(name)
+    return Counter(_PREFIX + name, text, labels)
+
+
+def _forget(name: str) -> None:
+    """Take a metric that an earlier engine of this process left out of the registry that vLLM's `/metrics` shows."""
     if (older := REGISTRY._names_to_collectors.get(_PREFIX + name)) is not None:
         REGISTRY.unregister(older)
-    return Gauge(_PREFIX + name, text, labels, multiprocess_mode="mostrecent")

@@ -78,7 +78,7 @@ def our_logits(model, ids, kv):
 
 @pytest.fixture(scope="module")
 def tiny_text():
-    from haarkv.engine.session import load
+    from haarkv.engine.loading import load
 
     return load("tiny").tokenizer.encode("\n".join(held_out_texts().values()))[:200]
 

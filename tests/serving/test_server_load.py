@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm_server
 
 USERS, NEW_TOKENS = 25, 400
 ASKED = prompts(USERS, (20, 60, 110, 150, 200))
+BLOCK = 128
 SMALL_CACHE = 8 * 2**20  # 41 blocks; all users together come to 113
 # Of the workers' resident memory, from the third quarter of a run to the last. Measured: 0.1 MiB of 809.
 GROWTH = 8 * 2**20
@@ -94,19 +95,27 @@ def test_many_users_at_once_get_what_each_gets_alone_in_memory_that_does_not_gro
 def test_users_who_must_make_room_for_each_other_get_the_same(small, judge):
     answers = all_at_once(small)
     preempted = small.metrics()["vllm:num_preemptions_total"]
-    print(f"{preempted:.0f} preemptions")
+    recomputed = small.metrics()["haarkv:recomputed_tokens_total"]
+    print(f"{preempted:.0f} preemptions, {recomputed:.0f} tokens computed again")
     assert preempted > 0
+    assert recomputed > 0
     assert_right(judge, ASKED, answers)
     assert small.metrics()["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_users_whose_pages_left_and_came_back_get_the_same(offloading, judge, record_property):
     answers = all_at_once(offloading)
-    found = {name: value for name, value in offloading.metrics().items() if "preempt" in name or "kv_offload" in name}
+    found = {
+        name: value
+        for name, value in offloading.metrics().items()
+        if any(word in name for word in ("preempt", "kv_offload", "recomputed"))
+    }
     record_property("offloading", json.dumps(found))
     print(found)
     assert found["vllm:num_preemptions_total"] > 0
     assert found["vllm:kv_offload_load_bytes_total"] > 0
+    # Of what a preempted request had, a block that was not full yet never left.
+    assert found["haarkv:recomputed_tokens_total"] <= BLOCK * found["vllm:num_preemptions_total"]
     assert_right(judge, ASKED, answers)
 
 
