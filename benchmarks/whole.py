@@ -314,7 +314,7 @@ class _Case:
                 cost = self._cost(kind, side)
                 times = self.kept.of(kind, self.context, side.name)
                 taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
-                made = row(kind, side.name, case, cost, self.machine, taken, note)  # type: ignore[arg-type]
+                made = row(kind, side.name, case, cost, self.machine, taken, note)
                 yield replace(made, about=side.about, runs=len(times), tokens=tokens if kind == "prompt" else None)
 
     def _cost(self, kind: str, side: Side) -> Cost:
