@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks import decode_peers, whole
-from haarkv.benchmarks.attention import MOST_COPIES, Sides, attention_rows
+from haarkv.benchmarks.attention import Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
 from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
 from haarkv.benchmarks.llama_process import LlamaKV
+from haarkv.benchmarks.plans import plan_of
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
-from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
@@ -31,12 +31,10 @@ from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
 from haarkv.models.parallel import ALONE, Ranks
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Request:
 
     Attributes:
         model, dtype, layers, device: as in `engine.loading.load`.
-        executors, kvs: each executor is run with each KV format that it supports.
+        executors, kvs: each executor is run with each cache that it supports; caches as `benchmarks.plans` reads them.
         peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
         llama_kvs: kinds of llama.cpp's KV cache.
         hf_caches: other caches for transformers' model, measured beside its own.
@@ -103,7 +101,8 @@ def measure(
         if "attention" in request.kinds:
             peers = SDPA in request.peers
             rows += attention_rows(sides, model, case, k, v, machine, peers=peers, repeats=request.repeats, on_turn=on_turn)
-        for kind in ("layer",) if on_prompts else ("layer", "step"):
+        own_steps: tuple[Literal["layer", "step"], ...] = ("layer",) if on_prompts else ("layer", "step")
+        for kind in own_steps:
             if kind in request.kinds:
                 rows += _call_rows(kind, request, model, sides, case, k, v, machine, on_turn)
     if on_prompts:
@@ -114,15 +113,6 @@ def measure(
 def _steps(request: Request) -> int:
     """Tokens that a whole-step measurement appends to each sequence."""
     return request.repeats + 2
-
-
-def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
-    """One format for all layers; learned nibbles are of made-up coordinates, other ones in each copy of a layer."""
-    if not formats.needs_calibration(kv):
-        return plan_for(KVSpec(kv), config)
-    layers = max(config.num_layers, MOST_COPIES)
-    pair = formats.parse(kv, made_up.calibration(layers, config.num_kv_heads, config.head_dim))
-    return KVPlan.uniform(*pair, config.num_layers)
 
 
 def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> Sides:

@@ -50,7 +50,9 @@ def write(path: Path, model: DecoderModel) -> None:
         _describe(writer, model)
         names = gguf.get_tensor_name_map(architecture, model.config.num_layers)
         for name, tensor in model.weights.named():
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), *_stored(tensor))
+            its_name = names.get_name(name, try_suffixes=(".weight",))
+            assert its_name is not None, f"gguf has no name for {name}"
+            writer.add_tensor(its_name, *_stored(tensor))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -116,18 +117,18 @@ class Ours:
 
 
 class Transformers:
-    """transformers' own model with the same weights, and its `DynamicCache`."""
+    """transformers' own model with the same weights, and its `DynamicCache`; nothing of it is needed before `open`."""
+
+    name, about = "hf DynamicCache bf16", ""
 
     def __init__(self, model: DecoderModel) -> None:
-        import transformers
-
         config = model.config
-        self.name, self.about = "hf DynamicCache bf16", f"transformers {transformers.__version__}, sdpa"
         self.token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-        self._model = decode_peers.their_model(model, "sdpa")
+        self._ours, self._model, self._cache = model, cast(Any, None), cast(Any, None)
 
     def open(self, context: int) -> None:
-        self._cache: Any = None
+        self._model = self._model or decode_peers.their_model(self._ours, "sdpa")
+        self.about = f"transformers {version('transformers')} with SDPA"
 
     def shut(self) -> None:
         self._cache = None
@@ -206,8 +207,9 @@ def measure(request: Request, model: DecoderModel, sides: Sides, machine: Machin
         if decode_peers.LLAMA in request.peers:
             all_sides += _llama_sides(request, model, stack, on_turn)
         if decode_peers.TRANSFORMERS in request.peers:
-            missing = decode_peers.transformers_missing(model.config)
-            all_sides += [] if missing else [Transformers(model)]
+            all_sides.append(Transformers(model))
+            if missing := decode_peers.transformers_missing(model.config):
+                failed[Transformers.name] = missing
         rows: list[CostRow] = []
         for context in request.contexts:
             case = _Case(request, model, all_sides, kept, context, machine, failed)
@@ -314,7 +316,7 @@ class _Case:
                 cost = self._cost(kind, side)
                 times = self.kept.of(kind, self.context, side.name)
                 taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
-                made = row(kind, side.name, case, cost, self.machine, taken, note)  # type: ignore[arg-type]
+                made = row(kind, side.name, case, cost, self.machine, taken, note)
                 yield replace(made, about=side.about, runs=len(times), tokens=tokens if kind == "prompt" else None)
 
     def _cost(self, kind: str, side: Side) -> Cost:

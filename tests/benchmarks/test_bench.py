@@ -12,6 +12,7 @@ from small_models import SMALL, small_model
 
 from haarkv.benchmarks import attention, caches, decode_peers, timing
 from haarkv.benchmarks.decode_cost import Case, attention_cost, layer_cost, row, step_cost, store_cost
+from haarkv.benchmarks.plans import parse_caches, plan_of
 from haarkv.benchmarks.report import RESULTS
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
@@ -197,6 +198,27 @@ def test_bench_decode_measures_what_it_names(run):
         "torch bf16 products": bf16,
     }  # fmt: skip
     assert result["machine"]["copy_gbps"] > 0
+
+
+def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
+    """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
+    code, out, _ = run("decode", *QUICK, "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
+    assert code == 0
+    for who in ("tq4/k=tq4,v=tq3+tail8", "lr16"):
+        assert f"reference {who} at 40 tokens: " in out
+    assert out.count("of reference tq4's time") == 2
+
+
+def test_a_cache_of_the_benchmark_becomes_its_plan():
+    made = plan_of("tq4/k=bf16,v=tq3+tail8+sink2", SMALL)
+    names = [(k.name, v.name) for k, v in made.layers]
+    assert names == [("tq4", "tq4"), ("bf16", "tq3"), ("tq4", "tq4")]
+    assert (made.recent, made.sink) == (8, 2)
+    assert plan_of("tq4", SMALL) == KVSpec("tq4").plan(SMALL.num_layers)
+    assert plan_of("lr16+tail8", SMALL).recent == 8
+    for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
+        with pytest.raises(InputError):
+            parse_caches([wrong])
 
 
 def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):

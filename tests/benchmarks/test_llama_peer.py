@@ -80,7 +80,7 @@ def our_logits(model, ids, kv):
 def tiny_text():
     from haarkv.engine.loading import load
 
-    return load("tiny").tokenizer.encode("\n".join(held_out_texts().values()))[:200]
+    return load("tiny").tokenizer.encode("\n".join(held_out_texts().values()))[:120]
 
 
 def their_logits(model, ids, kind, folder):
@@ -102,19 +102,19 @@ def test_in_fp32_its_logits_are_ours(tmp_path, tiny_text):
     model = load_model("tiny", "float32")
     ours, theirs = our_logits(model, tiny_text, "fp32"), their_logits(model, tiny_text, LlamaKV("f32", False), tmp_path)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-    assert (ours - theirs).abs().max() < 2e-3
-    assert kl(ours, theirs) < 1e-8
+    assert (ours - theirs).abs().max() < 2e-4  # measured: 2e-5
+    assert kl(ours, theirs) < 1e-10  # 2e-12
 
 
 @needs_llama
 @pytest.mark.parametrize("flash", [True, False])
 def test_in_bf16_its_logits_are_ours_but_for_rounding(flash, tmp_path, tiny_text):
     """BF16 weights, its cache in FP16, ours in BF16. Both round activations to BF16, though not at the same places: the two
-    differ as much from each other as ours does from the same weights in FP32, a KL near 1e-4."""
+    differ as much from each other as ours does from the same weights in FP32: a KL of 5e-5, 98 % of the largest alike."""
     model = load_model("tiny", "bfloat16")
     ours, theirs = our_logits(model, tiny_text, "bf16"), their_logits(model, tiny_text, LlamaKV("f16", flash), tmp_path)
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.97
-    assert kl(ours, theirs) < 1e-3
+    assert kl(ours, theirs) < 3e-4
 
 
 @needs_llama

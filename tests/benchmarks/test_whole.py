@@ -55,6 +55,19 @@ def no_rest(monkeypatch):
     monkeypatch.setattr(whole, "_REST_S", 0.0)
 
 
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
+    monkeypatch.setattr(timing, "_MATRIX", 16)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+
+    def run(*args):
+        quick = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40"]
+        return main(["bench", "decode", *quick, *args]), *capsys.readouterr()
+
+    return run
+
+
 def request(kinds=BOTH, repeats=2, **more):
     return Request("small", ["reference"], ["tq4"], [64], [1], kinds=kinds, repeats=repeats, peers=(), **more)
 
@@ -160,6 +173,16 @@ def test_transformers_side_holds_the_same_tokens():
     assert side.token_bytes == 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4  # FP32, as the model
 
 
+def test_without_transformers_its_rows_say_so(run, monkeypatch):
+    monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
+    code, out, _ = run("--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
+    rows = {r["who"]: r for r in json.loads(out)["rows"]}
+    assert code == 0
+    assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
+    assert "ms" not in rows["hf DynamicCache bf16"]
+    assert rows["reference tq4"]["ms"] > 0
+
+
 # -- Kinds of llama.cpp's cache, and what cannot be measured ---------------------------------------------------------------
 
 
@@ -179,19 +202,6 @@ def test_a_quantized_cache_is_read_by_flash_attention_alone(text, names):
 def test_a_cache_that_llama_does_not_have_is_refused(text, words):
     with pytest.raises(InputError, match=words):
         llama_process.parse_kinds(text)
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-
-    def run(*args):
-        quick = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40"]
-        return main(["bench", "decode", *quick, *args]), *capsys.readouterr()
-
-    return run
 
 
 def test_prompts_are_measured_without_llama_as_well(run):

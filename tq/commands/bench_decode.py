@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 _OPTIONS = (
     model_option("random:0.6b"),
     click.option(
-        "--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: bf16,tq4]."
+        "--kv",
+        "kvs",
+        multiple=True,
+        metavar="LIST",
+        help="Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
+        "+tailN and +sinkN for tokens in BF16 [default: bf16,tq4].",
     ),
     executor_option(multiple=True),
     run_options("bfloat16"),
@@ -296,15 +301,15 @@ def _request(given: dict[str, Any], **more: Any) -> Request:
 
 
 def _kvs(given: dict[str, Any]) -> list[str]:
-    from haarkv.validation.fidelity.setup import parse_list
+    from haarkv.benchmarks.plans import parse_caches
 
-    return parse_list(given["kvs"]) or ["bf16", "tq4"]
+    return parse_caches(given["kvs"]) or ["bf16", "tq4"]
 
 
 def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     """`TQCache` in each format, read packed by transformers' model."""
-    from haarkv.benchmarks.decode import plan_of
     from haarkv.benchmarks.decode_peers import HFCache
+    from haarkv.benchmarks.plans import plain, plan_of
     from haarkv.tq_ops import formats
 
     if find_spec("transformers") is None:
@@ -315,7 +320,7 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token
     caches = []
     for kv in kvs:
-        if not formats.needs_calibration(kv):
+        if plain(kv) and not formats.needs_calibration(kv):
             token_bytes = plan_of(kv, config).bytes_per_token(config.num_kv_heads, config.head_dim)
             make = partial(TQCache, kv=kv)
             caches.append(HFCache(f"TQCache {kv}", make, 8 * token_bytes / numbers, implementation=IMPLEMENTATION))
@@ -324,7 +329,7 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
     """The fastest executor here that reads at least one of the formats."""
-    from haarkv.benchmarks.decode import plan_of
+    from haarkv.benchmarks.plans import plan_of
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
