@@ -118,7 +118,7 @@ def test_rounding_towards_zero_has_a_direction(tiny):
 
 
 # -- What is right passes --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", [2, 9, 20, 227, 271])
+@pytest.mark.parametrize("number", [2, 9, 20, 227])
 def test_clean_runs_are_not_red(number):
     what, report = clean_run(number)
     assert report.passed, (what, report.first_divergence)
