@@ -10,7 +10,7 @@ of statistics for `/metrics`. Nothing of vLLM is replaced.
 from __future__ import annotations
 
 KV = "tq4"
-"""The format that pages hold unless another is asked for, and that those of a draft's layers always hold."""
+"""The format that pages hold unless another is asked for, and that a draft's always hold."""
 FORMAT, SKIP_LAYERS = "haarkv_kv", "haarkv_kv_skip_layers"
 """Keys of vLLM's `--additional-config`: the format, as `--kv` takes it; a list of layers that stay in BF16."""
 CALIBRATION, PLAN = "haarkv_calibration", "haarkv_kv_plan"

@@ -61,7 +61,7 @@ def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
     """How this rank's KV heads of a layer are stored.
 
     Args:
-        layer_name: vLLM's. Layers of a draft are stored in `KV`, whatever the model's own are stored in.
+        layer_name: vLLM's. A draft's layers, if vLLM is told to give them to this backend, are stored in `KV`.
     """
     if is_of_draft(vllm_config, layer_name):
         return default_pair()

@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, unsupported, wrong_head_dim
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-# Drafts that were run. Attention layers that they bring have pages like all others.
+# Drafts that were run. vLLM keeps attention layers that they bring in BF16, by its own backend, unless it is told otherwise.
 _DRAFTS = ("ngram", "draft_model", "eagle3")
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)

@@ -1,4 +1,4 @@
-"""Drafts that bring attention layers of their own: their pages are packed as all others, and the text is the model's."""
+"""Drafts that bring attention layers of their own, whose pages lie beside the model's: the text is the model's."""
 
 from __future__ import annotations
 
