@@ -197,7 +197,8 @@ class CpuOps:
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
-        that of the rounded ones (from `avx512` on, their exponentials are off by at most 3e-6 before that); blocks are merged in FP32; the output to BF16. The rotated q stays in FP32.
+        that of the rounded ones (from `avx512` on, their exponentials are off by at most 3e-6 before that); blocks are merged
+        in FP32; the output to BF16. The rotated q stays in FP32.
 
         From `avx512vnni` on, a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three
         roundings, each of at most half a step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the
@@ -220,7 +221,8 @@ class CpuOps:
         at most 2**-17 of itself, and the output is rounded to BF16. Sums are FP32, in the tiles' own order.
 
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
-        that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries and partial sums take at most
+        that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries
+        and partial sums take at most
         about 16 MB at a time, whatever the prompt.
 
         """
