@@ -222,8 +222,7 @@ class CpuOps:
 
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
         that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries
-        and partial sums take at most
-        about 16 MB at a time, whatever the prompt.
+        and partial sums take at most about 16 MB at a time, whatever the prompt.
 
         """
         q, positions = q.contiguous(), batch.positions.contiguous()
