@@ -43,17 +43,33 @@ def test_greedy_text_is_the_references(table, kv):
     assert greedy(ReferenceExecutor(MODEL, table.open()), kv) == greedy(ReferenceExecutor(MODEL), kv)
 
 
+def logits_after_prompts(model, ops):
+    """Logits [24, vocab] fp32 after as many prompts."""
+    cache = new_cache(SMALL, num_blocks=120)
+    paging = new_paging(cache)
+    prompts = [random_tokens(SMALL, 30, seed=seed) for seed in range(24)]
+    return prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add() for _ in prompts], prompts).float()
+
+
 @every_table
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_the_references(table, dtype):
-    model, tokens = small_model(SMALL, dtype=dtype), [random_tokens(SMALL, 30)]
-    logits = []
-    for ops in (table.open(), reference):
-        cache = new_cache(SMALL)
-        paging = new_paging(cache)
-        logits.append(prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add()], tokens))
-    limit = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
-    assert (logits[0] - logits[1]).abs().max() <= limit * logits[1].std()
+def test_logits_are_the_references(table):
+    ours, theirs = (logits_after_prompts(MODEL, ops) for ops in (table.open(), reference))
+    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
+    # Measured: 1e-3 and less; 0.1 where a level falls to the other side of a boundary, after 9 of the 24.
+    assert error.median() <= 1e-2
+    assert error.max() <= bounds.EXECUTOR_LOGITS["bfloat16"]
+
+
+@every_table
+def test_in_bf16_logits_are_as_near_to_unrounded_ones_as_the_references(table):
+    """How far the two are from each other is chance: one level that falls to the other side of a boundary moves all logits."""
+    model, unrounded = small_model(SMALL, dtype=torch.bfloat16), small_model(SMALL)
+    for (_, wide), (_, narrow) in zip(unrounded.weights.named(), model.weights.named(), strict=True):
+        wide.copy_(narrow)
+    exact = logits_after_prompts(unrounded, reference)
+    ours, theirs = ((logits_after_prompts(model, ops) - exact).norm() for ops in (table.open(), reference))
+    # Measured: 1.01 where sums are of FP32 numbers, 1.07 where they are of integers.
+    assert ours <= 1.15 * theirs
 
 
 @every_table
