@@ -111,7 +111,6 @@ def project(tmp_path_factory):
     for name in FOREIGN:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("OURS = True\n", encoding="utf-8")
-    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
     indented = "".join(f"    {line}\n" if line else "\n" for line in SCRIPT.splitlines())
     (folder / "tests" / "test_theirs.py").write_text(f"def test_theirs():\n{indented}", encoding="utf-8")
     return folder
@@ -123,10 +122,9 @@ def project(tmp_path_factory):
         ("wheel", ["tq", *GENERATE]),
         ("wheel", ["python", "-m", "pytest", "-q"]),
         ("editable", ["python", "-m", "tq", *GENERATE]),
-        ("editable", ["python", "script.py"]),
     ],
     indirect=["installed"],
-    ids=["wheel-tq", "wheel-pytest", "editable-python -m tq", "editable-script"],
+    ids=["wheel-tq", "wheel-pytest", "editable-python -m tq"],
 )
 def test_it_works_beside_folders_of_the_same_names(installed, project, command):
     run(installed / command[0], *command[1:], cwd=project)

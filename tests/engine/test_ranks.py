@@ -74,8 +74,7 @@ def test_a_rank_holds_its_part_and_no_more(size, config):
         assert held["weights"] == 2 * numbers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("executor", ["reference", "cpu"])
+@pytest.mark.parametrize(("executor", "dtype"), [("reference", torch.float32), ("cpu", torch.bfloat16)])
 def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtype):
     report, nothing = on_ranks(2, validated, executor, FOUR, dtype, LENGTHS, 1)
     assert nothing is None
@@ -84,6 +83,7 @@ def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtyp
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.cuda_long
 def test_so_are_they_over_the_cuda_table():
     config = replace(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
     report, _ = on_ranks(2, validated, "cuda", config, torch.bfloat16, (3,), 0)

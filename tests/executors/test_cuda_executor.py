@@ -68,9 +68,13 @@ NAMES = {"folded": PLAN, "packed": TQ4, "tail": TAIL, "learned": LEARNED}
 @pytest.mark.parametrize(
     ("dtype", "folded", "spec"),
     [
-        ("float32", None, TQ4), ("float32", PLAN, TQ4), ("bfloat16", None, TQ4), ("bfloat16", PLAN, TQ4),
-        ("bfloat16", None, TAIL), ("bfloat16", None, LEARNED),
-        *(pytest.param("float32", folded, TAIL, marks=pytest.mark.cuda_long) for folded in (None, PLAN)),
+        ("float32", None, TQ4), ("bfloat16", PLAN, TQ4), ("bfloat16", None, TAIL), ("bfloat16", None, LEARNED),
+        *(
+            pytest.param(*given, marks=pytest.mark.cuda_long)
+            for given in (
+                ("float32", PLAN, TQ4), ("bfloat16", None, TQ4), ("float32", None, TAIL), ("float32", PLAN, TAIL),
+            )
+        ),
     ],
     ids=lambda given: next((name for name, one in NAMES.items() if one is given), str(given)),
 )  # fmt: skip

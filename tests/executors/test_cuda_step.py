@@ -205,8 +205,15 @@ def moved(heads: Heads) -> Heads:
     return replace(heads, **{name: t.to(DEVICE) for name, t in vars(heads).items() if isinstance(t, torch.Tensor)})
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("case", "made_of"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "made_of", "dtype"),
+    [
+        pytest.param(*case, dtype, marks=[] if GPU or number % 2 == (dtype == BF16) else pytest.mark.cuda_long)
+        for number, case in enumerate(CASES)
+        for dtype in (FP32, BF16)
+    ],
+    ids=str,
+)
 def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, dtype):
     """`made_of`: whether there is a bias, and whether heads are normed."""
     made, copy, qkv, heads, rope, batch = given_to_attention(case, dtype, *made_of)
@@ -299,7 +306,14 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
 """Half of the interpreter's work."""
 
 
-@pytest.mark.parametrize(("family", "dtype", "steps"), [("qwen3", BF16, 1), ("qwen2", BF16, 0), ("llama", FP32, 0)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "steps"),
+    [
+        ("qwen3", BF16, 1),
+        pytest.param("qwen2", BF16, 0, marks=pytest.mark.cuda_long),
+        pytest.param("llama", FP32, 0, marks=pytest.mark.cuda_long),
+    ],
+)
 def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
     model = small_model(config_of(family, **ONE_HEAD), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
@@ -309,6 +323,7 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
     assert sum(row.unexplained for row in report.rows) == 0
 
 
+@pytest.mark.cuda_long
 def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch):
     """Also where the table's ops, which the validator replays, are sound: layer 1 leaves out its second residual."""
     model, calls = small_model(config_of("qwen3", **ONE_HEAD)), []

@@ -119,7 +119,7 @@ def validated(spec, modes=("teacher-forced",), steps=0):
 
 @needs_pypto[0]
 @needs_pypto[1]
-@pytest.mark.slow
+@pytest.mark.npu_long
 def test_a_validation_passes():
     report = validated(learned_spec(ONE_LAYER), ("teacher-forced", "free-running"), steps=1)
     assert report.passed, report.first_divergence

@@ -53,16 +53,12 @@ def test_generate_on_the_npu_says_one_line(python, device):
     assert "source its set_env.sh" in said
 
 
-@pytest.mark.parametrize("command", [["info"], ["formats", "--json"]], ids=["info", "formats"])
-def test_other_commands_work(python, command):
-    done = python("-m", "tq", *command)
+def test_other_commands_work(python):
+    done = python("-m", "tq", "info")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "program",
-    ["import tq; tq.load('tiny')", "from haarkv.engine.loading import load; load('tiny')", "import haarkv, torch"],
-)
+@pytest.mark.parametrize("program", ["from haarkv.engine.loading import load; load('tiny')", "import haarkv, torch"])
 def test_programs_that_import_us_first_work(python, program):
     done = python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,22 @@ def own_cases(table):
     return [case for case in found if library.kernel_from(isa, case.op) == isa]
 
 
-@pytest.mark.parametrize(("table", "case"), [pytest.param(t, c, id=f"{t.name}-{c}") for t in TABLES for c in own_cases(t)])
+def length_of(table, case, found):
+    """Marks: of a GPU's kernels in the interpreter, what runs in BF16 too runs in FP32 at length only."""
+    interpreted = table is CUDA and not torch.cuda.is_available()
+    twin = isinstance(case, Attention) and case.dtype == torch.float32 and replace(case, dtype=torch.bfloat16) in found
+    return [pytest.mark.cuda_long] if interpreted and twin else []
+
+
+@pytest.mark.parametrize(
+    ("table", "case"),
+    [
+        pytest.param(t, c, id=f"{t.name}-{c}", marks=length_of(t, c, found))
+        for t in TABLES
+        for found in (own_cases(t),)
+        for c in found
+    ],
+)
 def test_every_op_does_what_the_reference_does(table, case):
     opened(table)
     ((_, finding),) = suite.run(table, [case])

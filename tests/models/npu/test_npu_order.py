@@ -114,6 +114,7 @@ def short_prefill(config, *sides):
     return replace(programs.prefill_program(config, *sides), rows=32)
 
 
+@pytest.mark.npu_long
 def test_prefill_leaves_no_access_unordered_that_matters():
     """The program of a prefill with tiles of 32 tokens instead of 128: the same loops, sooner through."""
     check_prefill(run_layer(short_prefill, SHORT_PREFILL), 37, tiles=3)

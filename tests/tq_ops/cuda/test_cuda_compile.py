@@ -104,6 +104,7 @@ def check(rows: list[dict], capabilities: tuple[int, ...], head_dim: int | str =
     assert not {key: wrong for key, wrong in outside.items() if wrong}
 
 
+@pytest.mark.cuda_compile
 def test_kernels_are_within_their_bounds_on_hopper():
     """Registers, shared memory, tensor cores, copies ahead, and what a coordinate costs in the loop; nothing spills."""
     names = [name for capability, name in BOUNDS if capability == 90 and name.endswith(" 128")]

@@ -35,8 +35,8 @@ def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, na
     assert len({row.pass_name for row in run.rows}) >= 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nibbles", [pytest.param((128, 64)), pytest.param((256, 192), marks=pytest.mark.npu_long)])
+@pytest.mark.npu_long
+@pytest.mark.parametrize("nibbles", [(128, 64), (256, 192)])
 def test_learned_nibbles_of_every_stage_are_those_of_the_format_after_every_pass(simulator, nibbles):
     """Two stages of K and one of V, or three of both; a vector that is the mean stores scale 0."""
     made = made_up()
