@@ -131,14 +131,7 @@ class Session:
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts; one that is token ids already stays as it is.
-
-        Args:
-            chat: wrap each in the chat template; None does so if the tokenizer has one.
-            system: the system message of the chat template.
-        Raises:
-            InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
-        """
+        """Token ids of prompts, as `engine.prompts.encode` makes them with this model's tokenizer."""
         return encode(self.tokenizer, self.config.vocab_size, prompts, chat, system)
 
     def sampling_with(self, **given: Any) -> Sampling:
