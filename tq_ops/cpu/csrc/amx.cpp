@@ -19,6 +19,7 @@ namespace {
 #include "kept.h"
 #include "attention.h"
 #include "number_tiles.h"
+#include "tile_lookups.h"
 #include "tile_products.h"
 #include "tile_softmax.h"
 #include "tile_attention.h"
