@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, decode, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, small_model
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
@@ -17,6 +17,8 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, with_ops
 
+LLAMA = replace(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
+"""Here Q and K are cut into different numbers of items."""
 BIASED = replace(SMALL, model_type="qwen2", qkv_bias=True)
 TAIL = KVSpec("tq3", layers={0: "k=tq8,v=bf16"}, tail=5, sink=2)
 
@@ -44,7 +46,7 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv", [KVSpec("tq4"), TAIL, KVSpec("kivi4", tail=40)], ids=str)
-@pytest.mark.parametrize("config", [SMALL, BIASED, replace(SMALL, model_type="llama")], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [SMALL, BIASED, LLAMA], ids=lambda c: c.model_type)
 def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
     for isa in library.isas()[:1] + library.isas()[1:][-1:]:
         model = small_model(config, dtype=dtype)

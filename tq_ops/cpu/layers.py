@@ -59,14 +59,12 @@ class DenseLayers:
             rope: cos and sin [T, D/2] fp32 of the batch's positions.
         Returns:
             [T, hidden], or None where the ops have to run one by one: more than `FEW` tokens, formats that the kernels do not
-            quantize, or K and V that they refuse. The same tokens may then have been stored by some layers.
+            quantize, or K, V or slots that they refuse. The same tokens may then have been stored by some layers.
         Raises:
-            IndexError: a slot lies outside the cache.
             InputError: a plan or head_dim that the kernels cannot read.
         """
         if hidden.shape[0] > FEW or (filled := self._of(cache)) is None:
             return None
-        cache.require_room(batch)
         hidden, (cos, sin) = hidden.clone(memory_format=torch.contiguous_format), (x.contiguous() for x in rope)
         slots, positions, rows, starts, table = (
             x.contiguous() for x in (batch.slot_mapping, batch.positions, batch.rows, batch.query_start_loc, batch.block_table)
