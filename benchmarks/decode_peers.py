@@ -139,7 +139,7 @@ class HFCache:
 
 
 def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, more: Sequence[HFCache] = ()) -> Iterator[Peer]:
-    """transformers' own Qwen3 with the same weights, its caches filled with the same K and V in every layer.
+    """transformers' own model with the same weights, its caches filled with the same K and V in every layer.
 
     Args:
         more: caches beside its own ones.
@@ -171,27 +171,27 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
 
 
 def transformers_missing(config: DecoderConfig) -> str:
-    """Why transformers' own Qwen3 is not measured; empty if it can be."""
-    if config.model_type != "qwen3" or config.rope_scaling is not None:
-        return f"the peer is a plain Qwen3, this is a {config.model_type}"
+    """Why transformers' own model is not measured; empty if it can be."""
+    if config.model_type not in ("qwen3", "llama") or config.rope_scaling is not None:
+        return f"the peer is a Qwen3 or Llama without scaled RoPE, this is a {config.model_type}"
     return "" if find_spec("transformers") else "transformers is not installed"
 
 
 def their_model(model: DecoderModel, implementation: str) -> Any:
-    """transformers' own Qwen3 over the same weights, which it shares."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """transformers' own Qwen3 or Llama over the same weights, which it shares."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     c = model.config
-    config = Qwen3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+    config = AutoConfig.for_model(
+        c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
         num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
         head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
         tie_word_embeddings=c.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, attn_implementation=implementation,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
     )  # fmt: skip
     device = model.weights.embedding.device
     with torch.device("meta"):
-        theirs = Qwen3ForCausalLM(config)
+        theirs = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     theirs.load_state_dict(dict(model.weights.named()), assign=True, strict=False)
     theirs.tie_weights()
     # Rotary tables are buffers that no state dict holds.

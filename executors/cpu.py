@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from haarkv.executors.reference import Forward, ReferenceExecutor
+from haarkv.models import fused
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu.layers import DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
 from haarkv.tq_ops.cpu.library import KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -18,6 +21,24 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable
+
+
+@dataclass(frozen=True)
+class _InOneCall(DecoderModel):
+    """A dense model whose layers are one call where tokens are few and nobody looks on at the ops.
+
+    Attributes:
+        whole: its layers.
+    """
+
+    whole: DenseLayers | None = None
+
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
+        if self.whole is not None and isinstance(ops, CpuOps):
+            done = self.whole.run(hidden, span, batch, cache, self.rope.at(batch.positions))
+            if done is not None:
+                return done
+        return super().layers(hidden, span, batch, cache, ops)
 
 
 class CpuExecutor(ReferenceExecutor):
@@ -37,6 +58,7 @@ class CpuExecutor(ReferenceExecutor):
         self._kernels: CpuOps | None = None
         try:
             ops = self._kernels = CpuOps(isa)
+            model = _in_one_call(model, ops)
             self.description = f"C++ kernels ({ops.isa}) on the CPU"
             self.batches_alike = True
         except KernelsMissingError as missing:
@@ -61,7 +83,22 @@ class CpuExecutor(ReferenceExecutor):
     def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 
+    @property
+    def whole(self) -> DenseLayers | None:
+        """The layers that run in one call; None where each op is a call."""
+        return self._model.whole if isinstance(self._model, _InOneCall) else None
+
     @staticmethod
     def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
         return unsupported(READS, plan, config.head_dim)
+
+
+def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:
+    """The same model, its layers in one call if they are dense and it is whole."""
+    if model.ranks.size > 1 or fused.unsupported(model.config):
+        return model
+    config = model.config
+    layers = [{field: tensor for field, _, tensor in layer.named()} for layer in model.weights.layers]
+    whole = DenseLayers(ops, layers, num_heads=config.num_heads, eps=config.rms_norm_eps, softmax_scale=config.softmax_scale)
+    return _InOneCall(model.config, model.weights, model.rope, model.ranks, whole)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from haarkv.models.base import DecoderConfig
+from haarkv.models.large_pages import LargePages
 from haarkv.models.parallel import Split
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_axes, checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
@@ -24,6 +25,9 @@ from haarkv.tq_ops.memory import require_memory
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes room for a tensor of a shape and dtype."""
 
 NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -45,8 +49,9 @@ def random_weights(
         split: keep one rank's part of what the whole model would hold.
         device: where they are drawn and stay; another kind of device draws other numbers.
     """
-    tensors = random_tensors(config, dtype, seed, device)
-    if torch.device(device).type == "cpu":
+    on_host = torch.device(device).type == "cpu"
+    tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
+    if on_host:
         _require_room(dtype.itemsize * config.num_parameters(), split)
     if split:
         axes, of = checkpoint_axes(config), split
@@ -55,15 +60,24 @@ def random_weights(
 
 
 def random_tensors(
-    config: DecoderConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    empty: Empty | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time."""
+    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time.
+
+    Args:
+        empty: makes room for each on the host; torch on `device` unless given.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in checkpoint_shapes(config).items():
         if len(shape) == 1 and not name.endswith(".bias"):
             yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
-            yield name, torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+            room = torch.empty(shape, dtype=dtype, device=device) if empty is None else empty(shape, dtype)
+            yield name, room.normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(
@@ -86,7 +100,9 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    converted = stored_tensors(folder, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent)
+    converted = stored_tensors(
+        folder, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent, empty=LargePages().empty
+    )
     return _gathered(config, converted, progress)
 
 
@@ -103,6 +119,7 @@ def stored_tensors(
     wanted: Callable[[str], bool] | None = None,
     before: Callable[[int], object] | None = None,
     lent: Mapping[str, Tensor] = NOTHING_LENT,
+    empty: Empty | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
@@ -110,6 +127,7 @@ def stored_tensors(
         wanted: of a tensor's name, whether it is read; all are unless given.
         before: called once, before the first comes, with the bytes of all tensors that are not stored as `dtype`.
         lent: as in `load_weights`; they come as they are.
+        empty: makes room for each that is converted; torch unless given.
     Raises:
         InputError: as `load_weights`.
     """
@@ -134,7 +152,11 @@ def stored_tensors(
                 continue
             file = opened[files[name]]
             if split is None:
-                yield name, file.get_tensor(name).to(dtype)
+                found = file.get_tensor(name)
+                if empty is None or found.dtype == dtype:
+                    yield name, found.to(dtype)
+                else:
+                    yield name, empty(found.shape, dtype).copy_(found)
             else:
                 yield name, file.get_slice(name)[split.of(axes)].to(dtype).contiguous()
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from haarkv.models.base import DecoderConfig
 from haarkv.models.hf_config import HFConfig
 
-SIZES: dict[str, DecoderConfig] = {}
-"""No member is made by `random:SIZE`."""
+_LLAMA_8B = DecoderConfig(
+    model_type="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336,
+    vocab_size=128256, rope_theta=5e5, rms_norm_eps=1e-5, max_position_embeddings=131072,
+)  # fmt: skip
+
+SIZES: dict[str, DecoderConfig] = {
+    "llama-1b": replace(
+        _LLAMA_8B, hidden_size=2048, num_layers=16, head_dim=64, intermediate_size=8192, tie_word_embeddings=True
+    ),
+    "llama-3b": replace(
+        _LLAMA_8B, hidden_size=3072, num_layers=28, num_heads=24, intermediate_size=8192, tie_word_embeddings=True
+    ),
+    "llama-8b": _LLAMA_8B,
+}
+"""Llama 3.1 and 3.2, by the word that `random:SIZE` takes; their scaled RoPE is left out, which costs nothing."""
 
 
 def read_config(file: HFConfig) -> DecoderConfig:

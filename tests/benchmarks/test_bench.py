@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -147,13 +148,14 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
             assert ((ratio - 1).abs() < 0.02).all()
 
 
-def test_transformers_steps_continue_the_same_cache():
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_transformers_steps_continue_the_same_cache(kind):
     """Their logits after the same K and V are ours, so both sides of the comparison do the same work."""
     pytest.importorskip("transformers")
     import tq
     from haarkv.executors.reference import ReferenceExecutor
 
-    model, case = small_model(), Case(2, 20)
+    model, case = small_model(replace(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
     k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
     cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()

@@ -42,9 +42,9 @@ def calls(monkeypatch):
     made = []
     attend = kernels.Reader.attend
 
-    def counted(self, q, seen, softmax_scale):
+    def counted(self, q, seen, softmax_scale, padding):
         made.append((self._layer, seen))
-        return attend(self, q, seen, softmax_scale)
+        return attend(self, q, seen, softmax_scale, padding)
 
     monkeypatch.setattr(kernels.Reader, "attend", counted)
     return made
@@ -128,10 +128,53 @@ def test_other_layers_are_restored(calls):
     assert not calls
 
 
-def test_padding_is_masked(calls):
-    mask = torch.ones_like(PROMPTS)
-    mask[0, :9] = 0
-    same(build(), mask=mask, bound=0)
+def padded(*counts, rows=PROMPTS):
+    """A mask that hides so many tokens at the beginning of each row."""
+    return (torch.arange(rows.shape[1]) >= torch.tensor(counts).unsqueeze(1)).long()
+
+
+LONG = torch.randint(2, VOCAB, (3, 250), generator=torch.Generator().manual_seed(2))
+"""Steps behind it begin a new block."""
+
+
+@pytest.mark.parametrize("counts", [(9, 0), (0, 130), (128, 127), (149, 1)], ids=str)
+def test_left_padding_is_left_out(counts, calls):
+    """A part of a block, whole blocks, and all but one token."""
+    same(build(), mask=padded(*counts))
+    assert len(calls) == 2 * (NEW - 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv": "k=tq8,v=tq2"}], ids=str)
+@pytest.mark.parametrize("counts", [(5, 128, 249), (0, 200, 131)], ids=str)
+def test_left_padding_where_blocks_end(counts, options, calls):
+    same(build(), rows=LONG, mask=padded(*counts, rows=LONG), options=options)
+    assert len(calls) == 2 * (NEW - 1)
+
+
+def test_left_padding_of_rows_that_beams_reorder(calls):
+    model, mask = build(), padded(40, 0)
+    expected, _ = text(model, "sdpa", num_beams=3, mask=mask)
+    tokens, _ = text(model, IMPLEMENTATION, num_beams=3, mask=mask)
+    assert torch.equal(tokens, expected)
+    assert calls
+
+
+def test_padding_that_were_read_would_show():
+    """The bound of `same` is far below what a padding of one token more or less changes."""
+    model = build()
+    _, theirs = text(model, "sdpa", mask=padded(9, 0))
+    for other in (padded(8, 0), padded(10, 0)):
+        _, logits = text(model, IMPLEMENTATION, mask=other)
+        assert (logits[1] - theirs[1]).abs().max() > 0.01 * theirs.std()
+
+
+def test_other_masks_are_restored(calls):
+    """Holes, and padding under tokens that are kept as they are, which kernels find by their positions."""
+    model, holes = build(), torch.ones_like(PROMPTS)
+    holes[0, 20:25] = 0
+    same(model, mask=holes, bound=0)
+    bf16 = build(dtype=torch.bfloat16)
+    same(bf16, mask=padded(9, 0), options={"sink": 4}, bound=0)
     assert not calls
 
 

@@ -2,8 +2,9 @@
 
     model.set_attn_implementation("tq")
 
-Importing this module registers it by transformers' own interface. A step of one token a row, with no padding, goes through the
-attention kernels for the device; everything else goes to transformers' SDPA with K and V restored, as it does without it.
+Importing this module registers it by transformers' own interface. A step of one token a row, padded on the left or not, goes
+through the attention kernels for the device; everything else goes to transformers' SDPA with K and V restored, as it does
+without it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 IMPLEMENTATION = "tq"
 """Its name."""
 
-Attend = Callable[[Tensor, float], Tensor]
+Attend = Callable[[Tensor, float, tuple[int, ...]], Tensor]
 
 
 class Stored(Tensor):
@@ -30,20 +31,26 @@ class Stored(Tensor):
 
     Args:
         restore: makes the tensor [B, Hkv, n, D].
-        attend: (q [B, Hq, 1, D], softmax_scale) -> [B, 1, Hq, D], attention over this layer's K and V.
+        attend: (q [B, Hq, 1, D], softmax_scale, padding at the beginning of each row) -> [B, 1, Hq, D], attention over this
+            layer's K and V.
         like: gives dtype and device.
         shape: of the tensor.
+        padded: `attend` takes padding.
     """
 
     @staticmethod
-    def __new__(cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> Stored:
+    def __new__(
+        cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
+    ) -> Stored:
         found: Stored = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False
         )
         return found
 
-    def __init__(self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> None:
-        self.attend, self._restore = attend, restore
+    def __init__(
+        self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
+    ) -> None:
+        self.attend, self.padded, self._restore = attend, padded, restore
         self._restored: Tensor | None = None
 
     def restored(self) -> Tensor:
@@ -73,25 +80,41 @@ def attention(
     Args:
         module: the model's attention module.
         query: [B, Hq, n, D]; key, value: [B, Hkv, S, D].
-        attention_mask: None where every query sees all tokens up to its own.
+        attention_mask: [B, 1, n, S], true where a query sees a token; None where it sees all up to its own.
     Returns:
         [B, n, Hq, D], and no weights.
     """
     scaling = kwargs.get("scaling")
     if (
         isinstance(key, Stored)
-        and attention_mask is None
         and query.shape[2] == 1
         and query.dtype == key.dtype
         and scaling is not None
         and not kwargs.get("dropout")
         and all(kwargs.get(name) is None for name in _NOT_COVERED)
     ):
-        return key.attend(query, scaling), None
+        padding = () if attention_mask is None else left_padding(attention_mask) if key.padded else None
+        if padding is not None:
+            return key.attend(query, scaling, padding), None
     found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
         module, query, dense(key), dense(value), attention_mask, **kwargs
     )
     return found
+
+
+def left_padding(mask: Tensor) -> tuple[int, ...] | None:
+    """How many tokens each row of a step's mask [B, 1, 1, S] hides at its beginning; None if it hides others, or all of a row.
+
+    A mask of numbers, which are added to logits, is None as well.
+    """
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+        return None
+    seen = mask[:, 0, 0]
+    counts = mask.shape[-1] - seen.sum(-1)
+    if not torch.equal(seen, torch.arange(mask.shape[-1], device=mask.device) >= counts.unsqueeze(-1)):
+        return None
+    padding = tuple(counts.tolist())
+    return None if max(padding) == mask.shape[-1] else padding
 
 
 def dense(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
@@ -70,19 +70,26 @@ class Reader:
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         return Reader(self._layer, copy.deepcopy(self._sides, memo))
 
-    def attend(self, q: Tensor, seen: int, softmax_scale: float) -> Tensor:
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows may begin with padding: what lies in a tail or in sinks is found by its position alone."""
+        return not any(side.max_tail or side.max_sink for side in self._sides)
+
+    def attend(self, q: Tensor, seen: int, softmax_scale: float, padding: tuple[int, ...] = ()) -> Tensor:
         """Attention of the newest token of every row over all that its row has stored, itself among them.
 
         Args:
             q: [B, Hq, 1, D] bf16 or fp32.
             seen: tokens of every row.
             softmax_scale: of the logits.
+            padding: how many tokens at the beginning of each row are none, fewer than `seen`; none unless given. Where
+                there are some, `takes_padding` must be true.
         Returns:
             [B, 1, Hq, D] of q's dtype.
         Rounding points: those of the op table's `paged_attention`.
         """
         k, v = self._sides
-        blocks = -(-seen // BLOCK_SIZE)
+        blocks = -(-seen // BLOCK_SIZE) + (_SPARE if any(padding) else 0)
         most = max(k.packed.blocks, v.packed.blocks, blocks)
         for side in self._sides:
             side.packed.reserve(most * BLOCK_SIZE)
@@ -94,7 +101,8 @@ class Reader:
         asked = _per_head(q, k.packed.scales, inverse=True).transpose(1, 2).flatten(0, 1)
         kernels = kernels_on(q.device.type)
         assert kernels is not None, "kernels that could read the layer are gone"
-        out = kernels.ops.paged_attention(asked, cache, self._layer, self._batch(len(q), seen), softmax_scale)
+        batch = self._padded_batch(padding, seen) if any(padding) else self._batch(len(q), seen)
+        out = kernels.ops.paged_attention(asked, cache, self._layer, batch, softmax_scale)
         return _per_head(out.unsqueeze(2), v.packed.scales, inverse=True).transpose(1, 2)
 
     def _view(self) -> PagedKVCache:
@@ -120,6 +128,67 @@ class Reader:
             seq_lens=torch.full((rows,), seen, dtype=torch.int32, device=device),
             query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device), rows=row,
         )  # fmt: skip
+
+    def _padded_batch(self, padding: tuple[int, ...], seen: int) -> Batch:
+        """The rows without their padding: tokens of the two blocks that are not read whole are copied to spare ones.
+
+        One query sees every token, so their order is free; but only the last block that kernels read may be a part of one.
+        """
+        packed = [side.packed for side in self._sides]
+        blocks = packed[0].blocks
+        device = self._sides[0].tail.device
+        places = _without_padding(padding, seen, blocks)
+        row, source, target = (x.to(device) for x in (places.row, places.source, places.target))
+        for of in packed:
+            for field in of.fields.values():
+                moved = field[row, source // BLOCK_SIZE, :, source % BLOCK_SIZE]
+                field[row, target // BLOCK_SIZE, :, target % BLOCK_SIZE] = moved
+        lengths = seen - torch.tensor(padding)
+        return Batch(
+            positions=(lengths - 1).to(device), slot_mapping=torch.zeros(len(padding), dtype=torch.int64, device=device),
+            block_table=places.table.to(device), seq_lens=lengths.int().to(device),
+            query_start_loc=torch.arange(len(padding) + 1, dtype=torch.int32, device=device),
+            rows=torch.arange(len(padding), device=device),
+        )  # fmt: skip
+
+
+_SPARE = 2
+"""Blocks of a row that take the tokens of blocks which are not read whole: those of two blocks, but for one token."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where rows that begin with padding are read.
+
+    Attributes:
+        table: [B, most] int32, blocks in the memory of all rows; -1 pads.
+        row, source, target: [n] int64 each, tokens that are copied first: of which row, from where in it and to where.
+    """
+
+    table: Tensor
+    row: Tensor
+    source: Tensor
+    target: Tensor
+
+
+@lru_cache(maxsize=2)
+def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> _Places:
+    """The places of `seen` tokens a row, of `blocks` blocks whose last `_SPARE` are free; alike in all layers."""
+    tables, rows, sources, targets = [], [], [], []
+    last = (seen - 1) // BLOCK_SIZE
+    for row, count in enumerate(padding):
+        first = -(-count // BLOCK_SIZE)
+        begin = min(first * BLOCK_SIZE, seen)  # of the tokens before it, some are read and some are padding
+        copied = [*range(count, begin), *range(max(begin, last * BLOCK_SIZE), seen)] if begin > count else []
+        spare = range(blocks - _SPARE, blocks - _SPARE + -(-len(copied) // BLOCK_SIZE))
+        own = [*range(first, last), *spare] if copied else [*range(first, last + 1)]
+        tables.append([row * blocks + block for block in own])
+        rows += [row] * len(copied)
+        sources += copied
+        targets += range((blocks - _SPARE) * BLOCK_SIZE, (blocks - _SPARE) * BLOCK_SIZE + len(copied))
+    longest = max(map(len, tables))
+    table = torch.tensor([of + [-1] * (longest - len(of)) for of in tables], dtype=torch.int32)
+    return _Places(table, *(torch.tensor(x, dtype=torch.int64) for x in (rows, sources, targets)))
 
 
 def readable(sides: Sequence[SideStore]) -> bool:

@@ -139,8 +139,8 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         restored: list[Tensor] = [
             Stored(
                 lambda side=side, x=x: side.read(tokens, x.dtype),  # type: ignore[misc]
-                lambda q, scale: reader.attend(q, seen, scale),
-                x, (*x.shape[:2], tokens, x.shape[3]),
+                lambda q, scale, padding: reader.attend(q, seen, scale, padding),
+                x, (*x.shape[:2], tokens, x.shape[3]), padded=reader.takes_padding,
             )
             for side, x in zip(self.sides, states, strict=True)
         ]  # fmt: skip

@@ -71,6 +71,8 @@ def units() -> dict[str, tuple[str, ...]]:
         "driver": (),
         "elementwise": (),
         "isa": defined,
+        "layers": (),
+        "linear": (),
         "paged_attention": (),
         "pool": (),
         "portable": (),

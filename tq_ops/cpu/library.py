@@ -156,12 +156,41 @@ class SiluMul(_Structure):
     )  # fmt: skip
 
 
+DENSE_WEIGHTS = (
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj", "post_norm",
+    "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+"""Weights of a dense layer, by the fields of a family's `LayerWeights`."""
+
+
+class DenseLayer(_Structure):
+    """One dense layer: its weights, and what its cache decides."""
+
+    _fields_ = (*((name, c_void_p) for name in DENSE_WEIGHTS), ("store", c_void_p), ("attention", c_void_p))
+
+
+PARTS = ("norms", "projections", "rope", "store", "attention", "swiglu", "residuals")
+"""What the time of a layer goes to, in the order of `Layers.spent`."""
+
+
+class Layers(_Structure):
+    """One call of `haarkv_layers`."""
+
+    _fields_ = (
+        ("layers", c_void_p), ("hidden", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("slots", c_void_p),
+        ("positions", c_void_p), ("rows", c_void_p), ("block_table", c_void_p), ("query_start", c_void_p),
+        ("spent", c_void_p), ("count", c_int64), ("tokens", c_int64), ("hidden_size", c_int64),
+        ("intermediate_size", c_int64), ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32),
+        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32), ("eps", c_float), ("softmax_scale", c_float),
+    )  # fmt: skip
+
+
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_silu_mul": SiluMul,
+    "haarkv_rope": Rope, "haarkv_silu_mul": SiluMul, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, SiluMul,
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, SiluMul, DenseLayer, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 
@@ -188,7 +217,7 @@ def load() -> ctypes.CDLL:
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
-    library.haarkv_store.restype = c_int32
+    library.haarkv_store.restype = library.haarkv_layers.restype = c_int32
     return library
 
 

@@ -28,7 +28,7 @@ class CpuOps:
     Args:
         isa: one of `library.isas()`; the CPU's best unless given.
     Attributes:
-        isa: its instruction set.
+        isa, isa_number: its instruction set, and that as an index of `library.ISAS`.
     Raises:
         KernelsMissingError: the kernels are not built.
         InputError: this CPU does not have that instruction set.
@@ -40,9 +40,9 @@ class CpuOps:
         self.isa = isa or available[-1]
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
-        self._isa = library.ISAS.index(self.isa)
+        self.isa_number = library.ISAS.index(self.isa)
         self._linear = library.Linear(
-            weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self._isa, threads=0
+            weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self.isa_number, threads=0
         )
         self._given = threading.local()
         self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared]] = WeakKeyDictionary()
@@ -67,7 +67,8 @@ class CpuOps:
             del self._given.threads
 
     @property
-    def _threads(self) -> int:
+    def threads(self) -> int:
+        """Threads that the kernels take."""
         return getattr(self._given, "threads", None) or torch.get_num_threads()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,8 +92,8 @@ class CpuOps:
             eps,
             is_bf16(x),
             is_bf16(weight),
-            self._isa,
-            self._threads,
+            self.isa_number,
+            self.threads,
         )
         self._library.haarkv_rms_norm(ctypes.byref(call))
         return y
@@ -104,7 +105,7 @@ class CpuOps:
         call = library.Rope.__new__(library.Rope)
         call.x, call.cos, call.sin, call.y = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
         call.rows, call.heads, call.half = x.shape[0] * x.shape[1], x.shape[1], x.shape[2] // 2
-        call.isa, call.threads = self._isa, self._threads
+        call.isa, call.threads = self.isa_number, self.threads
         self._library.haarkv_rope(ctypes.byref(call))
         return y
 
@@ -117,7 +118,7 @@ class CpuOps:
         y = torch.empty(gate.shape, dtype=dtype)
         call = library.SiluMul.__new__(library.SiluMul)
         call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
-        call.bf16, call.isa, call.threads = is_bf16(y), self._isa, self._threads
+        call.bf16, call.isa, call.threads = is_bf16(y), self.isa_number, self.threads
         self._library.haarkv_silu_mul(ctypes.byref(call))
         return y
 
@@ -138,7 +139,7 @@ class CpuOps:
         call = library.Linear.from_buffer_copy(self._linear)
         call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
         (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
-        call.weight_bf16, call.bf16, call.threads = is_bf16(weight), is_bf16(x), self._threads
+        call.weight_bf16, call.bf16, call.threads = is_bf16(weight), is_bf16(x), self.threads
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 
@@ -155,14 +156,14 @@ class CpuOps:
         Rounding points: those of the format. FP32 sums are in another order, so a level may differ where a value is that close
             to a boundary; the levels that refine it follow from it.
         """
-        prepared = self._prepared(cache, layer).store
+        prepared = self.prepared(cache, layer).store
         if prepared is None:
             return reference.store_kv(k, v, cache, layer, batch)
         cache.require_room(batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-        call.k.bf16, call.v.bf16, call.tokens, call.threads = is_bf16(k), is_bf16(v), k.shape[0], self._threads
+        call.k.bf16, call.v.bf16, call.tokens, call.threads = is_bf16(k), is_bf16(v), k.shape[0], self.threads
         positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
         call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
         call.sequences = len(rows)
@@ -228,20 +229,20 @@ class CpuOps:
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)
-        prepared = self._prepared(cache, layer).attention
+        prepared = self.prepared(cache, layer).attention
         call = library.Attention.from_buffer_copy(prepared)
         call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
         rows = batch.rows.contiguous()
-        call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self._threads
+        call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self.threads
         call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
         return out
 
-    def _prepared(self, cache: PagedKVCache, layer: int) -> Prepared:
+    def prepared(self, cache: PagedKVCache, layer: int) -> Prepared:
         """The calls of one layer of a cache, made once: filling them in takes longer than storing a token."""
         prepared = self._caches.setdefault(cache, {})
         if layer not in prepared:
-            prepared[layer] = prepare(cache, layer, self._isa)
+            prepared[layer] = prepare(cache, layer, self.isa_number)
         return prepared[layer]

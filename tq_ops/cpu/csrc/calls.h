@@ -54,4 +54,31 @@ struct HaarkvLinear {
     int32_t weight_bf16, bf16, isa, threads;
 };
 
+// One dense layer: its weights, all BF16 or all FP32, and the calls that its cache decides. Norms of heads and biases may be
+// null.
+struct HaarkvDenseLayer {
+    const void *input_norm, *q_proj, *k_proj, *v_proj, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_proj;
+    const void *post_norm, *gate_proj, *up_proj, *down_proj;
+    const HaarkvStore* store;
+    const HaarkvAttention* attention;
+};
+
+// What the time of a layer goes to.
+enum Part : int32_t { kNorms, kProjections, kRope, kStore, kAttention, kSwiglu, kResiduals, kParts };
+
+// One call of `haarkv_layers`.
+struct HaarkvLayers {
+    const HaarkvDenseLayer* layers;
+    void* hidden;            // [T, hidden_size] BF16 or FP32, before and after
+    const float *cos, *sin;  // [T, D / 2]
+    const int64_t* slots;    // [T], and so on as in HaarkvStore and HaarkvAttention
+    const int64_t* positions;
+    const int64_t* rows;
+    const int32_t *block_table, *query_start;
+    int64_t* spent;  // [kParts] nanoseconds, to which the caller's time is added; or null
+    int64_t count, tokens, hidden_size, intermediate_size;
+    int32_t sequences, max_blocks, num_heads, bf16, isa, threads;
+    float eps, softmax_scale;
+};
+
 }  // extern "C"

@@ -22,11 +22,6 @@ template <class T> bool within(const T* x, int64_t n, T size, T most) {
     return largest <= most;
 }
 
-// Numbers x [n] in BF16.
-void put_bf16(const float* x, int64_t n, void* to) {
-    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(to)[i] = float_to_bf16(x[i]);
-}
-
 // Keeps a vector x [dim] of the token at `position` of a sequence in BF16, if any is kept.
 void keep(const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position, const float* x, int64_t dim) {
     if (!kept.vectors) return;
@@ -35,23 +30,12 @@ void keep(const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t po
     if (position < kept.sink) put_bf16(x, dim, of_head + position * dim);
 }
 
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-
 }  // namespace
 }  // namespace haarkv
 
 using namespace haarkv;
 
 extern "C" {
-
-// Rows of the weight that a thread takes at a time: few enough that all threads have work to the end. Of a weight that each
-// token needs once it is what memory yields in 10 microseconds; for many tokens, what stays in the L2 cache beside them.
-static int64_t rows_per_item(const HaarkvLinear& l) {
-    constexpr int64_t kBytesOfFew = 128 * 1024, kRowsOfMany = 256, kItemsPerThread = 4;
-    const int64_t fair = divide_up(l.out, l.threads * kItemsPerThread);
-    const int64_t most = l.tokens > kTokensTogether ? kRowsOfMany : kBytesOfFew / (l.in * (l.weight_bf16 ? 2 : 4));
-    return round_up(std::max<int64_t>(1, std::min(fair, most)), kRowsTogether);
-}
 
 __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
 
@@ -71,6 +55,8 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(RmsNorm),
         sizeof(Rope),
         sizeof(SiluMul),
+        sizeof(HaarkvDenseLayer),
+        sizeof(HaarkvLayers),
     };
     constexpr int kCount = sizeof kSizes / sizeof *kSizes;
     std::copy(kSizes, kSizes + std::min(room, kCount), sizes);
@@ -189,29 +175,6 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         parallel_for(s->threads, static_cast<int64_t>(last.size()) * heads, store);
     }
     return 0;
-}
-
-__attribute__((visibility("default"))) void haarkv_linear(const HaarkvLinear* l) {
-    const Kernels& kernels = kernels_of(l->isa);
-    Projection p{l->weight, l->x, nullptr, l->y, l->in, l->out, std::min(l->tokens, kMostTokens), l->weight_bf16, l->bf16};
-    const int64_t rows = rows_per_item(*l), items = divide_up(l->out, rows);
-    const int64_t aside = round_up(rows, kRowsTogether) * round_up(p.tokens, kTokensTogether);
-    const int threads = static_cast<int>(std::min<int64_t>(l->threads, items));
-    static thread_local Scratch prepared, sums;
-    float* const scratch = sums.of(threads * aside);
-    p.prepared = prepared.of(kernels.prepared_floats(p));
-    for (int64_t first = 0; first < l->tokens; first += kMostTokens) {
-        p.tokens = std::min(l->tokens - first, kMostTokens);
-        p.x = at(l->x, l->bf16, first * l->in), p.y = l->y + first * l->out;
-        auto prepare = [&](int64_t item, int) {
-            kernels.prepare(p, item * kTokensTogether, std::min(p.tokens, (item + 1) * kTokensTogether));
-        };
-        auto project = [&](int64_t item, int thread) {
-            kernels.project(p, item * rows, std::min(p.out, (item + 1) * rows), scratch + thread * aside);
-        };
-        parallel_for(threads, divide_up(p.tokens, kTokensTogether), prepare);
-        parallel_for(threads, items, project);
-    }
 }
 
 }  // extern "C"

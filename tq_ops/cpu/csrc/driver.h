@@ -50,7 +50,13 @@ class Scratch {
     int64_t size_ = 0;
 };
 
+// Rounds n numbers to BF16.
+inline void put_bf16(const float* x, int64_t n, void* to) {
+    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(to)[i] = float_to_bf16(x[i]);
+}
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 }  // namespace
 }  // namespace haarkv

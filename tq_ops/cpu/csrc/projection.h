@@ -40,6 +40,8 @@ template <class Simd> struct FloatFma {
     static void put(const float* x, X* to) { std::memcpy(to, x, step * sizeof(float)); }
 };
 
+constexpr int64_t kRowAhead = 512;  // bytes that a row is fetched ahead; the hardware foresees nothing beyond a page
+
 template <class Products> int64_t whole_steps(int64_t in) {
     return (in + Products::step - 1) / Products::step * Products::step;
 }
@@ -76,7 +78,13 @@ template <class Products, int ROWS, int TOKENS> inline void project_rows(const P
             for (int t = 0; t < TOKENS; ++t) sums[r][t] = Products::add(w, x + t * padded + i, sums[r][t]);
         }
     };
-    for (int64_t i = 0; i < whole; i += Products::step) step(weight + i, p.in, i);
+    constexpr int64_t kAhead = kRowAhead / static_cast<int64_t>(sizeof(Weight));
+    for (int64_t i = 0; i < whole; i += Products::step) {
+        // Where these rows end, those that follow.
+        const int64_t ahead = i + kAhead < p.in ? i + kAhead : i + kAhead + (ROWS - 1) * p.in;
+        for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + r * p.in + ahead, 0, 3);
+        step(weight + i, p.in, i);
+    }
     if (whole < p.in) {
         Weight last[ROWS * Products::step] = {};
         for (int r = 0; r < ROWS; ++r)
