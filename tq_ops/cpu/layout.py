@@ -261,7 +261,9 @@ def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
     """
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)
-    scaled = exact / units.unsqueeze(1)
-    errors = ((scaled - scaled.round()).abs().amax(1)) * units
-    best = int(errors.argmin())
-    return scaled[best].round().to(torch.int16), float(units[best])
+    errors = []
+    for some in units.split(2**13):  # all at once would take 100 MB, more than a forward does
+        scaled = exact / some.unsqueeze(1)
+        errors.append((scaled - scaled.round()).abs().amax(1) * some)
+    unit = units[torch.cat(errors).argmin()]
+    return (exact / unit).round().to(torch.int16), float(unit)
