@@ -16,8 +16,8 @@ namespace {
 
 // Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
-// Of rotated queries and partial sums that are kept at a time.
-constexpr int64_t kMostBytes = 16 << 20;
+// Of rotated queries and partial sums that are kept at a time: for each thread, at least, and at most.
+constexpr int64_t kBytesPerThread = 1 << 20, kLeastBytes = 4 << 20, kMostBytes = 16 << 20;
 
 // Tiles that one pass serves: rows of one sequence and KV head. The splits of their context are consecutive in the list of
 // all, and so are the partial sums of a split's tiles.
@@ -74,7 +74,8 @@ class Cutter {
         : a_(a),
           most_rows_(tiles * kMaxRows),
           query_floats_(kMaxRows * a.cache.k.levels),
-          partial_floats_(Partials::size_of(a.cache)) {}
+          partial_floats_(Partials::size_of(a.cache)),
+          most_floats_(std::clamp(kBytesPerThread * a.threads, kLeastBytes, kMostBytes) / 4) {}
 
     // The next wave; false if there is none.
     bool next(Wave& wave) {
@@ -83,7 +84,7 @@ class Cutter {
             for (; row_ < rows(); row_ += most_rows_, head_ = 0)
                 for (; head_ < a_.cache.num_kv_heads; ++head_) {
                     const int64_t floats = wave.partials * partial_floats_ + wave.tiles.size() * query_floats_;
-                    if (floats * 4 >= kMostBytes) return true;
+                    if (floats >= most_floats_) return true;
                     add_pass(wave);
                 }
         return !wave.passes.empty();
@@ -91,7 +92,7 @@ class Cutter {
 
   private:
     const HaarkvAttention& a_;
-    const int64_t most_rows_, query_floats_, partial_floats_;
+    const int64_t most_rows_, query_floats_, partial_floats_, most_floats_;
     int64_t row_ = 0;
     int sequence_ = 0, head_ = 0;
 
