@@ -13,7 +13,7 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.exact import Rule, Walsh
+from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
 from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
@@ -159,17 +159,17 @@ _RULES = {None: 0, Rule.LARGEST: 1, Rule.LENGTH: 2, Rule.RADIUS: 3}
 
 
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
-    stored, planes, learned, exact = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement, by.exact
-    walsh = exact.walsh if exact and exact.walsh else Walsh(0, 0.0)
-    signs = fields[exact.signs] if exact and exact.signs else None
+    stored, planes, learned = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement
+    exact = by.exact or Exact(torch.finfo(torch.float32).max)
+    walsh, signs = exact.walsh or Walsh(0, 0.0), fields.get(exact.signs)
     own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
         stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
         first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, scales_per_vector=stored.scales,
         scale_bytes=stored.scale_bytes, group=stored.group, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
-        most=exact.largest if exact else torch.finfo(torch.float32).max, before=_or_null(by.before), after=_or_null(by.after),
-        factor=walsh.factor, constant=exact.constant if exact else 0.0, walsh=walsh.size, rule=_RULES[exact and exact.rule],
+        most=exact.largest, before=_or_null(by.before), after=_or_null(by.after), factor=walsh.factor, walsh=walsh.size,
+        constant=exact.constant, rule=_RULES[exact.rule],
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),

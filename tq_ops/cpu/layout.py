@@ -142,9 +142,9 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
     """What the append kernel stores a format by; None if it cannot. Do not write to it."""
     numbers = kv_format.numbers(head_dim)
-    if described := numbers or kv_format.description(head_dim):
-        if described.exact:
-            return _exact_tables(described.exact, (numbers.bits,) if numbers else (), numbers)
+    of = numbers or kv_format.description(head_dim)
+    if of and of.exact:
+        return _exact_tables(of.exact, (numbers.bits,) if numbers else (), numbers)
     if numbers or misfit(APPENDS, kv_format, head_dim) is not None:
         return None
     return _tables(*_described(kv_format, layer, head_dim))
@@ -278,7 +278,7 @@ def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)
     errors = []
-    for some in units.split(2**13):  # all at once would take 100 MB, more than a forward does
+    for some in units.view(-1, 2**13):  # all at once would take 100 MB, more than a forward does
         scaled = exact / some.unsqueeze(1)
         errors.append((scaled - scaled.round()).abs().amax(1) * some)
     unit = units[torch.cat(errors).argmin()]

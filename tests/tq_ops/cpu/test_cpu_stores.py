@@ -81,6 +81,15 @@ def test_bytes_are_the_references_at_every_size(kv, head_dim, dtype, asked):
     assert 0 < refused < len(SIZES)
 
 
+@pytest.mark.parametrize(("d", "refused"), [(65504.0, False), (65519.0, False), (65520.0, True)])
+def test_a_scale_is_refused_from_where_it_rounds_to_infinity(d, refused, asked):
+    """A block whose largest number is 127 times that, of `q8_0`."""
+    x = torch.zeros(1, 3, 64)
+    x[0, 1, 40] = 127 * d
+    _, error = stored(CpuOps(), "q8_0", x)
+    assert (error is not None) == bool(asked) == refused
+
+
 @pytest.mark.parametrize("kv", EXACT)
 def test_one_token_gets_the_bytes_that_it_gets_in_a_prompt(kv):
     x = vectors(30, 128)
