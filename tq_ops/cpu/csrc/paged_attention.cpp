@@ -136,19 +136,6 @@ class Cutter {
     }
 };
 
-// A buffer that grows and is used again.
-class Buffer {
-  public:
-    float* of(int64_t n) {
-        if (n > size_) numbers_.reset(), numbers_ = floats(n), size_ = n;
-        return numbers_.get();
-    }
-
-  private:
-    Floats numbers_;
-    int64_t size_ = 0;
-};
-
 // y [rows, outputs] = x [rows, inputs] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
 void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, int rows, bool exact, const Matrix& matrix,
               int head, float* y) {
@@ -281,14 +268,15 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     const Cache& cache = a->cache;
     const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache, kernels.tiles));
     const int64_t scratch_size = divide_up(own, 16) * 16;
-    const Floats scratch = floats(a->threads * scratch_size);
+    // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
+    static thread_local Scratch own_scratch, numbers, queries;
+    float* const scratch = own_scratch.of(a->threads * scratch_size);
     Cutter cutter(*a, kernels.tiles);
     Wave wave;
-    Buffer numbers, queries;
     while (cutter.next(wave)) {
         const Partials partials(cache, numbers.of(wave.partials * Partials::size_of(cache)));
         float* rotated = queries.of(static_cast<int64_t>(wave.tiles.size()) * kMaxRows * cache.k.levels);
-        attend(*a, kernels, wave, partials, rotated, scratch.get(), scratch_size);
+        attend(*a, kernels, wave, partials, rotated, scratch, scratch_size);
     }
 }
 
