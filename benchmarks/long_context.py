@@ -213,19 +213,20 @@ def memory_line(request: Request) -> dict[str, Any]:
     Returns:
         `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
         and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps for later; `prompt_bytes`, the most that the process
-        grew by while the prompt was computed; and `peak_bytes`, the most of all, with loading the model.
+        grew by while the prompt was computed, after a first token; and `peak_bytes`, the most of all, with code and loading.
     """
     torch.set_num_threads(request.threads)
-    before, context = _memory("RssAnon"), request.longest
+    before, with_code, context = _memory("RssAnon"), _memory("VmRSS"), request.longest
     executor = loaded(request)
     case = Case(request, executor, context, request.prefill)
+    Case(request, executor, 1, 1).prefill(1)  # weights are mapped now, and tables are made
     loading, held = _memory("VmHWM"), _memory("VmRSS")
     path, text = _FORGET_PEAK
     path.write_text(text, encoding="ascii")
     prefill_s = case.prefill(request.prefill)
     prompt = _memory("VmHWM") - held
     step_ms = [case.step()["step"] for _ in range(request.steps + 1)][1:]
-    peak = max(loading, _memory("VmHWM")) - before
+    peak = max(loading, _memory("VmHWM")) - with_code
     untrimmed = _memory("RssAnon") - before
     hand_back()
     resident = _memory("RssAnon") - before
