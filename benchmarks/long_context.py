@@ -15,7 +15,6 @@ With `--out`, lines go to a file as well; a line that is there already is not me
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import statistics
@@ -43,10 +42,12 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.memory import hand_back
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _FILL = 4096
 _STATUS = Path("/proc/self/status")
+_FORGET_PEAK = Path("/proc/self/clear_refs"), "5"
 
 
 @dataclass(frozen=True)
@@ -211,18 +212,23 @@ def memory_line(request: Request) -> dict[str, Any]:
 
     Returns:
         `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
-        and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps of what a chunk was computed with; and `peak_bytes`,
-        with all of that.
+        and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps for later; `prompt_bytes`, the most that the process
+        grew by while the prompt was computed, after a first token; and `peak_bytes`, the most of all, with code and loading.
     """
     torch.set_num_threads(request.threads)
-    before, context = _memory("RssAnon"), request.longest
+    before, with_code, context = _memory("RssAnon"), _memory("VmRSS"), request.longest
     executor = loaded(request)
     case = Case(request, executor, context, request.prefill)
+    Case(request, executor, 1, 1).prefill(1)  # weights are mapped now, and tables are made
+    loading, held = _memory("VmHWM"), _memory("VmRSS")
+    path, text = _FORGET_PEAK
+    path.write_text(text, encoding="ascii")
     prefill_s = case.prefill(request.prefill)
+    prompt = _memory("VmHWM") - held
     step_ms = [case.step()["step"] for _ in range(request.steps + 1)][1:]
-    peak = _memory("VmHWM") - before
+    peak = max(loading, _memory("VmHWM")) - with_code
     untrimmed = _memory("RssAnon") - before
-    _hand_back()
+    hand_back()
     resident = _memory("RssAnon") - before
     weights = DTYPES[request.dtype].itemsize
     predicted = needed(request.config, case.cache.plan, context + request.steps + 1, number_bytes=weights)
@@ -230,15 +236,8 @@ def memory_line(request: Request) -> dict[str, Any]:
         "context": context, "prefill_s": prefill_s, "step_ms": statistics.median(step_ms),
         "predicted_bytes": predicted.total, "weight_bytes": predicted.weights, "kv_bytes": predicted.kv,
         "cache_bytes": case.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / predicted.total,
-        "untrimmed_bytes": untrimmed, "peak_bytes": peak,
+        "untrimmed_bytes": untrimmed, "prompt_bytes": prompt, "peak_bytes": peak,
     }  # fmt: skip
-
-
-def _hand_back() -> None:
-    """Let malloc give back what it keeps for later, where it is glibc's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _memory(name: str) -> int:

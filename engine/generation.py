@@ -18,6 +18,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
+from haarkv.tq_ops.memory import hand_back
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]
@@ -103,13 +104,16 @@ def prefill_in_chunks(
     done, total = 0, sum(map(len, prompts))
     if on_prefill:
         on_prefill(done, total)
-    for begin in range(0, max(map(len, prompts)), chunk):
+    longest = max(map(len, prompts))
+    for begin in range(0, longest, chunk):
         rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
         pieces = [prompts[row][begin : begin + chunk] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(piece) for piece in pieces]).to(cache.device)
         token_ids = torch.tensor([t for piece in pieces for t in piece], device=cache.device)
         last.update(zip(rows, executor.prefill(token_ids, batch, cache), strict=True))
         done += len(token_ids)
+        if begin + chunk < longest and cache.device.type == "cpu":
+            hand_back()  # else the gaps between what a chunk computes with add up from chunk to chunk
         if on_prefill:
             on_prefill(done, total)
     return torch.stack([last[row] for row in range(len(prompts))])

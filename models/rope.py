@@ -134,7 +134,7 @@ def extended(config: DecoderConfig, positions: int) -> DecoderConfig:
 
 _SPAN = 1024
 """Positions whose cos and sin are computed together."""
-_SPANS_KEPT = 32
+_SPANS_KEPT = 8
 
 
 class RopeTable:

@@ -1,7 +1,8 @@
-"""Whether something fits into this machine's memory at all, asked before it is allocated."""
+"""The memory of this machine: whether something fits into it at all, and what a process gives back to it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from contextlib import suppress
@@ -36,3 +37,12 @@ def require_memory(count: float, what: str, remedy: str) -> None:
     """
     if count > (limit := memory_limit()):
         raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}; {remedy}")
+
+
+def hand_back() -> None:
+    """Let malloc give back to the system what it keeps for later, where it is glibc's. It takes some milliseconds.
+
+    Blocks of some megabytes that come and go beside small ones that stay leave gaps, which grow to twice what is in use.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
         assert torch.equal(table.at(torch.tensor([position]))[1], whole[1][position : position + 1])
     for begin in range(0, table.positions, 1024):
         table.at(torch.tensor([begin]))
-    assert len(table._spans) == 32
+    assert len(table._spans) == 8
     for wrong in (-1, table.positions):
         with pytest.raises(IndexError):
             table.at(torch.tensor([wrong]))

@@ -13,6 +13,7 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
 from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import unsupported
@@ -153,19 +154,27 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
+_RULES = {None: 0, Rule.LARGEST: 1, Rule.LENGTH: 2, Rule.RADIUS: 3}
+"""As csrc/kernels.h numbers them."""
+
+
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
     stored, planes, learned = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement
+    exact = by.exact or Exact(torch.finfo(torch.float32).max)
+    walsh, signs = exact.walsh or Walsh(0, 0.0), fields.get(exact.signs)
     own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
         stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
         first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, scales_per_vector=stored.scales,
         scale_bytes=stored.scale_bytes, group=stored.group, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
-        most=by.numbers.largest if by.numbers else torch.finfo(torch.float32).max,
+        most=exact.largest, before=_or_null(by.before), after=_or_null(by.after), factor=walsh.factor, walsh=walsh.size,
+        constant=exact.constant, rule=_RULES[exact.rule],
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
         codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
+        signs=_or_null(signs), signs_stride=0 if signs is None else _block_bytes(signs),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.exact import Exact
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
@@ -42,10 +43,10 @@ READS = Reads(
 )  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
-    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, numbers=READS.numbers, most_scales=1, order=in_parts,
+    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, most_scales=1, order=in_parts,
     matrix_dtype=torch.bfloat16, quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
-"""What the append kernel quantizes; of numbers where `largest` says so. The reference stores the rest of what they read."""
+"""What the append kernel quantizes beside what `Exact` describes. The reference stores the rest of what they read."""
 LARGEST_LEVEL = 2**13 - 1
 """Of centroids in 16 bits: what they leave of 32 is for queries and weights, whose products are summed there."""
 _CPU = torch.device("cpu")
@@ -106,24 +107,29 @@ class Refinement:
 
 @dataclass(frozen=True)
 class Tables:
-    """What vectors are quantized by, of one format and layer, in the format's own order of coordinates.
+    """What vectors are stored by, of one format and layer, in the format's own order of coordinates.
 
     Attributes:
         planes: widths of a level's planes, low bits first.
         matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
-            None of `numbers`, and so are the next two.
-        boundaries: [2**bits - 1] fp32.
+            None where `exact` says how vectors are stored.
+        boundaries: [2**bits - 1] fp32; None where there are none, and so are the next three.
         centroids: [2**bits] fp32.
+        before, after: [size] fp32, signs of `exact.walsh`.
         refinement: of learned coordinates; None of a rotation.
-        numbers: how a format is stored that is none of rotated levels.
+        numbers: how a format is read that is none of rotated levels.
+        exact: how vectors are stored without a matrix.
     """
 
     planes: tuple[int, ...]
     matrix: Tensor | None
     boundaries: Tensor | None
     centroids: Tensor | None
-    refinement: Refinement | None
+    before: Tensor | None = None
+    after: Tensor | None = None
+    refinement: Refinement | None = None
     numbers: Numbers | None = None
+    exact: Exact | None = None
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
@@ -134,12 +140,22 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
 
 
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
-    """What the append kernel quantizes a format by, made once; None if it cannot. Do not write to it."""
-    if misfit(APPENDS, kv_format, head_dim) is not None:
+    """What the append kernel stores a format by; None if it cannot. Do not write to it."""
+    numbers = kv_format.numbers(head_dim)
+    of = numbers or kv_format.description(head_dim)
+    if of and of.exact:
+        return _exact_tables(of.exact, (numbers.bits,) if numbers else (), numbers)
+    if numbers or misfit(APPENDS, kv_format, head_dim) is not None:
         return None
-    if numbers := kv_format.numbers(head_dim):
-        return None if numbers.largest is None else Tables((numbers.bits,), None, None, None, None, numbers)
     return _tables(*_described(kv_format, layer, head_dim))
+
+
+def _exact_tables(exact: Exact, planes: tuple[int, ...], numbers: Numbers | None) -> Tables:
+    def of(values: tuple[float, ...]) -> Tensor | None:
+        return numbers_on(values, _CPU) if values else None
+
+    before, after = (of(signs) for signs in ((exact.walsh.before, exact.walsh.after) if exact.walsh else ((), ())))
+    return Tables(planes, None, of(exact.boundaries), of(exact.centroids), before, after, numbers=numbers, exact=exact)
 
 
 def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Description, int]:
@@ -214,7 +230,7 @@ def _tables(described: Description, layer: int) -> Tables:
     planes = tuple(plane.bits for plane in described.planes)
     if described.transform.coordinates is None:
         rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
-        return Tables(planes, rotation, boundaries, centroids, None)
+        return Tables(planes, rotation, boundaries, centroids)
     of = described.transform.coordinates(layer)
     stage = torch.arange(len(of.steps))
     counts = (of.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
@@ -227,7 +243,7 @@ def _tables(described: Description, layer: int) -> Tables:
         of.mean.contiguous(), of.shares.contiguous(), of.weights.contiguous(), torch.tensor(of.gains),
         counts.int().contiguous(), torch.tensor(of.steps),
     )  # fmt: skip
-    return Tables(planes, matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
+    return Tables(planes, matrix[..., :owning].contiguous(), boundaries, centroids, refinement=refinement)
 
 
 def in_pairs(matrix: Tensor) -> Tensor | None:
@@ -261,7 +277,9 @@ def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
     """
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)
-    scaled = exact / units.unsqueeze(1)
-    errors = ((scaled - scaled.round()).abs().amax(1)) * units
-    best = int(errors.argmin())
-    return scaled[best].round().to(torch.int16), float(units[best])
+    errors = []
+    for some in units.view(-1, 2**13):  # all at once would take 100 MB, more than a forward does
+        scaled = exact / some.unsqueeze(1)
+        errors.append((scaled - scaled.round()).abs().amax(1) * some)
+    unit = units[torch.cat(errors).argmin()]
+    return (exact / unit).round().to(torch.int16), float(unit)

@@ -91,13 +91,15 @@ class Attention(_Structure):
 
 
 class Quantizer(_Structure):
-    """The tables by which vectors are quantized; those from `mean` on are of learned coordinates."""
+    """The tables by which vectors are quantized; those from `mean` to `tries` are of learned coordinates."""
 
     _fields_ = (
         ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
         ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
         ("tries", c_int32), ("levels", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32),
         ("cell", c_int32), ("scales_per_vector", c_int32), ("scale_bytes", c_int32), ("group", c_int32), ("most", c_float),
+        ("before", c_void_p), ("after", c_void_p), ("factor", c_float), ("constant", c_float), ("walsh", c_int32),
+        ("rule", c_int32),
     )  # fmt: skip
 
 
@@ -107,6 +109,7 @@ class StoreSide(_Structure):
     _fields_ = (
         ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("codes_stride", c_int64),
         ("scales_stride", c_int64), ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
+        ("signs", c_void_p), ("signs_stride", c_int64),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
+from haarkv.tq_ops.formats.exact import Exact
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -41,7 +42,7 @@ class FP8E4M3:
         return None  # not one of rotated levels
 
     def numbers(self, head_dim: int) -> Numbers:
-        return Numbers(Kind.FP8, largest=torch.finfo(torch.float32).max)
+        return Numbers(Kind.FP8, exact=Exact(torch.finfo(torch.float32).max))
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,))}

@@ -14,6 +14,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.exact import Exact, Walsh
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 
@@ -42,7 +43,7 @@ class BlockQ4(BlockFormat):
 
     def numbers(self, head_dim: int) -> Numbers:
         self.count_blocks(head_dim)
-        return Numbers(Kind.HALVES, scale="scale", table=tuple(map(float, range(-8, 8))), largest=8 * _LARGEST_SCALE)
+        return Numbers(Kind.HALVES, scale="scale", table=tuple(map(float, range(-8, 8))), exact=Exact(8 * _LARGEST_SCALE))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))
@@ -121,12 +122,18 @@ class RotatedBlockQ4(BlockQ4):
         return super().count_blocks(head_dim)
 
     def numbers(self, head_dim: int) -> Numbers:
-        return replace(super().numbers(head_dim), back=lambda _: self._rotate(torch.eye(head_dim)), largest=None)
+        size = self._size(head_dim)
+        # Rotated, a number is at most sqrt(size) times the largest one; what roundings add is far below half a step of FP16.
+        exact = Exact(8 * _LARGEST_SCALE / size**0.5, walsh=Walsh(size, size**-0.5))
+        return replace(super().numbers(head_dim), back=lambda _: self._rotate(torch.eye(head_dim)), exact=exact)
+
+    def _size(self, head_dim: int) -> int:
+        """Numbers that are rotated together."""
+        return head_dim & -head_dim if self._whole else self.smallest
 
     def _rotate(self, x: Tensor) -> Tensor:
         """[..., D] fp32, its own inverse."""
-        head_dim = x.shape[-1]
-        size = head_dim & -head_dim if self._whole else self.smallest
+        size = self._size(x.shape[-1])
         return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
@@ -157,7 +164,7 @@ class BlockQ8(BlockFormat):
 
     def numbers(self, head_dim: int) -> Numbers:
         self.count_blocks(head_dim)
-        return Numbers(Kind.INT8, scale="scale", largest=127 * _LARGEST_SCALE)
+        return Numbers(Kind.INT8, scale="scale", exact=Exact(127 * _LARGEST_SCALE))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))

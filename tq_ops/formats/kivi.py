@@ -12,6 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.exact import Exact
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
@@ -62,8 +63,8 @@ class _Kivi:
     def _numbers(self, kind: Kind, group: int) -> Numbers:
         """A range overflows from half of the largest number on."""
         table = tuple(map(float, range(2**self.bits)))
-        largest = torch.finfo(torch.float32).max / 2
-        return Numbers(kind, scale="scale", zero="zero", bits=self.bits, group=group, table=table, largest=largest)
+        exact = Exact(torch.finfo(torch.float32).max / 2)
+        return Numbers(kind, scale="scale", zero="zero", bits=self.bits, group=group, table=table, exact=exact)
 
     def _ranges(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero [...] of groups [..., G]."""

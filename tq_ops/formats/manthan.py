@@ -11,6 +11,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.exact import Exact, Rule
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import Description
@@ -55,7 +56,9 @@ class Manthan3:
     def numbers(self, head_dim: int) -> Numbers:
         self.fields(head_dim)
         table = tuple(_centroids_on(head_dim, torch.device("cpu")).tolist())
-        return Numbers(Kind.STREAM, scale="radius", bits=BITS, table=table)
+        # No more than so much times so much, and that for each coordinate, fits FP32.
+        exact = Exact(math.sqrt(torch.finfo(torch.float32).max / 2 / head_dim), Rule.RADIUS, EPS, BOUNDARIES)
+        return Numbers(Kind.STREAM, scale="radius", bits=BITS, table=table, exact=exact)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:

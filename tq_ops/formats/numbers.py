@@ -12,9 +12,11 @@ from enum import Enum
 
 from torch import Tensor
 
+from haarkv.tq_ops.formats.exact import Exact
+
 
 class Kind(Enum):
-    """How the codes of a vector lie, and by which rule a vector becomes such codes where `Numbers.largest` is one."""
+    """How the codes of a vector lie, and by which rule a vector becomes such codes where `Numbers.exact` names no other."""
 
     BF16 = "BF16 numbers, as they are"
     FP32 = "FP32 numbers, as they are"
@@ -39,8 +41,7 @@ class Numbers:
         back: layer -> [D, D] fp32 on the CPU, what each coordinate stands for, a row; None where nothing is rotated.
         per_layer: whether layers differ in that.
         least: of the kind RESTORED, added to a square.
-        largest: the rule of `kind` is the format's for vectors of which no number is larger, and none of them is refused;
-            None if its rule is another.
+        exact: how vectors are stored; None if no data says it.
     """
 
     kind: Kind
@@ -53,4 +54,4 @@ class Numbers:
     back: Callable[[int], Tensor] | None = None
     per_layer: bool = False
     least: float = 0.0
-    largest: float | None = None
+    exact: Exact | None = None

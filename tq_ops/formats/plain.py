@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of
+from haarkv.tq_ops.formats.exact import Exact
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description
 
@@ -27,7 +28,7 @@ class Plain:
         return None  # not one of rotated levels
 
     def numbers(self, head_dim: int) -> Numbers:
-        return Numbers(_KINDS[self._dtype], "data", largest=torch.inf)
+        return Numbers(_KINDS[self._dtype], "data", exact=Exact(torch.inf))
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"data": Field(self._dtype, (head_dim,))}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.exact import Exact
 from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
@@ -122,6 +123,7 @@ class Description:
         quantizer: how vectors become levels.
         scales: scales a vector, each for an equal part of it.
         scale_dtype: of the scales.
+        exact: how vectors are stored where every rounding is fixed; None where a matrix rotates them.
     """
 
     head_dim: int
@@ -132,6 +134,7 @@ class Description:
     quantizer: Quantizer
     scales: int = 1
     scale_dtype: torch.dtype = torch.float16
+    exact: Exact | None = None
 
     @property
     def bits(self) -> int:

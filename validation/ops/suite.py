@@ -139,6 +139,10 @@ STORES = (
     CacheCase("k=bf16,v=tq8", 256, 1, 2, 16, (0,), (12,)),
     CacheCase("k=q8_0,v=q4_0", 128, 1, 3, 16, (0,), (20,)),
     CacheCase("k=q4_0,v=fp8_e4m3", 64, 1, 9, 8, (0, 0), (11, 4), pages=True),
+    CacheCase("k=tq3_0,v=manthan3", 128, 1, 3, 16, (0, 0), (20, 1), pages=True),
+    CacheCase("k=manthan3,v=tq3_0", 256, 1, 9, 8, (0,), (11,), tail=5, sink=2),
+    CacheCase("q4_0_rot", 64, 1, 2, 16, (0,), (20,)),
+    CacheCase("k=tq4,v=q4_0_rot", 256, 1, 2, 16, (0,), (20,), pages=True),
     CacheCase("kivi2", 128, 1, 2, 128, (0, 0), (300, 31)),
     CacheCase("k=kivi4_g64,v=fp32", 256, 1, 3, 64, (0, 0), (64, 130), pages=True, tail=100, sink=5),
 )
@@ -154,7 +158,7 @@ SMALL_STORES = (
     CacheCase("k=tq4,v=lr176", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
     CacheCase("k=lr64,v=lr32", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
 )
-_PACKED = ("tq4", "tbq4_0", "k=lr128,v=lr64")
+_PACKED = ("tq4", "tbq4_0", "tq3_0", "k=lr128,v=lr64")
 
 
 def timed_cases() -> Iterator[OpCase]:

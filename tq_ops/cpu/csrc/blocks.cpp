@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "numbers.h"
 
@@ -23,29 +24,32 @@ int round_half_away(float x) {
     return whole + (left >= 0.5f) - (left <= -0.5f);
 }
 
-uint16_t signed_half(float x) {
+// Stores a scale; false if it rounds to infinity.
+bool put_half(float x, uint16_t* scale) {
     const uint32_t sign = bits_of(x) >> 31;
-    return static_cast<uint16_t>(float_to_half(std::fabs(x)) | sign << 15);
+    if (!(std::fabs(x) < 65520.0f)) return false;
+    *scale = static_cast<uint16_t>(float_to_half(std::fabs(x)) | sign << 15);
+    return true;
 }
 
 // `q8_0`: d = max |x| / 127;  code = round(x * (1 / d)).
-void put_int8(const float* x, int n, uint8_t* codes, uint16_t* scale) {
+bool put_int8(const float* x, int n, uint8_t* codes, uint16_t* scale) {
     float most = 0.0f;
     for (int i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
     const float d = most / 127.0f, inverse = reciprocal(d);
     for (int i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(round_half_away(x[i] * inverse));
-    *scale = signed_half(d);
+    return put_half(d, scale);
 }
 
 // `q4_0`: d = (the value of largest magnitude, the first of equals) / -8;  level = min(15, trunc(x * (1 / d) + 8.5)).
-void put_halves(const float* x, int n, uint8_t* codes, uint16_t* scale) {
+bool put_halves(const float* x, int n, uint8_t* codes, uint16_t* scale) {
     float most = 0.0f, value = x[0];
     for (int i = 0; i < n; ++i)
         if (std::fabs(x[i]) > most) most = std::fabs(x[i]), value = x[i];
     const float d = value / -8.0f, inverse = reciprocal(d);
     auto level = [&](int i) { return std::max(0, std::min(15, static_cast<int>(x[i] * inverse + 8.5f))); };
     for (int i = 0; i < n / 2; ++i) codes[i] = static_cast<uint8_t>(level(i) | level(i + n / 2) << 4);
-    *scale = signed_half(d);
+    return put_half(d, scale);
 }
 
 // E4M3, ties to even, saturating at 448.
@@ -84,33 +88,156 @@ void put_range(const float* x, int n, int bits, uint8_t* codes, float* scale, fl
     *scale = range.scale, *zero = range.zero;
 }
 
+template <int STRIDE> void add_and_subtract(float* y, int n) {
+    for (int i = 0; i < n; i += 2 * STRIDE)
+        for (int j = i; j < i + STRIDE; ++j) {
+            const float a = y[j], b = y[j + STRIDE];
+            y[j] = a + b, y[j + STRIDE] = a - b;
+        }
+}
+
+// y of x as `Quantizer::walsh` has it, of n numbers that it divides.
+void transform(const Quantizer& by, const float* x, int n, float* y) {
+    for (int first = 0; first < n; first += by.walsh, x += by.walsh, y += by.walsh) {
+        for (int i = 0; i < by.walsh; ++i) y[i] = by.before ? x[i] * by.before[i] : x[i];
+        add_and_subtract<1>(y, by.walsh);
+        if (by.walsh > 2) add_and_subtract<2>(y, by.walsh);
+        if (by.walsh > 4) add_and_subtract<4>(y, by.walsh);
+        if (by.walsh > 8) add_and_subtract<8>(y, by.walsh);
+        if (by.walsh > 16) add_and_subtract<16>(y, by.walsh);
+        if (by.walsh > 32) add_and_subtract<32>(y, by.walsh);
+        if (by.walsh > 64) add_and_subtract<64>(y, by.walsh);
+        if (by.walsh > 128) add_and_subtract<128>(y, by.walsh);
+        for (int i = 0; i < by.walsh; ++i) y[i] *= by.factor;
+        for (int i = 0; by.after && i < by.walsh; ++i) y[i] *= by.after[i];
+    }
+}
+
+// level[i] = #{b : y[i] >= b}
+void find_levels(const float* y, int n, const float* boundaries, int count, int32_t* level) {
+    std::fill(level, level + n, 0);
+    for (int b = 0; b < count; ++b)
+        for (int i = 0; i < n; ++i) level[i] += y[i] >= boundaries[b];
+}
+
+// Levels as a stream of bits, 8 of them in `bits` bytes.
+void put_stream(const int32_t* level, int n, int bits, uint8_t* codes) {
+    for (int i = 0; i < n; i += 8, codes += bits) {
+        uint32_t word = 0;
+        for (int j = 0; j < 8; ++j) word |= static_cast<uint32_t>(level[i + j]) << (bits * j);
+        for (int byte = 0; byte < bits; ++byte) codes[byte] = static_cast<uint8_t>(word >> (8 * byte));
+    }
+}
+
+float square_root(float x) { return static_cast<float>(std::sqrt(static_cast<double>(x))); }
+
+// The length of x, its squares added from first to last.
+float length_in_order(const float* x, int n) {
+    float total = x[0] * x[0];
+    for (int i = 1; i < n; ++i) total += x[i] * x[i];
+    return square_root(total);
+}
+
+// Squares of x added in numpy's order: up to 128 in eight sums, which are added as a tree; more are cut in two.
+float squares_in_pairs(const float* x, int n) {
+    if (n > 128) return squares_in_pairs(x, n / 16 * 8) + squares_in_pairs(x + n / 16 * 8, n - n / 16 * 8);
+    float sums[8];
+    for (int j = 0; j < 8; ++j) sums[j] = x[j] * x[j];
+    for (int i = 8; i < n; i += 8)
+        for (int j = 0; j < 8; ++j) sums[j] += x[i + j] * x[i + j];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// `tq3_0`, of n rotated numbers.
+bool put_by_largest(const Quantizer& by, const float* y, int n, uint8_t* codes, uint8_t* signs, uint16_t* scale) {
+    alignas(64) float value[kMaxDim];
+    alignas(64) int32_t level[kMaxDim], sign[kMaxDim];
+    const int bits = by.planes[0];
+    float most = 0.0f;
+    for (int i = 0; i < n; ++i) most = std::max(most, std::fabs(y[i]));
+    const float d = most / by.constant, inverse = reciprocal(d);
+    for (int i = 0; i < n; ++i) value[i] = y[i] * inverse;
+    find_levels(value, n, by.boundaries, (1 << bits) - 1, level);
+    for (int i = 0; i < n; ++i) sign[i] = y[i] - by.centroids[level[i]] * d >= 0.0f;
+    put_stream(level, n, bits, codes);
+    put_stream(sign, n, 1, signs);
+    return put_half(d, scale);
+}
+
+// `tbq4_0`, of n numbers.
+bool put_by_length(const Quantizer& by, const float* x, int n, uint8_t* codes, uint16_t* scale) {
+    alignas(64) float y[kMaxDim], unit[kMaxDim];
+    alignas(64) int32_t level[kMaxDim];
+    const float length = length_in_order(x, n), norm = length <= by.constant ? 0.0f : length, inverse = reciprocal(norm);
+    for (int i = 0; i < n; ++i) unit[i] = x[i] * inverse;
+    transform(by, unit, n, y);
+    find_levels(y, n, by.boundaries, 15, level);
+    for (int i = 0; i < n; ++i) y[i] = by.centroids[level[i]];
+    put_stream(level, n, 4, codes);
+    return put_half(norm / length_in_order(y, n), scale);
+}
+
+// `manthan3`, of the whole vector. A number on a boundary has the level below.
+bool put_by_radius(const Quantizer& by, const float* x, int n, uint8_t* codes, float* scale) {
+    alignas(64) float value[kMaxDim];
+    alignas(64) int32_t level[kMaxDim];
+    const int bits = by.planes[0];
+    const float radius = square_root(squares_in_pairs(x, n)), above = radius + by.constant;
+    const float root = static_cast<float>(std::sqrt(static_cast<double>(n)));
+    for (int i = 0; i < n; ++i) value[i] = x[i] / above * root;
+    std::fill(level, level + n, 0);
+    for (int b = 0; b < (1 << bits) - 1; ++b)
+        for (int i = 0; i < n; ++i) level[i] += value[i] > by.boundaries[b];
+    put_stream(level, n, bits, codes);
+    *scale = radius;
+    return std::isfinite(radius);
+}
+
 }  // namespace
 
-void put_numbers(const Quantizer& by, const float* x, Stored to) {
+float most_tried(const Quantizer& by) {
+    if (by.rule == kByRadius) return std::numeric_limits<float>::max();
+    const bool by_half = by.rule != kOfCell || by.cell == kInt8 || by.cell == kHalves;
+    // Any FP16 scale is infinite from there on, and below it no number on the way to one is.
+    return by_half ? 0x1p40f : 0.0f;
+}
+
+bool put_numbers(const Quantizer& by, const float* x, Stored to) {
     const int dim = by.matrix.inputs, count = by.scales_per_vector;
+    alignas(64) float rotated[kMaxDim];
+    if (by.rule == kByRadius) return put_by_radius(by, x, dim, to.codes, reinterpret_cast<float*>(to.scales));
+    if (by.walsh && by.rule != kByLength) transform(by, x, dim, rotated), x = rotated;
     switch (by.cell) {
         case kBf16:
             for (int i = 0; i < dim; ++i) {
                 const uint16_t number = float_to_bf16(x[i]);
                 std::memcpy(to.codes + 2 * i, &number, 2);
             }
-            return;
+            return true;
         case kFp32:
             std::memcpy(to.codes, x, dim * sizeof(float));
-            return;
+            return true;
         case kFp8:
             for (int i = 0; i < dim; ++i) to.codes[i] = to_fp8(x[i]);
-            return;
+            return true;
         default:
             break;
     }
     const int part = dim / count, bytes = by.bytes / count;
+    bool finite = true;
     for (int s = 0; s < count; ++s, x += part, to.codes += bytes) {
-        if (by.cell == kInt8) put_int8(x, part, to.codes, to.scales + s);
-        if (by.cell == kHalves) put_halves(x, part, to.codes, to.scales + s);
-        if (by.cell == kStream)
+        if (by.rule == kByLargest)
+            finite &= put_by_largest(by, x, part, to.codes, to.signs + s * part / 8, to.scales + s);
+        else if (by.rule == kByLength)
+            finite &= put_by_length(by, x, part, to.codes, to.scales + s);
+        else if (by.cell == kInt8)
+            finite &= put_int8(x, part, to.codes, to.scales + s);
+        else if (by.cell == kHalves)
+            finite &= put_halves(x, part, to.codes, to.scales + s);
+        else if (by.cell == kStream)
             put_range(x, part, by.planes[0], to.codes, reinterpret_cast<float*>(to.scales) + s, to.zeros + s);
     }
+    return finite;
 }
 
 void put_channels(const Quantizer& by, const uint16_t* const* x, Stored to) {

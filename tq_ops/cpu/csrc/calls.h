@@ -34,6 +34,8 @@ struct HaarkvStoreSide {
     Quantizer quantizer;
     Kept kept;
     int32_t bf16;
+    uint8_t* signs;  // [num_blocks, Hkv, block_size, D / 8] of what levels leave, or null
+    int64_t signs_stride;
 };
 
 struct HaarkvStore {

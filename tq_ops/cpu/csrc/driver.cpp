@@ -91,7 +91,33 @@ static Stored place_of(const HaarkvStoreSide& side, int64_t block, int64_t vecto
     const Quantizer& by = side.quantizer;
     const int64_t scale = block * side.scales_stride + vector / by.group * by.scales_per_vector;
     return {side.codes + block * side.codes_stride + vector * by.bytes, side.scales + scale * (by.scale_bytes / 2),
-            side.zeros + (side.zeros ? scale : 0)};
+            side.zeros + (side.zeros ? scale : 0),
+            side.signs ? side.signs + block * side.signs_stride + vector * by.matrix.inputs / 8 : nullptr};
+}
+
+// Whether a side takes n vectors.
+static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
+    const Quantizer& by = side.quantizer;
+    const int64_t dim = by.matrix.inputs;
+    if (std::isinf(by.most)) return true;
+    const uint32_t most = bits_of(by.most);
+    auto all_within = [&](int64_t first, int64_t count) {
+        const void* x = at(side.x, side.bf16, first);
+        if (!side.bf16) return within(static_cast<const uint32_t*>(x), count, uint32_t{0x7fffffff}, most);
+        return within(static_cast<const uint16_t*>(x), count, uint16_t{0x7fff}, static_cast<uint16_t>(most >> 16));
+    };
+    if (all_within(0, n * dim)) return true;
+    const float tried = most_tried(by);
+    for (int64_t i = 0; i < n; ++i) {
+        if (all_within(i * dim, dim)) continue;
+        float x[kMaxDim];
+        uint8_t codes[kMaxDim], signs[kMaxDim / 8];
+        uint16_t scales[kMaxDim / 32];
+        widen(at(side.x, side.bf16, i * dim), side.bf16, dim, x);
+        if (!std::all_of(x, x + dim, [tried](float number) { return std::fabs(number) <= tried; })) return false;
+        if (!put_numbers(by, x, {codes, scales, nullptr, signs})) return false;
+    }
+    return true;
 }
 
 // Stores the group that a new token fills, of one head: all of it lies in the ring by now.
@@ -108,23 +134,14 @@ static void store_group(const HaarkvStore& s, const HaarkvStoreSide& side, int64
     put_channels(side.quantizer, x.data(), place_of(side, s.slots[token] / s.block_size, first));
 }
 
-// Returns 0, or 1 without storing anything if a slot lies outside the cache or a number is larger than a side takes.
+// Returns 0, or 1 without storing anything if a slot lies outside the cache or a side refuses a vector.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t heads = s->num_kv_heads;
     const HaarkvStoreSide* const sides[] = {&s->k, &s->v};
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
-    for (const HaarkvStoreSide* side : sides) {
-        if (std::isinf(side->quantizer.most)) continue;
-        const int64_t n = s->tokens * heads * side->quantizer.matrix.inputs;
-        const uint32_t most = bits_of(side->quantizer.most);
-        if (side->bf16) {
-            const auto upper = static_cast<uint16_t>(most >> 16);
-            if (!within(static_cast<const uint16_t*>(side->x), n, uint16_t{0x7fff}, upper)) return 1;
-        } else if (!within(static_cast<const uint32_t*>(side->x), n, uint32_t{0x7fffffff}, most)) {
-            return 1;
-        }
-    }
+    for (const HaarkvStoreSide* side : sides)
+        if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
     std::vector<int64_t> kept_rows(s->k.kept.vectors || s->v.kept.vectors ? s->tokens : 0);
     for (int64_t b = 0; !kept_rows.empty() && b < s->sequences; ++b)

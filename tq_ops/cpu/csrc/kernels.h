@@ -107,8 +107,16 @@ struct Matrix {
     int32_t inputs, outputs, bf16;
 };
 
-// How vectors become levels, where there is a matrix; else `cell` says what they become (`blocks.h`). By a rotation (`mean` is
-// null):
+// How a vector without a matrix is stored, as `tq_ops.formats.exact` has it.
+enum Rule : int32_t {
+    kOfCell = 0,     // as its cell says
+    kByLargest = 1,  // levels of y over its largest number, and a sign of what they leave
+    kByLength = 2,   // levels of y, which has length 1
+    kByRadius = 3,   // levels of x over its root mean square
+};
+
+// How vectors become levels, where there is a matrix; else `cell` and `rule` say what they become (`blocks.h`). By a rotation
+// (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 // By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
 //   y = bf16((x - mean) / gamma) @ matrix;  y = y / sqrt(sum shares * y**2);  for each gain, of gain * y:
@@ -127,7 +135,12 @@ struct Quantizer {
     const float* steps;       // [stages]
     int32_t stages, tries, levels;
     int32_t planes[2], bytes, cell, scales_per_vector, scale_bytes, group;  // as in Side
-    float most;  // vectors with a larger number than this are not stored; infinity where any are
+    float most;  // vectors without a larger number than this are stored; infinity where any are
+    // y of x without a matrix: after * WHT(before * x) * factor of every `walsh` numbers; x where that is 0.
+    const float* before;  // [walsh] or null, and so is `after`
+    const float* after;
+    float factor, constant;  // the latter of the rule
+    int32_t walsh, rule;
 };
 
 constexpr int64_t kMostTokens = 512;  // that one projection takes

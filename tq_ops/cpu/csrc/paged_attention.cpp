@@ -16,8 +16,8 @@ namespace {
 
 // Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
-// Of rotated queries and partial sums that are kept at a time.
-constexpr int64_t kMostBytes = 16 << 20;
+// Of rotated queries and partial sums that are kept at a time: for each thread, at least, and at most.
+constexpr int64_t kBytesPerThread = 1 << 20, kLeastBytes = 4 << 20, kMostBytes = 16 << 20;
 
 // Tiles that one pass serves: rows of one sequence and KV head. The splits of their context are consecutive in the list of
 // all, and so are the partial sums of a split's tiles.
@@ -74,7 +74,8 @@ class Cutter {
         : a_(a),
           most_rows_(tiles * kMaxRows),
           query_floats_(kMaxRows * a.cache.k.levels),
-          partial_floats_(Partials::size_of(a.cache)) {}
+          partial_floats_(Partials::size_of(a.cache)),
+          most_floats_(std::clamp(kBytesPerThread * a.threads, kLeastBytes, kMostBytes) / 4) {}
 
     // The next wave; false if there is none.
     bool next(Wave& wave) {
@@ -83,7 +84,7 @@ class Cutter {
             for (; row_ < rows(); row_ += most_rows_, head_ = 0)
                 for (; head_ < a_.cache.num_kv_heads; ++head_) {
                     const int64_t floats = wave.partials * partial_floats_ + wave.tiles.size() * query_floats_;
-                    if (floats * 4 >= kMostBytes) return true;
+                    if (floats >= most_floats_) return true;
                     add_pass(wave);
                 }
         return !wave.passes.empty();
@@ -91,7 +92,7 @@ class Cutter {
 
   private:
     const HaarkvAttention& a_;
-    const int64_t most_rows_, query_floats_, partial_floats_;
+    const int64_t most_rows_, query_floats_, partial_floats_, most_floats_;
     int64_t row_ = 0;
     int sequence_ = 0, head_ = 0;
 
@@ -133,19 +134,6 @@ class Cutter {
         wave.tiles.push_back(t);
         return longest;
     }
-};
-
-// A buffer that grows and is used again.
-class Buffer {
-  public:
-    float* of(int64_t n) {
-        if (n > size_) numbers_.reset(), numbers_ = floats(n), size_ = n;
-        return numbers_.get();
-    }
-
-  private:
-    Floats numbers_;
-    int64_t size_ = 0;
 };
 
 // y [rows, outputs] = x [rows, inputs] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
@@ -280,14 +268,15 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     const Cache& cache = a->cache;
     const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache, kernels.tiles));
     const int64_t scratch_size = divide_up(own, 16) * 16;
-    const Floats scratch = floats(a->threads * scratch_size);
+    // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
+    static thread_local Scratch own_scratch, numbers, queries;
+    float* const scratch = own_scratch.of(a->threads * scratch_size);
     Cutter cutter(*a, kernels.tiles);
     Wave wave;
-    Buffer numbers, queries;
     while (cutter.next(wave)) {
         const Partials partials(cache, numbers.of(wave.partials * Partials::size_of(cache)));
         float* rotated = queries.of(static_cast<int64_t>(wave.tiles.size()) * kMaxRows * cache.k.levels);
-        attend(*a, kernels, wave, partials, rotated, scratch.get(), scratch_size);
+        attend(*a, kernels, wave, partials, rotated, scratch, scratch_size);
     }
 }
 
