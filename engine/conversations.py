@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from haarkv.engine.session import Result, Session
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.stored import StoredSequence
+from haarkv.tq_ops.warn import warn
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Conversations:
             stored = self.session.load_cache(file)
         except InputError as error:
             self.counters.damaged += 1
-            warnings.warn(f"{error}; the conversation is computed again", stacklevel=4)
+            warn(f"{error}; the conversation is computed again")
             return None
         self.counters.restored += 1
         return stored

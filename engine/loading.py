@@ -11,7 +11,7 @@ from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.session import Session, warn
+from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models import balance as balancing
 from haarkv.models.catalog import load_model, read_config
@@ -22,6 +22,7 @@ from haarkv.models.text import generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.warn import warn
 
 
 def load(

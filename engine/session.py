@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
+from haarkv.tq_ops.warn import warn
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,3 @@ class Session:
             bytes=ranks * cache.nbytes,
             bf16_bytes=ranks * round(cache.num_slots * bf16.bytes_per_token(*shape)),
         )
-
-
-def warn(message: str) -> None:
-    """A Python warning, in the name of whoever called this module's caller."""
-    warnings.warn(message, stacklevel=4)

@@ -20,6 +20,8 @@ from haarkv.tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
 _SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
+_TOKENIZERS = {"tiny-draft": TINY}
+"""Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM = "random:"
 
@@ -47,6 +49,11 @@ def folder_of(name: str | Path) -> Path | None:
         f"no such model: {name}; give tiny, random:SIZE, a folder in Hugging Face format, or the Hub id of a model that you "
         "have downloaded (hf download ORG/NAME)"
     )
+
+
+def tokenizer_folder_of(name: str | Path) -> Path | None:
+    """The folder with a model's tokenizer: as `folder_of`, which raises the same, but for a draft that ships without one."""
+    return _TOKENIZERS.get(str(name)) or folder_of(name)
 
 
 def _downloaded(hub_id: str) -> Path | None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from haarkv.models.base import DecoderConfig
-from haarkv.models.catalog import folder_of
+from haarkv.models.catalog import folder_of, tokenizer_folder_of
 from haarkv.models.chat_template import render
 from haarkv.models.hf_config import eos_token_ids
 from haarkv.models.limited import TooMuchError, answer
@@ -218,7 +218,7 @@ def load_tokenizer(name: str | Path, config: DecoderConfig) -> Tokenizer:
     Raises:
         InputError: the folder has none, or it does not fit the model.
     """
-    folder = folder_of(name)
+    folder = tokenizer_folder_of(name)
     return ByteTokenizer() if folder is None else HFTokenizer(folder, config)
 
 

@@ -183,9 +183,6 @@ LAYER_BF16 = LayerBounds(
 # What one number of a normed hidden state in BF16 turns K by, times the root of the hidden size: a step of 2**-8 where the
 # number is as large as their root mean square. 3e-4 covers it from a hidden size of 170 on; narrower models have this.
 BF16_TURN = 2.0**-8
-# Attention over vectors that are restored to BF16, where FP32 sums may bring a number to the other BF16 neighbour: a head that
-# attends to one token, whose vector has one such number that is half as long as all of it. Measured: 5.1e-4 (tq4_seed, cpu).
-RESTORED_TO_BF16_ATTENTION = 2.0**-9
 # K or V of one executor, stored once by a layer run alone and once in a whole forward: relative distance. Ties may fall the
 # other way, each by a twentieth of the vector at most.
 SAME_KV = 0.1

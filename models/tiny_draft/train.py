@@ -26,10 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
-from haarkv.models.tiny_qwen3.train import learning_rate, token_stream
+from haarkv.models.tiny_qwen3.train import learning_rate, recipe_parser, token_stream
 from haarkv.models.weights import EMBEDDING, HEAD
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
 
 
@@ -113,7 +113,10 @@ def train(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, tokens: torch.Tensor
 
 
 def save(draft: Qwen3ForCausalLM, out: Path) -> None:
-    """Write BF16 weights without the embedding, config and tokenizer beside `out`, then move each file into place whole."""
+    """Write BF16 weights without the embedding and config beside `out`, then move each file into place whole.
+
+    The draft that ships uses tiny's own tokenizer; any other folder gets a copy.
+    """
     out.mkdir(parents=True, exist_ok=True)
     shared = (EMBEDDING, HEAD)
     tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in draft.state_dict().items() if name not in shared}
@@ -122,24 +125,17 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
         draft.config.dtype = torch.bfloat16
         draft.config.save_pretrained(scratch)
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+        if out.resolve() != HERE:
+            (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
         for path in scratch.iterdir():
             path.chmod(0o644)
             path.replace(out / path.name)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the draft that ships)")
-    parser.add_argument("--resume", action="store_true", help="start from the draft in --out")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--tokens-per-step", type=int, default=2048)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--final-lr", type=float, default=0.02, help="fraction of --lr at the last step")
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = recipe_parser(__doc__, HERE, "the draft that ships", "start from the draft in --out")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")
+    parser.set_defaults(steps=120, tokens_per_step=2048, final_lr=0.02, warmup=10)
     return parser.parse_args(argv)
 
 

@@ -122,18 +122,30 @@ def train(model: Qwen3ForCausalLM, tokens: torch.Tensor, held_out: torch.Tensor,
             print(f"  held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder to write (default: the checkpoint that ships)")
-    parser.add_argument("--resume", action="store_true", help="start from the weights that ship, keep their tokenizer")
+def recipe_parser(description: str | None, out: Path, ships: str, resume: str) -> argparse.ArgumentParser:
+    """The options of every training on this text, with the defaults of `tiny_qwen3`.
+
+    Args:
+        out: default of `--out`, which `ships` names.
+        resume: what `--resume` does.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help=f"folder to write (default: {ships})")
+    parser.add_argument("--resume", action="store_true", help=resume)
     parser.add_argument("--steps", type=int, default=1660)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--final-lr", type=float, default=0.1, help="fraction of --lr at the last step")
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--autocast", action="store_true", help="bf16 matrix products (a gain where the chip has them)")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    resume = "start from the weights that ship, keep their tokenizer"
+    parser = recipe_parser(__doc__, HERE, "the checkpoint that ships", resume)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 
 

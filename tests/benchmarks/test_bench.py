@@ -237,7 +237,7 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
 
 
 def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
-    from tq.commands.bench_decode import _request
+    from tq.commands.bench_request import request_of
 
     has_only(monkeypatch, "cpu", "reference")
     given = {
@@ -251,20 +251,20 @@ def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeyp
         (["auto"], ["kvarn4"], ["reference"]),
         (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
     ):
-        assert _request({**given, "executors": executors, "kvs": kvs}).executors == expected
+        assert request_of({**given, "executors": executors, "kvs": kvs}).executors == expected
 
 
 def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
-    from tq.commands.bench_decode import _request
+    from tq.commands.bench_request import request_of
 
     given = {
         "model": "random:0.6b", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1,
         "threads": None, "executors": ["auto"],
     }  # fmt: skip
     for device, name in (("cuda", "cuda"), ("sim", "npu")):
-        assert _request({**given, "kvs": [], "device": device}).executors == [name]
+        assert request_of({**given, "kvs": [], "device": device}).executors == [name]
         with pytest.raises(InputError, match=rf"executor {name} cannot run this: .*q8_0"):
-            _request({**given, "kvs": ["q8_0"], "device": device})
+            request_of({**given, "kvs": ["q8_0"], "device": device})
 
 
 def test_a_step_and_a_layers_call_are_timed_and_named(run):

@@ -304,11 +304,12 @@ def test_a_part_of_the_slips_is_found_where_it_is(tiny, number):
 
 
 @pytest.mark.judge_long
+@pytest.mark.parametrize("kv", ["tq4", "tq4_seed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_self_test_finds_every_fault(dtype):
+def test_the_self_test_finds_every_fault(dtype, kv):
     model = first_layers(load_model("tiny", dtype), 3)
     ids = load_tokenizer("tiny", model.config).encode(CODE)
-    assert not [row for row in self_test([model], [ids[:120], ids[:100]]) if not row.caught]
+    assert not [row for row in self_test([model], [ids[:120], ids[:100]], kv=kv) if not row.caught]
 
 
 @pytest.mark.judge_long

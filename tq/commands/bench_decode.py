@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -13,19 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq.commands.bench_drafts import drafted
+from tq.commands.bench_request import common_options, kvs_of, request_of, turning
 from tq.commands.bench_rows import print_rows
-from tq.options import (
-    Numbers,
-    draft_options,
-    draft_spec,
-    executor_option,
-    json_option,
-    model_option,
-    resume_option,
-    run_options,
-    set_threads,
-)
-from tq.output import err, loading, print_table
+from tq.options import draft_options, draft_spec, resume_option
+from tq.output import loading, print_table
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
@@ -34,29 +24,8 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.ops import OpRow
     from haarkv.benchmarks.timing import Machine
-    from haarkv.engine.draft_choice import DraftSpec
     from haarkv.models.base import DecoderConfig
     from haarkv.models.parallel import Ranks
-
-_OPTIONS = (
-    model_option("random:0.6b"),
-    click.option(
-        "--kv",
-        "kvs",
-        multiple=True,
-        metavar="LIST",
-        help="Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
-        "+tailN and +sinkN for tokens in BF16 [default: bf16,tq4].",
-    ),
-    executor_option(multiple=True),
-    run_options("bfloat16"),
-    click.option("--contexts", type=Numbers(), default="1024,4096", show_default=True, help="Tokens in the cache."),
-    click.option("--batches", type=Numbers(), default="1", show_default=True, help="Sequences at once."),
-    click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Timed runs of each variant."),
-    click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line."),
-    json_option,
-)
-
 
 no_peers_option = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
 _KINDS = ("attention", "layer", "step")
@@ -78,14 +47,8 @@ class Peers(click.ParamType[tuple[str, ...]]):
         return names
 
 
-def _options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
-
-
 @click.command("decode")
-@_options
+@common_options
 @click.option(
     "--only",
     "kinds",
@@ -147,7 +110,7 @@ def decode(
             raise click.UsageError(
                 "--draft measures whole texts, one at a time; leave out --only, --plot, --resume, --isa and --batches"
             )
-        _drafted(spec, given)
+        drafted(spec, given)
         return
     from haarkv.benchmarks import decode_plot
     from haarkv.benchmarks.decode import measure
@@ -167,12 +130,12 @@ def decode(
     if resume_file is not None and not on_prompts:
         raise click.UsageError("--resume keeps the times of whole prompts; give --peers llama.cpp or --only prompt")
     kinds = kinds or (("step",) if together else (*_KINDS, "prompt") if on_prompts else _KINDS)
-    kvs = _kvs(given)
-    request = _request(
+    kvs = kvs_of(given)
+    request = request_of(
         given, kinds=kinds, peers=beside, llama_kvs=parse_kinds(peer_kv), isa=given["isa"], resume=resume_file, ranks=ranks,
         hf_caches=partial(_hf_caches, kvs),
     )  # fmt: skip
-    with loading(request.model) as progress, _turning() as on_turn:
+    with loading(request.model) as progress, turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     if ranks.rank:  # rank 0 says it for all
         return
@@ -184,7 +147,7 @@ def decode(
 
 
 @click.command("prefill")
-@_options
+@common_options
 @no_peers_option
 @click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 def prefill(no_peers: bool, **given: Any) -> None:
@@ -197,8 +160,8 @@ def prefill(no_peers: bool, **given: Any) -> None:
     from haarkv.benchmarks.prefill import measure
     from haarkv.benchmarks.report import emit
 
-    request = _request(given, peers=() if no_peers else (SDPA,), isa=given["isa"])
-    with loading(request.model) as progress, _turning() as on_turn:
+    request = request_of(given, peers=() if no_peers else (SDPA,), isa=given["isa"])
+    with loading(request.model) as progress, turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     emit("prefill", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
@@ -206,14 +169,14 @@ def prefill(no_peers: bool, **given: Any) -> None:
 
 
 @click.command("ops")
-@_options
+@common_options
 def ops(**given: Any) -> None:
     """Measure quantizing, storing and attention of one layer, for one new token and for a chunk of 64."""
     from haarkv.benchmarks.ops import measure
     from haarkv.benchmarks.report import emit
 
-    request = _request(given)
-    with loading(request.model) as progress, _turning() as on_turn:
+    request = request_of(given)
+    with loading(request.model) as progress, turning() as on_turn:
         machine, rows = measure(request, progress, on_turn)
     emit("ops", _line(request, machine, rows), save=given["save"], echo=given["as_json"])
     if not given["as_json"]:
@@ -226,58 +189,6 @@ def ops(**given: Any) -> None:
         print_table(title, columns, cells)
 
 
-_DRAFT_COLUMNS = (
-    "context",
-    "draft",
-    "ms/token",
-    "speed-up",
-    "CPU ms/token",
-    "CPU speed-up",
-    "accepted",
-    "tokens/step",
-    "same text",
-)
-
-
-def _drafted(spec: DraftSpec, given: dict[str, Any]) -> None:
-    """Measure decoding with a draft and without."""
-    from haarkv.benchmarks.drafts import DraftRequest, measure
-    from haarkv.benchmarks.report import emit
-
-    kvs = _kvs(given) if given["kvs"] else ["tq4"]
-    if len(kvs) != 1 or len(given["executors"]) != 1:
-        raise click.UsageError("--draft takes one executor and one format at a time")
-    set_threads(given["threads"])
-    request = DraftRequest(
-        executor=given["executors"][0], kv=kvs[0], drafts=[spec],
-        **{name: given[name] for name in ("model", "contexts", "dtype", "layers", "device", "repeats")},
-    )  # fmt: skip
-    with loading(request.model) as progress, _turning() as on_turn:
-        rows = measure(request, progress, on_turn)
-    settings = {"model": request.model, "kv": request.kv, "draft": asdict(spec), "new_tokens": request.new_tokens}
-    emit("drafts", settings | {"rows": [row.as_json() for row in rows]}, save=given["save"], echo=given["as_json"])
-    if given["as_json"]:
-        return
-    cells = [
-        (
-            str(r.context), r.draft, f"{r.ms:.2f}", _times(r.speed_up), f"{r.cpu_ms:.2f}", _times(r.cpu_speed_up),
-            "–" if r.drafting is None or r.drafting.acceptance is None else f"{r.drafting.acceptance:.0%}",
-            "–" if r.drafting is None or r.drafting.tokens_per_step is None else f"{r.drafting.tokens_per_step:.2f}",
-            "yes" if r.same_text else "no",
-        )
-        for r in rows
-    ]  # fmt: skip
-    title = f"{request.model}, {request.kv}: {request.new_tokens} new tokens, greedy, median of {request.repeats} turns"
-    print_table(title, _DRAFT_COLUMNS, cells)
-    for row in rows:
-        if row.drafting:
-            print(f"{row.context:,} tokens: {row.drafting.describe()}")
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
-
-
 def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence[OpRow]) -> dict[str, Any]:
     settings = {
         "model": request.model,
@@ -288,22 +199,6 @@ def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence
         "tensor_parallel": request.ranks.size,
     }
     return settings | {"machine": asdict(machine), "rows": [r.as_json() for r in rows]}
-
-
-def _request(given: dict[str, Any], **more: Any) -> Request:
-    from haarkv.benchmarks.decode import Request
-
-    set_threads(given["threads"])
-    kvs = _kvs(given)
-    executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
-    names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats")
-    return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
-
-
-def _kvs(given: dict[str, Any]) -> list[str]:
-    from haarkv.benchmarks.plans import parse_caches
-
-    return parse_caches(given["kvs"]) or ["bf16", "tq4"]
 
 
 def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
@@ -325,39 +220,3 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
             make = partial(TQCache, kv=kv)
             caches.append(HFCache(f"TQCache {kv}", make, 8 * token_bytes / numbers, implementation=IMPLEMENTATION))
     return caches
-
-
-def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
-    """The fastest executor here that reads at least one of the formats."""
-    from haarkv.benchmarks.plans import plan_of
-    from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
-    from haarkv.models.catalog import read_config
-    from haarkv.tq_ops.errors import InputError
-
-    config = read_config(given["model"], given["layers"])
-    plans = [plan_of(kv, config) for kv in kvs]
-    found: list[str] = []
-    refused: list[InputError] = []
-    for plan in plans:
-        try:
-            found.append(select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name)
-        except InputError as error:  # on a device that was named, no executor may read this one
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    return min(found, key=FASTEST_FIRST.index)
-
-
-@contextmanager
-def _turning() -> Iterator[Callable[[str], None]]:
-    """Name on stderr what is being timed; silent when stderr is not a terminal."""
-
-    def on_turn(who: str) -> None:
-        if err().is_terminal:
-            print(f"\r\x1b[Ktiming {who}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield on_turn
-    finally:
-        if err().is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

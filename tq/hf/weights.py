@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from haarkv.models.balance import Moments, Uneven, key_moments, scales_of, value
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.warn import warn
 from tq.hf.config import head_dims
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -98,7 +98,7 @@ class Watch:
         if layer == self.last:
             self._over = True
             if self._losses:
-                warnings.warn(describe(self._losses), stacklevel=2)
+                warn(describe(self._losses))
 
 
 def balance_of(
@@ -129,8 +129,6 @@ def balance_of(
         k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, found, strict=True))
         now[layer] = k, v
     if uneven:
-        warnings.warn(f"{balance.describe(uneven)}; balance=False leaves them as they are", stacklevel=4)
-    Guard(plan, now, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(
-        lambda message: warnings.warn(message, stacklevel=6)
-    )
+        warn(f"{balance.describe(uneven)}; balance=False leaves them as they are")
+    Guard(plan, now, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
     return scales, tuple(uneven)

@@ -7,7 +7,6 @@ stay for prompts, FP32, some numbers of learned nibbles, and wherever CUDA C++ c
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +21,7 @@ from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, width_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.warn import warn
 
 SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256
@@ -98,7 +98,7 @@ def _is_usable(*shape: int, device: torch.device) -> bool:
         _kernel(*shape, device=device)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        warnings.warn(f"decode attention runs in Triton: CUDA C++ cannot be used on {device}: {reason}", stacklevel=2)
+        warn(f"decode attention runs in Triton: CUDA C++ cannot be used on {device}: {reason}")
         return False
     return True
 

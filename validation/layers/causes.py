@@ -26,6 +26,7 @@ from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.repeat import Run
+from haarkv.validation.layers.restored import slack_of_op
 from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
 from haarkv.validation.layers.window_faults import window_faults
@@ -91,12 +92,13 @@ def explain_attention(reference: Reference, call: Call, result: Tensor, stored: 
         stored: the layer's cache as both were given it.
     """
     index, right = call.args[2], call.result
+    allowed = slack_of_op(call, reference.ops)
     found = []
     for fault in _slips(reference, index):
         if fault.stage != "paged_attention":
             continue
         other = reference.attended(fault.table(), call, stored)
-        error = compare_vectors(other, result).rel_l2
+        error = compare_vectors(other, result, allowed=allowed).rel_l2
         if error <= verdict.bound and not torch.equal(other, right):
             found.append((error, fault.name))
     found.sort()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
+from haarkv.validation.layers.restored import nearer
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ class VectorComparison:
     update: float
 
 
-def compare_vectors(ours: Tensor, theirs: Tensor, before: Tensor | None = None) -> VectorComparison:
+def compare_vectors(
+    ours: Tensor, theirs: Tensor, before: Tensor | None = None, allowed: Tensor | None = None
+) -> VectorComparison:
     """Compare vectors one by one, so that a long one does not hide what happens to a short one.
 
     Args:
@@ -148,8 +151,9 @@ def compare_vectors(ours: Tensor, theirs: Tensor, before: Tensor | None = None) 
         before: [..., N], the residual stream that a layer made `ours` from. A layer that adds little to a long vector
             could add anything and still be near; what it adds is therefore compared too, less the two roundings (of
             the residuals) by which honest results differ.
+        allowed: [...], how far each vector may differ before anything is counted, of `restored.slack`.
     """
-    a, b = ours.double(), theirs.double()
+    a, b = ours.double(), nearer(ours, theirs, allowed).double()
     distance, length = (b - a).norm(dim=-1), a.norm(dim=-1)
     cosine = _ratio((a * b).sum(-1), length * b.norm(dim=-1), empty=1.0).clamp(max=1.0)
     update = torch.zeros(())
@@ -161,7 +165,7 @@ def compare_vectors(ours: Tensor, theirs: Tensor, before: Tensor | None = None) 
         identical=torch.equal(ours, theirs),
         cosine=float(cosine.min()),
         rel_l2=float(_ratio(distance, length).max()),
-        max_abs=float((b - a).abs().max()),
+        max_abs=float((theirs.double() - a).abs().max()),
         update=float(update),
     )
 

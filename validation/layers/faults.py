@@ -64,7 +64,7 @@ def table_with(ops: Table) -> OpTable:
 
 
 def planted(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every fault there is, in one layer each, for a cache in `tq4`.
+    """Every fault there is, in one layer each, for a cache in a format of 16 levels.
 
     Args:
         model: which a faulty op recognises the layer by.
@@ -157,14 +157,20 @@ def _quantized(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
 
 
 def _swapped_nibbles(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-    stored = _quantized(k, v, cache, layer)
-    return {side: of | {"codes": of["codes"] >> 4 | of["codes"] << 4} for side, of in stored.items()}
+    """Nibbles hold the vector's halves; where a level has a byte of its own, these are exchanged."""
+
+    def swapped(codes: Tensor) -> Tensor:
+        return codes.roll(codes.shape[-1] // 2, -1) if codes.shape[-1] == k.shape[-1] else codes >> 4 | codes << 4
+
+    return {side: of | {"codes": swapped(of["codes"])} for side, of in _quantized(k, v, cache, layer).items()}
 
 
 def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
     stored = _quantized(k, v, cache, layer)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(256, stored["k"]["codes"].shape, dtype=torch.uint8, generator=generator)
+    if codes.shape[-1] == k.shape[-1]:  # a byte a level
+        codes &= 15
     return stored | {"k": stored["k"] | {"codes": codes}}
 
 

@@ -29,6 +29,7 @@ from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
+from haarkv.validation.layers.restored import nearer, slack_of_op
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import Strays, Trial
 from haarkv.validation.layers.unread import without_unread
@@ -118,14 +119,19 @@ class Forced:
                 likely = partial(self._chances, index, made, forward)
                 rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
                 verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
-        hidden = judge_hidden("attention_mlp", compare_vectors(expected, outcome.result, made.hidden_in), self.limits)
+        allowed = None
+        if not any(verdict.fails for verdict in verdicts) and not torch.equal(expected, outcome.result):
+            allowed = self.reference.slack(made, index, run.stored, batch)
+        compared_hidden = compare_vectors(expected, outcome.result, made.hidden_in, allowed)
+        hidden = judge_hidden("attention_mlp", compared_hidden, self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.num_kv_heads, self.reference.ops
             read = self.reference.as_read(made, index, run.stored, batch)
             found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
-            hidden = self._numbers(index, made, run, forward, expected) or hidden
+            result = nearer(expected, outcome.result, allowed)
+            hidden = self._numbers(index, made, run, forward, expected, result) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
 
     def _far(self, index: int, run: Run, forward: Forward, altered: Reference, other: MadeLayer) -> float | None:
@@ -141,7 +147,9 @@ class Forced:
         model, cache = self.reference.model, self.reference.cache
         return chances_of_layer(model, self.reference.ops, made.hidden_in, index, forward.batch, cache, (made.k, made.v))
 
-    def _numbers(self, index: int, made: MadeLayer, run: Run, forward: Forward, expected: Tensor) -> Verdict | None:
+    def _numbers(
+        self, index: int, made: MadeLayer, run: Run, forward: Forward, expected: Tensor, result: Tensor
+    ) -> Verdict | None:
         """A direction or a distance that rounding does not give a layer's hidden states."""
         if not self.reference.records or self.ledger is None:
             return None
@@ -149,7 +157,7 @@ class Forced:
         if expected.dtype != torch.float32:
             exact = self.reference.given(made, index, run.stored, forward.batch, exact=True)
         heads, ops = self.reference.cache.num_kv_heads, self.reference.ops
-        found = errors_of_layer(made.calls, expected, run.outcome.result, exact, made.hidden_in, ops, heads)
+        found = errors_of_layer(made.calls, expected, result, exact, made.hidden_in, ops, heads)
         return self.ledger.numbers("layers", index, "attention_mlp", found)
 
     # -- Ops -----------------------------------------------------------------------------------------------------------
@@ -192,9 +200,12 @@ class Forced:
     def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun, forward: Forward) -> list[Verdict]:
         cache, result = self.reference.cache, run.result
         if call.op != "store_kv":
-            verdict = judge_op(call, result, run.intact, self.limits)
+            differs = _same_kind(call.result, result) and not torch.equal(call.result, result)
+            allowed = slack_of_op(call, self.reference.ops) if differs else None
+            verdict = judge_op(call, result, run.intact, self.limits, allowed)
             if verdict.reason == "rounding" and self.ledger:
-                found = errors_of_op(call, result, self.reference.ops, cache.num_kv_heads)
+                counted = nearer(call.result, result, allowed)
+                found = errors_of_op(call, counted, self.reference.ops, cache.num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
         batch, noise = forward.batch, self.limits.same_kv_noise

@@ -20,6 +20,7 @@ from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
+from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.unread import without_unread
 
@@ -192,7 +193,17 @@ class Reference:
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
+        return self._over(self.as_read(made, index, stored, batch), made, index, batch, exact)
+
+    def slack(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> Tensor | None:
+        """How far ties of restored vectors may move hidden states [T] after such a layer; None if it restores none."""
+        if not self.records or not restores(self.cache, index):
+            return None
         cache = self.as_read(made, index, stored, batch)
+        return slack(lambda drawn: self._over(drawn, made, index, batch, True), cache, index)
+
+    def _over(self, cache: PagedKVCache, made: MadeLayer, index: int, batch: Batch, exact: bool) -> Tensor:
+        """Hidden states after a layer that stores nothing and attends to what is there."""
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
         return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, cache, ops)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
@@ -18,6 +17,7 @@ from haarkv.validation.layers.compare import LevelComparison, VectorComparison, 
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import FAILS, Reason
+from haarkv.validation.layers.restored import nearer
 from haarkv.validation.layers.trial import Strays
 
 
@@ -122,8 +122,12 @@ def together(verdict: Verdict) -> Verdict:
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
-def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verdict:
-    """One op that was given what the reference's was given."""
+def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed: Tensor | None = None) -> Verdict:
+    """One op that was given what the reference's was given.
+
+    Args:
+        allowed: by how much each vector of the result may differ beside that, of `slack_of_op`.
+    """
     if not intact:
         return Verdict(call.stage, "fault", torch.inf, 0.0, "changed the inputs that it was given")
     ours = call.result
@@ -134,18 +138,12 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds) -> Verd
         return Verdict(call.stage, "fault", torch.inf, 0.0, f"returned {got}, not {list(ours.shape)} {ours.dtype}")
     bound = limits.rounded_op if ours.dtype != torch.float32 else limits.op
     if call.op == "paged_attention":
-        bound = max(limits.attention, bounds.RESTORED_TO_BF16_ATTENTION if _restores(*call.args[1:3]) else 0.0)
-    compared = compare_vectors(ours, result)
+        bound = limits.attention
+    compared = compare_vectors(ours, result, allowed=allowed)
     verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
     if verdict.reason == "fault" and call.op == "paged_attention":
-        return replace(verdict, head=_guilty_head(ours, result, call.args[1].num_kv_heads, bound))
+        return replace(verdict, head=_guilty_head(ours, nearer(ours, result, allowed), call.args[1].num_kv_heads, bound))
     return verdict
-
-
-def _restores(cache: PagedKVCache, layer: int) -> bool:
-    """Whether vectors of a layer are restored to BF16 before they are attended to."""
-    sides = [kv_format.numbers(cache.head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer))]
-    return any(numbers and numbers.kind is Kind.RESTORED for numbers in sides)
 
 
 def _guilty_head(ours: Tensor, result: Tensor, kv_heads: int, bound: float) -> int | None:

@@ -72,6 +72,7 @@ def self_test(
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
     part: slice = EVERY,
+    kv: str = "tq4",
 ) -> list[SelfTestRow]:
     """Plant every fault of `faults`, `slips` and `window_faults` in the middle layer of each model, and validate.
 
@@ -82,23 +83,25 @@ def self_test(
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
         part: of the slips, and of the faults in windows.
+        kv: format of 16 levels that faults of `faults` and `slips` are planted in; if it is another, they alone are.
     """
     rows = []
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
         learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
-        plain = _Setting(KVSpec("tq4"), prompts, 0, "control")
+        plain = _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}")
         of_learned = _Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned")
         shorter = [prompt[:count] for prompt, count in zip(prompts, _WINDOWED_TOKENS, strict=False)]
         windowed = _Setting(WINDOWED, shorter, _WINDOWED_STEPS, "control, a window")
         in_parts = _Trial(
             "none, in two parts (control, a window)", table_with(merging(Layer(model, layer), Parts.merged)), model
         )
-        for setting, faults, controls in (
+        every: list[tuple[_Setting, list[Fault], list[_Trial]]] = [
             (plain, [*planted(model, layer), *slips(model, layer)[part]], []),
             (of_learned, planted_learned(model, layer), []),
             (windowed, window_faults(model, layer)[part], [in_parts]),
-        ):
+        ]
+        for setting, faults, controls in every if kv == "tq4" else every[:1]:
             for driven in ("ops", "layers"):
                 for trial in (*controls, *_trials(model, faults, setting.control)):
                     rows.append(_row(_report(model, trial, driven, setting), driven, trial))

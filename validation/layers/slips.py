@@ -258,14 +258,16 @@ def _stored(at: Layer) -> Iterator[Fault]:
 
 
 def _steps(side: str, steps: int) -> Alter:
-    """Scales so many FP16 steps off, where there are FP16 scales."""
+    """Scales so many FP16 steps off; an FP32 norm by as much."""
 
     def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
         pair = {"k": (cache.k_format(layer), k), "v": (cache.v_format(layer), v)}
         stored = {name: by_token(of.quantize(x.transpose(0, 1), layer)) for name, (of, x) in pair.items()}
-        scale = stored[side].get("scale")
-        if scale is not None and scale.dtype == torch.float16:
-            stored[side]["scale"] = (scale.contiguous().view(torch.int16) + steps).view(torch.float16)
+        for name, scale in stored[side].items():
+            if scale.dtype == torch.float16:
+                stored[side][name] = (scale.contiguous().view(torch.int16) + steps).view(torch.float16)
+            elif name == "norm":
+                stored[side][name] = (scale.contiguous().view(torch.int32) + (steps << 13)).view(torch.float32)
         return stored
 
     return store

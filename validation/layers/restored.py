@@ -1,0 +1,114 @@
+"""Ties that no cache shows: vectors that are restored to BF16 before they are attended to, and what attention may differ by.
+
+Such a vector is rounded twice, `bf16(bf16(c[level] * scale) @ back)`. A number that lies beside a rounding point falls to
+either side, as FP32 sums run, and one of the first kind takes all numbers of its level along: attention to few tokens then is
+off by more than any FP32 sum, and nothing is wrong. Which numbers lie so follows from what is stored. So the reference runs
+again with these on either side, and by what that moves a vector, and no more, an executor's may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.numbers import Kind, Numbers
+from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.layers.record import Call
+
+_DRAWS = 2  # pairs of opposite ones
+
+
+def restores(cache: PagedKVCache, layer: int) -> bool:
+    """Whether vectors of a layer are restored to BF16 before they are attended to."""
+    return any(_restored(kv_format, cache.head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer)))
+
+
+def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: int) -> Tensor:
+    """How far ties of restored vectors may move each vector of a result: [...] fp64, zeros where there is no tie.
+
+    A draw decides every tie, its opposite each the other way. Let them move a vector by a and b. All ties together then move
+    it by |a + b|, and ties at right angles to each other, all together, by |a - b| as well. Only some of them move it by no
+    more, where all pull one way or all at right angles. So sqrt(|a + b|**2 + |a - b|**2) = sqrt(2 |a|**2 + 2 |b|**2) is
+    allowed. Ties that undo each other in one draw are likelier not to in the next.
+
+    Args:
+        attend: makes [..., N] of a cache, without rounding to BF16 on the way.
+        cache: what is attended to; a layer of it that restores.
+    """
+    generator = torch.Generator().manual_seed(layer)
+    plain = attend(_numbers(cache, layer, None, 0)).double()
+    allowed = torch.zeros(plain.shape[:-1], dtype=torch.float64)
+    for _ in range(_DRAWS):
+        seed = int(torch.randint(2**31, (), generator=generator))
+        moved = [attend(_numbers(cache, layer, seed, way)).double() - plain for way in (1, -1)]
+        squares = sum((by.square().sum(-1) for by in moved), torch.zeros(()))
+        allowed = torch.maximum(allowed, (2 * squares).sqrt())
+    return allowed
+
+
+def slack_of_op(call: Call, ops: OpTable) -> Tensor | None:
+    """`slack` of a recorded attention [T, Hq, D] over the live cache; None of any other op, or if nothing is restored."""
+    if call.op != "paged_attention" or not restores(*call.args[1:3]):
+        return None
+    q, cache, layer, batch, scale = call.args
+    return slack(lambda drawn: ops.paged_attention(q.float(), drawn, layer, batch, scale), cache, layer)
+
+
+def nearer(ours: Tensor, theirs: Tensor, allowed: Tensor | None) -> Tensor:
+    """`theirs` without what ties explain: fp64 [..., N], each vector nearer to ours by what it is allowed; NaN stays NaN.
+
+    Args:
+        allowed: [...], of `slack`; `theirs` itself if there is none.
+    """
+    if allowed is None:
+        return theirs
+    off = theirs.double() - ours.double()
+    distance = off.norm(dim=-1, keepdim=True)
+    left = (distance - allowed.unsqueeze(-1)).clamp(min=0)
+    return ours.double() + off * torch.where(distance == 0, 0.0, left / distance)
+
+
+def _restored(kv_format: KVFormat, head_dim: int) -> Numbers | None:
+    numbers = kv_format.numbers(head_dim)
+    return numbers if numbers and numbers.kind is Kind.RESTORED else None
+
+
+def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> PagedKVCache:
+    """A layer's K and V as the numbers that they stand for, every tie decided by a draw, or by its opposite (`way` -1)."""
+    generator = torch.Generator().manual_seed(seed or 0)
+    sides = []
+    for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
+        numbers = _restored(kv_format, cache.head_dim)
+        if numbers is None or seed is None:
+            sides.append({"data": kv_format.dequantize(fields, layer)})
+        else:
+            sides.append({"data": _decided(numbers, fields, layer, generator, way)})
+    plain = formats.get("fp32")
+    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.windows(layer), cache.head_dim)
+
+
+def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
+    """Vectors [..., D] fp32 whose numbers were moved by FP32 noise before they were rounded, up or down as drawn.
+
+    The scale is a vector's own: its noise moves all of them together. Sums with the matrix are each one's own.
+    """
+    assert numbers.back is not None
+    codes = fields[numbers.codes]
+
+    def signs(*shape: int) -> Tensor:
+        return way * (2.0 * torch.randint(2, shape, generator=generator) - 1)
+
+    centroids = centroids_at(codes, numbers_on(numbers.table, codes.device))
+    scale = (centroids.square().sum(-1) + numbers.least).rsqrt() * fields[numbers.scale]
+    product = centroids * scale.unsqueeze(-1)
+    product = product * (1 + bounds.BF16_TIE_NOISE * signs(*scale.shape, 1))
+    rotated = product.to(torch.bfloat16).float() @ numbers.back(layer)
+    noise = bounds.BF16_TIE_NOISE * rotated.abs().amax(-1, keepdim=True)
+    return (rotated + noise * signs(*rotated.shape)).to(torch.bfloat16).float()
