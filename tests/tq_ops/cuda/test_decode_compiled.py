@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 
 from triton.backends import nvidia
 
-from haarkv.benchmarks.gpu import sass
+from haarkv.benchmarks.gpu import page, sass
 from haarkv.tq_ops.cuda import decode, nvrtc
 
 if reason := nvrtc.missing():
@@ -165,6 +166,15 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
         f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 {given.hex()}",
     ]  # fmt: skip
+
+
+def test_what_is_predicted_is_what_this_kernel_gives(capsys):
+    """The lines of predictions.jsonl, from the kernel as it is now."""
+    assert sass.main([]) == 0
+    load, *lines = capsys.readouterr().out.splitlines()
+    written = [row for row in page.predictions() if row["kernel"] == "CUDA C++"]
+    assert [json.loads(line) for line in lines] == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
+    assert json.loads(load)["cycles a coordinate"]["memory"] == pytest.approx(0.0211, rel=0.02)
 
 
 def test_what_nvrtc_refuses_is_said():
