@@ -1,6 +1,7 @@
 """Machine code of a kernel, read: its hottest loop, what that loop keeps busy, and what a card can therefore do at best.
 
-    python -m haarkv.benchmarks.gpu.sass KERNEL.cubin --tokens 128 --head-dim 128 --warps 4
+    python -m haarkv.benchmarks.gpu.sass                                        the decode kernel, as NVRTC compiles it here
+    python -m haarkv.benchmarks.gpu.sass KERNEL.cubin --tokens 128 --warps 4    any other
 
 Rates are those of an H100 or H200, of one of its 132 processors with four schedulers each. A warp keeps a scheduler busy for 1
 cycle to be issued, and a unit for 1 cycle with FP32 or packed FP16, 2 with integers, logic, permutations and conversions (64
@@ -17,6 +18,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -251,6 +253,24 @@ def predict(load: Load, tokens: int, case: Case, shape: Shape, launches: int = 3
 
 
 CASES = (Case(1, 4096), Case(8, 32768), Case(32, 32768))
+DECODE = (8, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
+"""Qwen3-14B's attention with `tq4` on an H200, as `tq_ops.cuda.decode.DEFINED` names it."""
+
+
+def decode_kernel() -> tuple[str, int, int]:
+    """The machine code of CUDA C++'s decode attention of that shape, its tokens in a pass of the loop, and its warps.
+
+    Raises:
+        InputError: it cannot be compiled here.
+    """
+    from haarkv.tq_ops.cuda import decode, nvrtc
+
+    if reason := nvrtc.missing():
+        raise InputError(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decode.cubin"
+        path.write_bytes(decode.compiled("sm_90", *DECODE))
+        return disassemble(path), decode.TILE, decode.THREADS // 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,16 +278,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="haarkv.benchmarks.gpu.sass", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cubin", type=Path)
-    parser.add_argument("--tokens", type=int, required=True, help="stored tokens of one KV head in a pass of the loop")
-    parser.add_argument("--warps", type=int, default=4, help="of a program [default: %(default)s]")
+    parser.add_argument("cubin", type=Path, nargs="?", help="unless given, decode attention of Qwen3-14B in CUDA C++")
+    parser.add_argument("--tokens", type=int, help="with a cubin: stored tokens of one KV head in a pass of the loop")
+    parser.add_argument("--warps", type=int, default=4, help="with a cubin: of a program [default: %(default)s]")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--launches", type=int, default=3, help="of one call of attention [default: %(default)s]")
+    parser.add_argument(
+        "--launches", type=int, default=3, help="with a cubin: of one call of attention [default: %(default)s]"
+    )
     parser.add_argument("--name", default="", help="of the kernel, for the predictions")
     parser.add_argument("--who", default="tq4", help="the row of the benchmark that measures it [default: %(default)s]")
     given = parser.parse_args(argv)
+    if given.cubin and not given.tokens:
+        parser.error("a cubin needs --tokens as well")
     try:
-        loop = hottest_loop(disassemble(given.cubin))
+        if given.cubin:
+            text, name = disassemble(given.cubin), given.cubin.stem
+        else:
+            text, given.tokens, given.warps = decode_kernel()
+            name, given.launches = "CUDA C++", 2
+        loop = hottest_loop(text)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -278,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       "counts": dict(count(loop).most_common())}))  # fmt: skip
     for case in CASES:
         row = predict(load, given.tokens, case, Shape(head_dim=given.head_dim), given.launches)
-        print(json.dumps({"kernel": given.name or given.cubin.stem, "who": given.who, **row, "drawn": given.who == "tq4"}))
+        print(json.dumps({"kernel": given.name or name, "who": given.who, **row, "drawn": given.who == "tq4"}))
     return 0
 
 

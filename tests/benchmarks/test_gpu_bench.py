@@ -193,6 +193,12 @@ def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
     assert (command.ROOT / "haarkv" / "__init__.py").exists()
 
 
+def test_the_checks_need_no_zstd():
+    """Few machines with a card have it, and only stored conversations are packed."""
+    program = "import sys; sys.modules['zstandard'] = None; import haarkv.engine.session, haarkv.validation.ops.__main__"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_it_takes_less_than_nine_minutes():
     assert sum(command.SHARES.values()) + len(command.SHARES) * 3 < 9 * 60
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import triton
-from cuda_launches import LEARNED, SHAPES, TAIL, TQ4, Asked, everything, learned, recorded, serve, shaped_model
+from cuda_launches import LEARNED, SHAPES, TAIL, TQ4, Asked, because, everything, learned, recorded, serve, shaped_model
 from triton.backends import nvidia
 
 from haarkv.benchmarks.gpu import sass
@@ -113,7 +113,7 @@ def report(name: str, capability: int, asked: Asked, keep: Path | None = None, *
     try:
         row |= compiled(asked, keep, read=read)
     except Exception as error:
-        row["refused"] = " ".join(str(error).split())[-400:]
+        row["refused"] = because(error)
     print(json.dumps(row), flush=True)
 
 

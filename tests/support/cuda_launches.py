@@ -198,6 +198,13 @@ def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> d
     return asked
 
 
+def because(error: BaseException) -> str:
+    """What refused a launch, on one line: the error at the bottom, since those above it only say where."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[-400:]
+
+
 def main(capability: int, head_dim: int) -> None:
     """Lower every launch of a head_dim; print each refusal as JSON, and how many there were of each kernel."""
     counts: dict[str, int] = {}
@@ -207,7 +214,7 @@ def main(capability: int, head_dim: int) -> None:
         try:
             one.lower()
         except Exception as error:
-            print(json.dumps({"refused": name, "because": " ".join(str(error).split())[-400:]}), flush=True)
+            print(json.dumps({"refused": name, "because": because(error)}), flush=True)
     print(json.dumps({"triton": triton.__version__, "capability": capability, "specialisations": counts}), flush=True)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import zstandard
 from torch import Tensor
 
 from haarkv.tq_ops.input_files import parse_json
@@ -98,11 +97,16 @@ def _together(content: bytes, dtype: torch.dtype, shape: list[int]) -> Tensor:
     return places.T.contiguous().view(-1).view(dtype).view(shape)
 
 
+# zstd is imported where something is packed: a forward, and the checks of one, do without.
 def _compressed(content: bytes) -> bytes:
+    import zstandard
+
     return zstandard.ZstdCompressor(level=3).compress(content)
 
 
 def _decompressed(name: str, frame: bytes, size: int) -> bytes:
+    import zstandard
+
     try:
         if zstandard.frame_content_size(frame) != size:
             raise ValueError(f"{name} is packed and does not hold {size} bytes")

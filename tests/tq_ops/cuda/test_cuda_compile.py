@@ -6,11 +6,14 @@ tests take one launch of each kernel; `make test-cuda-compile` takes every launc
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from cuda_rows import rows_of
+
+from haarkv.benchmarks.gpu import page, sass
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
@@ -129,7 +132,7 @@ def test_a_kernel_outside_its_bounds_is_seen():
 def test_what_is_launched_compiles_as_it_is_launched():
     """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
     *refused, counted = rows_of("cuda_launches.py", "90", "64")
-    assert refused == []
+    assert {row["because"] for row in refused} == set()
     assert set(counted["specialisations"]) == {f"{name}_kernel" for name in KERNELS}
 
 
@@ -166,3 +169,17 @@ def test_the_bounds_hold_with_that_triton(other_triton):
     for capability in sorted({capability for capability, _ in BOUNDS}):
         names = [name for of, name in BOUNDS if of == capability]
         check(rows_of("cuda_compile.py", str(capability), *names, triton=other_triton), (capability,))
+
+
+@pytest.mark.cuda_compile
+def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_path, capsys):
+    """The lines of predictions.jsonl, with the Triton that they name."""
+    (row,) = rows_of("cuda_compile.py", "90", "decode 128", "--keep", str(tmp_path), triton=other_triton)
+    kernel = f"Triton {row['triton'].rpartition('.')[0]}"
+    written = [one for one in page.predictions() if one["kernel"] == kernel]
+    if not written:
+        pytest.skip(f"nothing is predicted of {kernel}")
+    words = ["--tokens", "128", "--warps", str(row["warps"]), "--name", kernel, "--who", "tq4 triton"]
+    assert sass.main([str(tmp_path / "decode_128_sm90.cubin"), *words]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [{k: v for k, v in one.items() if k != "date"} for one in written]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 
 from triton.backends import nvidia
 
-from haarkv.benchmarks.gpu import sass
+from haarkv.benchmarks.gpu import page, sass
 from haarkv.tq_ops.cuda import decode, nvrtc
 
 if reason := nvrtc.missing():
@@ -134,13 +135,26 @@ def test_a_rotation_in_fp32_costs_the_loop_nothing():
     assert of_rotation(fp32) == 2 * of_rotation(text) > 0
 
 
+def test_the_table_is_looked_up_where_shared_memory_begins():
+    """That place is part of each look-up. Were it not the one that ptxas gives `shared`, the kernel would stop itself."""
+    for capability in MEMORY:
+        text, _ = built(capability, 128, 5, 4, 4, 128, 0, 0)
+        looked_up = {re.sub(r".*\[R\d+", "", one.operands).strip() for one in sass.hottest_loop(text) if one.op == "LDS"}
+        if capability < 90:  # ptxas knows both places, and leaves the check out
+            assert (looked_up, "BPT.TRAP" in text) == ({"]"}, False)
+        else:  # above its own place lies the thread block's number in its cluster, which is 0
+            assert looked_up == {"+0x400]"}
+            assert re.search(r"\bU?MOV U?R\d+, 0x400 ;", text)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     """Their own code, over a driver that prints: machine code, shared memory, grid, stream and the bytes of the structure."""
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests/support/fake_cuda_driver.c"], check=True)
     command = [sys.executable, ROOT / "tests/support/cuda_launched_once.py"]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    libraries = os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
@@ -152,6 +166,15 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
         f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 {given.hex()}",
     ]  # fmt: skip
+
+
+def test_what_is_predicted_is_what_this_kernel_gives(capsys):
+    """The lines of predictions.jsonl, from the kernel as it is now."""
+    assert sass.main([]) == 0
+    load, *lines = capsys.readouterr().out.splitlines()
+    written = [row for row in page.predictions() if row["kernel"] == "CUDA C++"]
+    assert [json.loads(line) for line in lines] == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
+    assert json.loads(load)["cycles a coordinate"]["memory"] == pytest.approx(0.0211, rel=0.02)
 
 
 def test_what_nvrtc_refuses_is_said():
