@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 
-import pytest
 import torch
+from on_large_pages import needs_large_pages, on_large_pages
 
 from haarkv.models import large_pages
 from haarkv.models.large_pages import PAGE, LargePages
 
-_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-
-def bytes_on_large_pages() -> int:
-    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
-    return int(rollup.split("AnonHugePages:")[1].split()[0]) * 1024
-
-
-@pytest.mark.skipif(
-    not _SETTING.exists() or "[never]" in _SETTING.read_text(encoding="ascii"), reason="no large pages on this machine"
-)
+@needs_large_pages
 def test_tensors_lie_on_large_pages():
-    before, room = bytes_on_large_pages(), LargePages()
+    before, room = on_large_pages(), LargePages()
     tensors = [room.empty((3 * PAGE // 2,), torch.bfloat16).fill_(1) for _ in range(6)]
     # Memory may be in pieces: most is enough to know that it was asked for.
-    assert bytes_on_large_pages() - before >= sum(t.nbytes for t in tensors) // 2
+    assert on_large_pages() - before >= sum(t.nbytes for t in tensors) // 2
 
 
 def test_tensors_do_not_overlap_and_begin_at_cache_lines():
     room = LargePages()
-    tensors = [room.empty(shape, dtype) for shape in ((3, 5), (7,), (0, 4), (1, 1)) for dtype in (torch.bfloat16, torch.float32)]
+    shapes, dtypes = ((3, 5), (7,), (0, 4), (1, 1)), (torch.bfloat16, torch.float32)
+    tensors = [room.empty(shape, dtype) for shape in shapes for dtype in dtypes]
     tensors.append(room.empty((large_pages._CHUNK // 4 + 1,), torch.float32))  # more than is left, and than a chunk holds
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)

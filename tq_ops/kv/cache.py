@@ -16,6 +16,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.pages import fields_in
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.memory import ask_for_large_pages
 
 
 class PagedKVCache:
@@ -101,10 +102,15 @@ class PagedKVCache:
 
     def _allocate(self, kv_format: KVFormat) -> dict[str, Tensor]:
         groups = self.block_size // kv_format.group_tokens
-        return {
-            name: torch.zeros(self.num_blocks, self.num_kv_heads, groups, *field.shape, dtype=field.dtype, device=self.device)
+        made = {
+            name: torch.empty(self.num_blocks, self.num_kv_heads, groups, *field.shape, dtype=field.dtype, device=self.device)
             for name, field in kv_format.fields(self.head_dim).items()
         }
+        for field in made.values():
+            if self.device.type == "cpu":  # attention reads it from end to end
+                ask_for_large_pages(field.data_ptr(), field.nbytes)
+            field.zero_()
+        return made
 
     def _side(self, kv_format: KVFormat, fields: dict[str, Tensor]) -> _SideStorage:
         if not self.plan.has_window(kv_format):
