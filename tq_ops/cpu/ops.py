@@ -152,9 +152,9 @@ class CpuOps:
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: those of the format. What `Exact` describes has the reference's bytes. Where a matrix rotates, FP32 sums
-            are in another order, so a level may differ where a value is that close to a boundary; the levels that refine it
-            follow from it.
+        Rounding points: those of the format. What `Exact` describes has the reference's bytes. Where a matrix rotates, sums in
+            FP32 are in another order, so a level may differ where a value is that close to a boundary; the levels that refine
+            it follow from it.
         """
         prepared = self._prepared(cache, layer).store
         if prepared is None:
