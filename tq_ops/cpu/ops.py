@@ -145,7 +145,7 @@ class CpuOps:
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """Quantize K and V and store each once at its slots, and in BF16 where a window keeps them. Where both formats are in
-        `APPENDS`, this is done in C++; else the reference does it.
+        `APPENDS` or described by `Exact`, this is done in C++; else the reference does it.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
@@ -153,8 +153,9 @@ class CpuOps:
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: those of the format. FP32 sums are in another order, so a level may differ where a value is that close
-            to a boundary; the levels that refine it follow from it.
+        Rounding points: those of the format. What `Exact` describes has the reference's bytes. Where a matrix rotates, sums in
+            FP32 are in another order, so a level may differ where a value is that close to a boundary; the levels that refine
+            it follow from it.
         """
         prepared = self.prepared(cache, layer).store
         if prepared is None:
@@ -223,7 +224,7 @@ class CpuOps:
 
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
         that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries
-        and partial sums take at most about 16 MB at a time, whatever the prompt.
+        and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
         q, positions = q.contiguous(), batch.positions.contiguous()

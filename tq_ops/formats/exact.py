@@ -7,7 +7,10 @@ from enum import Enum
 
 
 class Rule(Enum):
-    """How levels and a scale come of the numbers of a block. Sums of squares are rounded after each addition."""
+    """How levels, kept as a stream of bits, and a scale come of a block. Sums of squares are rounded after each addition.
+
+    LENGTH has 16 levels; the others have as many as `Numbers.bits` says.
+    """
 
     LARGEST = "d = max |y| / constant; level = #{b : y * (1 / d) >= b}; sign = (y - c[level] * d >= 0); scale = fp16(d)"
     LENGTH = "r = ||x||, 0 up to constant; y of x * (1 / r); level = #{b : y >= b}; scale = fp16(r / ||c[level]||)"

@@ -112,7 +112,7 @@ static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
         if (all_within(i * dim, dim)) continue;
         float x[kMaxDim];
         uint8_t codes[kMaxDim], signs[kMaxDim / 8];
-        uint16_t scales[kMaxDim / 32];
+        alignas(4) uint16_t scales[kMaxDim / 32];  // or a radius
         widen(at(side.x, side.bf16, i * dim), side.bf16, dim, x);
         if (!std::all_of(x, x + dim, [tried](float number) { return std::fabs(number) <= tried; })) return false;
         if (!put_numbers(by, x, {codes, scales, nullptr, signs})) return false;
