@@ -22,7 +22,7 @@ from haarkv.serving.vllm_plugin import (
     PLAN,
     SKIP_LAYERS,
 )
-from haarkv.serving.vllm_plugin.chosen import plan_of, spec_from
+from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_from
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -141,6 +141,9 @@ def _worker(cache: Cache) -> list[str]:
 def _stored_as(config: Any) -> str:
     """How K and V are kept by an engine of this configuration."""
     model, plan = config.model_config, plan_of(config)
+    if sliding := sliding_layers(model):
+        ours = f"K and V are kept in {plan.describe()}"
+        return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
     heads, dim = model.get_total_num_kv_heads(), model.get_head_size()
     taken, bf16 = plan.bytes_per_token(heads, dim), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(heads, dim)
     return f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16"

@@ -19,11 +19,12 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 Pair = tuple[KVFormat, KVFormat]
 """K's format and V's."""
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _OF_DRAFT_MODEL = "draft_model."
 """What vLLM calls the layers of a draft model by, before their own names."""
 
@@ -49,12 +50,27 @@ def words_of(vllm_config: VllmConfig) -> str:
 
 
 def plan_of(vllm_config: VllmConfig) -> KVPlan:
-    """How all KV heads of the model's own layers are stored.
+    """How all KV heads of the model's own layers are stored; those with a sliding window are vLLM's, in BF16.
 
     Raises:
         InputError: as `spec_of`; or the plan was made for a model of another shape.
     """
-    return _plan(_asked(vllm_config.additional_config), shape_of(vllm_config), None)
+    plan = _plan(_asked(vllm_config.additional_config), shape_of(vllm_config), None)
+    if not (sliding := sliding_layers(vllm_config.model_config)):
+        return plan
+    bf16 = KVSpec("bf16").plan(1).layers[0]
+    return replace(plan, layers=tuple(bf16 if layer in sliding else pair for layer, pair in enumerate(plan.layers)))
+
+
+def sliding_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers that attend to a sliding window, beside some that attend to all tokens; () if there are none.
+
+    Also () where the config does not say it of each layer.
+    """
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if model.get_sliding_window() is None or set(kinds) != {_SLIDING, _FULL}:
+        return ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
 
 
 def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
+from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, unsupported, wrong_head_dim
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Drafts that were run. vLLM keeps attention layers that they bring in BF16, by its own backend, unless it is told otherwise.
 _DRAFTS = ("ngram", "draft_model", "eagle3")
+_WINDOWS = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
@@ -41,9 +42,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
 def reads_here() -> Reads:
     """What the kernels of vLLM's device read: those of the CPU, or those of a GPU."""
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type == "cpu":
+    if _on_cpu():
         from haarkv.tq_ops.cpu.layout import READS as ON_CPU
 
         return ON_CPU
@@ -63,13 +62,19 @@ def _model(vllm_config: VllmConfig) -> str | None:
         return "it is an encoder-decoder model; decoders alone are served"
     if model.runner_type != "generate":
         return "it generates no text; pooling models keep no KV cache"
-    if (window := model.get_sliding_window()) is not None:
-        return f"it has sliding-window attention (of {window} tokens); full attention alone is served"
+    if (window := model.get_sliding_window()) is not None and not (sliding_layers(model) and _on_cpu()):
+        return f"it has sliding-window attention (of {window} tokens); {_WINDOWS}"
     if model.attention_chunk_size is not None:
         return "it has chunked local attention; full attention alone is served"
     if cap := getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return f"its attention caps logits at {cap}, which the kernels do not"
     return wrong_head_dim(reads_here(), model.get_head_size())
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.device_type == "cpu")
 
 
 def _cache(vllm_config: VllmConfig) -> str | None:
@@ -143,4 +148,10 @@ def _options(vllm_config: VllmConfig) -> str | None:
     if drafts is not None and drafts.method not in _DRAFTS:
         *others, last = _DRAFTS
         return f"speculative decoding by {drafts.method} is not supported; by {', '.join(others)} and {last} it is"
-    return None
+    if not sliding_layers(vllm_config.model_config):
+        return None
+    beside = {
+        "speculative decoding": drafts, "offloading": vllm_config.kv_transfer_config,
+        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+    }  # fmt: skip
+    return next((f"{what} was not tried with sliding windows; leave it out" for what, given in beside.items() if given), None)

@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
-from haarkv.serving.vllm_plugin.chosen import plan_of
+from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -41,8 +41,10 @@ class RotatedStatLogger(StatLoggerBase):
         self._gauges: dict[str, Gauge] = {}
         self._recomputed: Counter | None = None
         if is_asked_for(vllm_config):
-            self._gauges = {name: _gauge(name, text, ("model_name", "engine")) for name, text in _GAUGES.items()}
             self._recomputed = _counter(*_RECOMPUTED, ("model_name", "engine"))
+            if sliding_layers(vllm_config.model_config):
+                return  # a block then holds more tokens of some layers than of others
+            self._gauges = {name: _gauge(name, text, ("model_name", "engine")) for name, text in _GAUGES.items()}
             if vllm_config.additional_config.get(PER_LAYER):
                 self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", ("model_name", "engine", "layer"))
 

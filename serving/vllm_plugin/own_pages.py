@@ -11,6 +11,7 @@ from vllm.config import set_current_vllm_config
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of
+from haarkv.serving.vllm_plugin.windows import fitted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,10 +24,10 @@ class OwnPages:
     vllm_config: VllmConfig
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Each layer's pages by its name; those of vLLM's own backends as they are."""
+        """Each layer's pages by its name; those of vLLM's own backends as they are, but for windows, see `windows.py`."""
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        return {name: self._own(name, spec) for name, spec in specs.items()}
+        return fitted({name: self._own(name, spec) for name, spec in specs.items()})
 
     def _own(self, name: str, spec: Any) -> KVCacheSpec:
         layer = self.vllm_config.compilation_config.static_forward_context[name]

@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
+from haarkv.serving.vllm_plugin.windows import leave_to_vllm
 from haarkv.tq_ops.cpu import library
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class RotatedCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
+            leave_to_vllm(vllm_config)
             library.load()  # or its reason, before anything is started
             if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
                 vllm_config.parallel_config.worker_cls = CPU_WORKER

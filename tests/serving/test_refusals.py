@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
+from vllm_configs import assert_refused, configure, offloading, write
 from vllm_paged import Shape, described, spec_of
 
 from haarkv.models import planted
@@ -33,11 +32,12 @@ def small(architecture: str, model_type: str, **more: object) -> dict[str, objec
     return {**SMALL, "architectures": [architecture], "model_type": model_type, **more}
 
 
+WINDOWS = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 EAGLE = small("Eagle3Qwen3ForCausalLM", "qwen3", hidden_size=QWEN["hidden_size"])
 MODELS = {
     "sliding_window": (
         {**QWEN, "use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 6},
-        "it has sliding-window attention (of 64 tokens); full attention alone is served",
+        f"it has sliding-window attention (of 64 tokens); {WINDOWS}",
     ),
     "head_dim_96": ({**QWEN, "head_dim": 96}, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
     "encoder_decoder": (
@@ -49,7 +49,7 @@ MODELS = {
 FOREIGN = {
     "mistral": (
         small("MistralForCausalLM", "mistral", head_dim=128, sliding_window=64, hidden_act="silu"),
-        "it has sliding-window attention (of 64 tokens); full attention alone is served",
+        f"it has sliding-window attention (of 64 tokens); {WINDOWS}",
     ),
     "mla": (
         small(
@@ -74,16 +74,6 @@ FOREIGN = {
         "it has chunked local attention; full attention alone is served",
     ),
 }  # fmt: skip
-
-
-def offloading(**extra: object) -> dict[str, object]:
-    """The option for vLLM's offloading to host memory."""
-    extra = {"cpu_bytes_to_use": 2**20, **extra}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
-        }
-    }  # fmt: skip
 
 
 OPTIONS = {
@@ -128,28 +118,6 @@ SERVED = {
     "no_prefix_caching": {"enable_prefix_caching": False},
     "float16": {"dtype": "float16"},
 }
-
-
-def write(folder: Path, config: dict[str, object]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-def configure(folder: Path, backend: str | None = "CUSTOM", **options: object) -> VllmConfig:
-    """vLLM's configuration for a folder with nothing but a config.json."""
-    args = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, load_format="dummy", attention_backend=backend, enforce_eager=True,
-        kv_cache_memory_bytes=2**24, max_model_len=128, **options,
-    )  # fmt: skip
-    return args.create_engine_config()
-
-
-def assert_refused(folder: Path, reason: str, **options: object) -> None:
-    with pytest.raises(ValidationError) as error:
-        configure(folder, **options)
-    [only] = error.value.errors()
-    assert str(only["ctx"]["error"]) == f"a tq4 KV cache cannot serve {folder}: {reason}"
 
 
 @pytest.mark.vllm_short

@@ -122,7 +122,12 @@ def request(prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any) -
 
 @contextmanager
 def serving(
-    log: Path, *flags: str, kv: str | None = "tq4", cache_bytes: int = CACHE_BYTES, **environment: str
+    log: Path,
+    *flags: str,
+    kv: str | None = "tq4",
+    cache_bytes: int = CACHE_BYTES,
+    model: str = MODEL,
+    **environment: str,
 ) -> Iterator[Server]:
     """Start a server, wait until it answers, and stop all its processes in the end.
 
@@ -130,13 +135,14 @@ def serving(
         log: a file for what it says.
         flags: of `tq serve`, beside those that all servers here have.
         kv: None where a plan among the flags says it.
+        model: a folder; clients call it `MODEL`, too.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "tq", "serve", MODEL, *(("--kv", kv) if kv else ()), *_FLAGS, "--port", str(port),
-        "--kv-cache-memory-bytes", str(cache_bytes), *flags,
+        sys.executable, "-m", "tq", "serve", model, "--served-model-name", MODEL, *(("--kv", kv) if kv else ()), *_FLAGS,
+        "--port", str(port), "--kv-cache-memory-bytes", str(cache_bytes), *flags,
     ]  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log.open("wb") as out:

@@ -161,3 +161,14 @@ def test_what_is_allowed_is_taken_off_the_distance_and_hides_no_nan():
     left = nearer(ours, theirs, torch.tensor([1.0, 1.0, torch.inf], dtype=torch.float64))
     assert torch.allclose(left[:2], torch.tensor([[2.4, 3.2, 0, 0], [0, 0, 0, 0]], dtype=torch.float64))
     assert left[2].isnan().any()
+
+
+def test_a_stored_length_is_the_norm_whatever_the_levels():
+    """One other level changes every number's rounding, and so the restored length by more than a scale may be off by."""
+    fields = SEED.quantize(torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)), 0)
+    other = fields | {"codes": fields["codes"].clone()}
+    other["codes"][..., 0] = (other["codes"][..., 0].int() - 1).clamp(min=0).to(torch.uint8)
+    assert torch.equal(SEED.lengths(fields, 0), SEED.lengths(other, 0))
+    assert torch.equal(SEED.lengths(fields, 0), fields["norm"].double())
+    ratio = SEED.dequantize(other, 0).norm(dim=-1) / SEED.dequantize(fields, 0).norm(dim=-1)
+    assert (ratio - 1).abs().max() > 1e-3

@@ -13,6 +13,7 @@ import click
 from haarkv.tq_ops.output_files import write_whole
 from tq.commands.eval import open_partial
 from tq.commands.generate import read_prompt
+from tq.commands.plan_report import Found, ending, measured_by, print_plan
 from tq.options import (
     Numbers,
     check_outputs,
@@ -23,14 +24,14 @@ from tq.options import (
     run_options,
     set_threads,
 )
-from tq.output import loading, print_table, scoring, unread_is_fine
+from tq.output import loading, scoring, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderConfig
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-    from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
+    from haarkv.validation.fidelity.evaluation import Setup
     from haarkv.validation.planning.candidates import Costs
     from haarkv.validation.planning.planner import Allocation
     from haarkv.validation.planning.verifying import Verified
@@ -132,15 +133,15 @@ def command(
     request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
     verified = _verify(setup, request, found, texts[1], verify_tokens)
-    written, measured = force or verified.beaten_by is None, _measured(request, found, verified)
+    written, measured = force or verified.beaten_by is None, measured_by(budget, request.context, found, verified)
     if written:
         write_whole(out_file, request.file_of(found.choice.plan, measured))
     with unread_is_fine():
         if as_json:
             print(json.dumps({"plan": str(out_file) if written else None, **measured}))
         else:
-            _print(request, found, verified)
-            print(_ending(out_file, verified.beaten_by, written))
+            print_plan(request.context, found, verified)
+            print(ending(out_file, verified.beaten_by, written))
     return int(not written)
 
 
@@ -216,23 +217,6 @@ class _Request:
             cache_of(setup.base, choice.plan)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The chosen plan and the measurements behind it.
-
-    Attributes:
-        costs: KL of each candidate at each place.
-        rows: of all plans that were measured as a whole.
-        tokens: of the text to choose by.
-    """
-
-    costs: Costs
-    choice: Allocation
-    row: FidelityRow
-    rows: Sequence[FidelityRow]
-    tokens: int
-
-
 def _read(file: str, option: str) -> str:
     if text := read_prompt(file, option):
         return text
@@ -258,7 +242,7 @@ def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int
 
 def _search(
     setup: Setup, request: _Request, ids: list[int], tokens: int, window: int | None, resume_file: Path | None
-) -> _Found:
+) -> Found:
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.planner import changed_caches, compare, measure
 
@@ -275,10 +259,10 @@ def _search(
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)
     row, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
-    return _Found(costs, choice, row, rows, places.scored)
+    return Found(costs, choice, row, rows, places.scored)
 
 
-def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], tokens: int) -> Verified:
+def _verify(setup: Setup, request: _Request, found: Found, ids: list[int], tokens: int) -> Verified:
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.verifying import rivals_of, verify
 
@@ -287,65 +271,3 @@ def _verify(setup: Setup, request: _Request, found: _Found, ids: list[int], toke
     rivals = rivals_of(found.choice.plan, request.config, request.context, request.rivals, request.calibration)
     with scoring((1 + len(rivals)) * unseen.scored) as on_step:
         return verify(setup, unseen, found.choice.plan, rivals, on_step)
-
-
-def _measured(request: _Request, found: _Found, verified: Verified) -> dict[str, Any]:
-    """The measurements that a plan file carries."""
-    keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
-    return {
-        "budget": request.budget,
-        "context": request.context,
-        "calibration_tokens": found.tokens,
-        "predicted_kl_without_tail": found.choice.predicted_kl,
-        "calibration": [{key: getattr(row, key) for key in keys} for row in found.rows],
-        "verified_tokens": verified.tokens,
-        "verified": [{key: getattr(row, key) for key in keys} for row in (verified.plan, *verified.rivals)],
-        "costs": {f"layer {layer} {side}": dict(costs) for (layer, side), costs in found.costs.items()},
-    }
-
-
-def _print(request: _Request, found: _Found, verified: Verified) -> None:
-    plan, costs, total = found.choice.plan, found.costs, found.choice.predicted_kl or 1.0
-    shares = [
-        (costs[layer, "k"][k.name] / total, costs[layer, "v"][v.name] / total) for layer, (k, v) in enumerate(plan.layers)
-    ]
-    cells = [
-        (str(layer), k.name, f"{of_k:.1%}", v.name, f"{of_v:.1%}")
-        for layer, ((k, v), (of_k, of_v)) in enumerate(zip(plan.layers, shares, strict=True))
-    ]
-    kept = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
-    beside = f", and {' and '.join(kept)} in BF16" if kept else ""
-    print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
-    where = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {request.context:,}"
-    columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]
-    print_table(
-        f"{where}, against the model's own bf16 cache", columns, [_cells(row) for row in (verified.plan, *verified.rivals)]
-    )
-    for row, nearer in zip(verified.rivals, verified.nearer, strict=True):
-        print(_verdict(verified.plan, row, nearer, verified.windows))
-
-
-def _ending(out_file: Path, better: FidelityRow | None, written: bool) -> str:
-    lost = f", though {better.kv} of the same bytes is no worse" if better else ""
-    if written:
-        return f"written to {out_file}{lost}"
-    return f"{out_file} is not written{lost.replace('though', 'because')}; --force writes it"
-
-
-def _cells(row: FidelityRow) -> tuple[str, ...]:
-    sizes = (f"{row.bytes_per_token:,.0f}", f"{row.bits_per_value:.3f}")
-    return (row.kv, *sizes, *(f"{kl:.3g}" for kl in (row.kl_mean, row.kl_median, row.kl_p999)))
-
-
-def _verdict(plan: FidelityRow, rival: FidelityRow, nearer: int, windows: int) -> str:
-    """In one line, by how much the plan wins or loses."""
-    size = plan.bytes_per_token / rival.bytes_per_token - 1
-    bytes_ = "the same bytes" if size == 0 else f"{abs(size):.1%} {'fewer' if size < 0 else 'more'} bytes"
-    if plan.kl_mean == rival.kl_mean:
-        change = f"has the same mean KL as {rival.kv}"
-    elif plan.kl_mean < rival.kl_mean:
-        change = f"beats {rival.kv} by {1 - plan.kl_mean / rival.kl_mean:.1%} of its mean KL"
-    else:
-        change = f"loses to {rival.kv} by {plan.kl_mean / rival.kl_mean - 1:.1%} of its mean KL"
-    figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
-    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"

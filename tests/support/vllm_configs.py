@@ -1,0 +1,43 @@
+"""vLLM's configuration of models that are nothing but a config.json, and what it says of those that cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+
+def offloading(**extra: object) -> dict[str, object]:
+    """The option for vLLM's offloading to host memory."""
+    extra = {"cpu_bytes_to_use": 2**20, **extra}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        }
+    }  # fmt: skip
+
+
+def write(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def configure(folder: Path, backend: str | None = "CUSTOM", **options: object) -> VllmConfig:
+    """vLLM's configuration for a folder with nothing but a config.json."""
+    args = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", attention_backend=backend, enforce_eager=True,
+        kv_cache_memory_bytes=2**24, max_model_len=128, **options,
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+def assert_refused(folder: Path, reason: str, **options: object) -> None:
+    with pytest.raises(ValidationError) as error:
+        configure(folder, **options)
+    [only] = error.value.errors()
+    assert str(only["ctx"]["error"]) == f"a tq4 KV cache cannot serve {folder}: {reason}"
