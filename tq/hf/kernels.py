@@ -174,7 +174,10 @@ class _Places:
 @lru_cache(maxsize=2)
 def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> _Places:
     """The places of `seen` tokens a row, of `blocks` blocks whose last `_SPARE` are free; alike in all layers."""
-    tables, rows, sources, targets = [], [], [], []
+    tables: list[list[int]] = []
+    rows: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
     last = (seen - 1) // BLOCK_SIZE
     for row, count in enumerate(padding):
         first = -(-count // BLOCK_SIZE)
