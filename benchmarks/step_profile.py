@@ -3,8 +3,8 @@
     python -m haarkv.benchmarks.step_profile --model random:0.6b --contexts 1024,16384 --threads 1
 
 The kernels keep the time of the layers by part; the rest is timed from outside. With one thread, times are its CPU time, so
-that other work on the machine counts little; with more they are wall time. Bytes are those of the weights and of the cache. What
-torch takes to find the largest number of a large tensor, in the same run and on as many threads, says how fast memory is read.
+that other work on the machine counts little; with more they are wall time. Bytes are those of the weights and of the cache.
+How fast memory is read is what torch takes to find the largest number of a large tensor, in the same run, on as many threads.
 """
 
 from __future__ import annotations

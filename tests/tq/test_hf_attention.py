@@ -102,6 +102,23 @@ def test_tail_and_sinks(tail, sink, calls):
     assert len(calls) == 2 * (NEW - 1)
 
 
+@pytest.mark.parametrize("options", [{"kv": "kivi2"}, {"kv": "kivi4", "tail": 70}, {"kv": "k=kivi2,v=tq4"}], ids=str)
+def test_groups_of_tokens(options, calls):
+    """A group fills up on the way; before, its tokens are read in BF16."""
+    model = build(dtype=torch.bfloat16)
+    (_, theirs), (_, logits) = (text(model, name, options=options) for name in ("sdpa", IMPLEMENTATION))
+    alike = (logits.argmax(-1) == theirs.argmax(-1)).long().cumprod(0).sum(0).min()  # steps after the same tokens
+    steps = min(int(alike) + 1, NEW)
+    assert (logits[:steps].float() - theirs[:steps].float()).abs().max() <= 0.06 * theirs.float().std()
+    assert len(calls) == 2 * (NEW - 1)
+
+
+def test_groups_behind_sinks_are_restored(calls):
+    model = build(dtype=torch.bfloat16)
+    same(model, options={"kv": "kivi2", "sink": 4}, bound=0)
+    assert not calls
+
+
 def test_a_wrong_place_in_the_ring_would_show(monkeypatch):
     """The bound above is far below what K's ring out of step with V's changes."""
     model, options = build(dtype=torch.bfloat16), {"tail": 128, "sink": 3}
