@@ -113,6 +113,21 @@ def test_groups_of_tokens(options, calls):
     assert len(calls) == 2 * (NEW - 1)
 
 
+@pytest.mark.parametrize(("options", "counts"), [({"kv": "kivi2"}, (0, 0)), ({"kv": "tq4"}, (9, 0))], ids=str)
+def test_modes_of_inference_may_change_between_steps(options, counts, calls):
+    """Memory grows in one mode and is written in another."""
+    model = build(dtype=torch.bfloat16)
+    model.set_attn_implementation(IMPLEMENTATION)
+    cache, mask = tq.TQCache(model.config, **options), padded(*counts)
+    with torch.no_grad():
+        model(PROMPTS, attention_mask=mask, past_key_values=cache)
+    for step in range(120):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        with torch.inference_mode() if step % 3 else torch.no_grad():
+            model(PROMPTS[:, :1], attention_mask=mask, past_key_values=cache)
+    assert len(calls) == 2 * 120
+
+
 def test_groups_behind_sinks_are_restored(calls):
     model = build(dtype=torch.bfloat16)
     same(model, options={"kv": "kivi2", "sink": 4}, bound=0)

@@ -75,6 +75,9 @@ class Reader:
         """Whether rows may begin with padding: what lies in a tail or in sinks is found by its position alone."""
         return not any(side.max_tail or side.max_sink for side in self._sides)
 
+    # Memory that moves here is written again later, in whatever mode.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def attend(self, q: Tensor, seen: int, softmax_scale: float, padding: tuple[int, ...] = ()) -> Tensor:
         """Attention of the newest token of every row over all that its row has stored, itself among them.
 
