@@ -32,7 +32,8 @@ def test_tensors_lie_on_large_pages():
 
 def test_tensors_do_not_overlap_and_begin_at_cache_lines():
     room = LargePages()
-    tensors = [room.empty(shape, dtype) for shape in ((3, 5), (7,), (0, 4), (1, 1)) for dtype in (torch.bfloat16, torch.float32)]
+    shapes, dtypes = ((3, 5), (7,), (0, 4), (1, 1)), (torch.bfloat16, torch.float32)
+    tensors = [room.empty(shape, dtype) for shape in shapes for dtype in dtypes]
     tensors.append(room.empty((large_pages._CHUNK // 4 + 1,), torch.float32))  # more than is left, and than a chunk holds
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
