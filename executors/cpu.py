@@ -35,7 +35,7 @@ class _InOneCall(DecoderModel):
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         if self.whole is not None and isinstance(ops, CpuOps):
-            done = self.whole.run(hidden, span, batch, cache, self.rope.at(batch.positions))
+            done = self.whole.run(hidden, span, batch, cache, self.rope.at)
             if done is not None:
                 return done
         return super().layers(hidden, span, batch, cache, ops)
@@ -100,5 +100,7 @@ def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:
         return model
     config = model.config
     layers = [{field: tensor for field, _, tensor in layer.named()} for layer in model.weights.layers]
+    if not all(t.is_contiguous() and t.dtype == model.dtype for tensors in layers for t in tensors.values()):
+        return model
     whole = DenseLayers(ops, layers, num_heads=config.num_heads, eps=config.rms_norm_eps, softmax_scale=config.softmax_scale)
     return _InOneCall(model.config, model.weights, model.rope, model.ranks, whole)

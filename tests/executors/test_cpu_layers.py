@@ -14,6 +14,7 @@ from haarkv.models.registry import FAMILIES
 from haarkv.tq_ops.cpu import layers as dense_layers
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, with_ops
 
@@ -109,6 +110,20 @@ def test_the_weight_behind_what_is_not_finite_is_named(field):
     assert executor.whole is not None
     with pytest.raises(NonFiniteError, match=rf"layers\.1\.\S*{field}\.weight holds nan at \[3, 5\]"):
         forwards(executor, KVSpec("tq4"))
+
+
+def test_a_cache_of_one_layer_is_served_op_by_op():
+    """As the validator hands it over."""
+    model, hidden = small_model(), torch.randn(1, SMALL.hidden_size)
+    found = []
+    for executor in (CpuExecutor(model), one_by_one(CpuExecutor(model))):
+        cache = new_cache(SMALL)
+        paging = new_paging(cache)
+        prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 9)])
+        fields = cache.k_fields(1), cache.v_fields(1)
+        other = PagedKVCache.over(cache.plan.layers[1], 1, fields, (None, None), SMALL.head_dim)
+        found.append(executor.layers(hidden, range(1, 2), paging.batch([0], [1]), other))
+    assert torch.equal(*found)
 
 
 def test_slots_outside_the_cache_are_refused():

@@ -102,6 +102,38 @@ def test_tail_and_sinks(tail, sink, calls):
     assert len(calls) == 2 * (NEW - 1)
 
 
+@pytest.mark.parametrize("options", [{"kv": "kivi2"}, {"kv": "kivi4", "tail": 70}, {"kv": "k=kivi2,v=tq4"}], ids=str)
+def test_groups_of_tokens(options, calls):
+    """A group fills up on the way; before, its tokens are read in BF16."""
+    model = build(dtype=torch.bfloat16)
+    (_, theirs), (_, logits) = (text(model, name, options=options) for name in ("sdpa", IMPLEMENTATION))
+    alike = (logits.argmax(-1) == theirs.argmax(-1)).long().cumprod(0).sum(0).min()  # steps after the same tokens
+    steps = min(int(alike) + 1, NEW)
+    assert (logits[:steps].float() - theirs[:steps].float()).abs().max() <= 0.06 * theirs.float().std()
+    assert len(calls) == 2 * (NEW - 1)
+
+
+@pytest.mark.parametrize(("options", "counts"), [({"kv": "kivi2"}, (0, 0)), ({"kv": "tq4"}, (9, 0))], ids=str)
+def test_modes_of_inference_may_change_between_steps(options, counts, calls):
+    """Memory grows in one mode and is written in another."""
+    model = build(dtype=torch.bfloat16)
+    model.set_attn_implementation(IMPLEMENTATION)
+    cache, mask = tq.TQCache(model.config, **options), padded(*counts)
+    with torch.no_grad():
+        model(PROMPTS, attention_mask=mask, past_key_values=cache)
+    for step in range(120):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        with torch.inference_mode() if step % 3 else torch.no_grad():
+            model(PROMPTS[:, :1], attention_mask=mask, past_key_values=cache)
+    assert len(calls) == 2 * 120
+
+
+def test_groups_behind_sinks_are_restored(calls):
+    model = build(dtype=torch.bfloat16)
+    same(model, options={"kv": "kivi2", "sink": 4}, bound=0)
+    assert not calls
+
+
 def test_a_wrong_place_in_the_ring_would_show(monkeypatch):
     """The bound above is far below what K's ring out of step with V's changes."""
     model, options = build(dtype=torch.bfloat16), {"tail": 128, "sink": 3}

@@ -75,6 +75,9 @@ class Reader:
         """Whether rows may begin with padding: what lies in a tail or in sinks is found by its position alone."""
         return not any(side.max_tail or side.max_sink for side in self._sides)
 
+    # Memory that moves here is written again later, in whatever mode.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def attend(self, q: Tensor, seen: int, softmax_scale: float, padding: tuple[int, ...] = ()) -> Tensor:
         """Attention of the newest token of every row over all that its row has stored, itself among them.
 
@@ -92,7 +95,7 @@ class Reader:
         blocks = -(-seen // BLOCK_SIZE) + (_SPARE if any(padding) else 0)
         most = max(k.packed.blocks, v.packed.blocks, blocks)
         for side in self._sides:
-            side.packed.reserve(most * BLOCK_SIZE)
+            side.packed.reserve(most * side.packed.block_groups)
         cache = self._view()
         for side, window in zip(self._sides, cache.windows(self._layer), strict=True):
             if window is not None:
@@ -174,7 +177,10 @@ class _Places:
 @lru_cache(maxsize=2)
 def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> _Places:
     """The places of `seen` tokens a row, of `blocks` blocks whose last `_SPARE` are free; alike in all layers."""
-    tables, rows, sources, targets = [], [], [], []
+    tables: list[list[int]] = []
+    rows: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
     last = (seen - 1) // BLOCK_SIZE
     for row, count in enumerate(padding):
         first = -(-count // BLOCK_SIZE)
@@ -200,7 +206,9 @@ def readable(sides: Sequence[SideStore]) -> bool:
     kept = any(side.max_tail or side.max_sink for side in sides)
     dtype = sides[0].tail.dtype
     return (
-        all(side.packed.kv_format.group_tokens == 1 and side.tail.shape[3] == head_dim for side in sides)
+        # Groups of tokens begin behind the sinks, where kernels look for them at their positions.
+        all(side.packed.kv_format.group_tokens == 1 or not side.max_sink for side in sides)
+        and all(side.tail.shape[3] == head_dim for side in sides)
         and wrong_head_dim(kernels.reads, head_dim) is None
         and all(misfit(kernels.reads, side.packed.kv_format, head_dim) is None for side in sides)
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
@@ -213,8 +221,8 @@ def _window(side: SideStore) -> Window | None:
     if not (side.max_tail or side.max_sink):
         return None
     return Window(
-        tail=side.max_tail, sink=side.max_sink, group=1, ring=side.max_tail, num_rows=rows, num_kv_heads=heads,
-        head_dim=head_dim, device=side.tail.device,
+        tail=side.max_tail, sink=side.max_sink, group=side.packed.kv_format.group_tokens, ring=side.max_tail, num_rows=rows,
+        num_kv_heads=heads, head_dim=head_dim, device=side.tail.device,
     )  # fmt: skip
 
 

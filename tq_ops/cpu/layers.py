@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -50,22 +50,26 @@ class DenseLayers:
         """[len(library.PARTS)] int64: nanoseconds are added to it while it is there."""
 
     def run(
-        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, rope: tuple[Tensor, Tensor]
+        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, rope: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor | None:
         """Hidden states after the layers of `span`, which store their K and V.
 
         Args:
             hidden: [T, hidden] of the weights' dtype; it is left as it is.
-            rope: cos and sin [T, D/2] fp32 of the batch's positions.
+            rope: positions [T] -> cos and sin [T, D/2] fp32.
         Returns:
-            [T, hidden], or None where the ops have to run one by one: more than `FEW` tokens, formats that the kernels do not
-            quantize, or K, V or slots that they refuse. The same tokens may then have been stored by some layers.
+            [T, hidden], or None where the ops have to run one by one: more than `FEW` tokens, a cache of some layers,
+            formats that the kernels do not quantize, or K, V or slots that they refuse. The same tokens may then have been
+            stored by some layers.
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
         """
         if hidden.shape[0] > FEW or (filled := self._of(cache)) is None:
             return None
-        hidden, (cos, sin) = hidden.clone(memory_format=torch.contiguous_format), (x.contiguous() for x in rope)
+        hidden, (cos, sin) = (
+            hidden.clone(memory_format=torch.contiguous_format),
+            (x.contiguous() for x in rope(batch.positions)),
+        )
         slots, positions, rows, starts, table = (
             x.contiguous() for x in (batch.slot_mapping, batch.positions, batch.rows, batch.query_start_loc, batch.block_table)
         )
@@ -81,17 +85,18 @@ class DenseLayers:
         return None if refused else hidden
 
     def _of(self, cache: PagedKVCache) -> _Filled | None:
-        """The structures of a cache, made once; None where the kernels cannot quantize one of its formats."""
+        """The structures of a cache, made once; None where it lacks layers, or the kernels cannot quantize a format."""
         if cache not in self._filled:
-            calls = tuple(self._ops.prepared(cache, layer) for layer in range(len(self._layers)))
-            self._filled[cache] = None if any(of.store is None for of in calls) else self._fill(calls)
+            layers = range(len(self._layers))
+            calls = tuple(self._ops.prepared(cache, layer) for layer in layers) if set(layers) <= set(cache.held) else ()
+            whole = calls and all(of.store is not None for of in calls)
+            self._filled[cache] = self._fill(calls) if whole else None
         return self._filled[cache]
 
     def _fill(self, calls: tuple[Prepared, ...]) -> _Filled:
         layers = (library.DenseLayer * len(calls))()
         for to, weights, of in zip(layers, self._layers, calls, strict=True):
             for name, tensor in weights.items():
-                assert tensor.is_contiguous(), name
                 setattr(to, name, tensor.data_ptr())
             assert of.store is not None
             to.store, to.attention = ctypes.addressof(of.store), ctypes.addressof(of.attention)

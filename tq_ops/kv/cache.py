@@ -87,12 +87,13 @@ class PagedKVCache:
         """A cache of one layer over memory of another owner, for attention to read: nothing is allocated.
 
         Args:
-            formats: K's and V's; of formats that store a token alone.
+            formats: K's and V's.
             layer: the only one that it holds; chooses the rotation.
-            fields: K's and V's, each [num_blocks, Hkv, block_size, *field.shape].
+            fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
             windows: the tokens of K and V in BF16, where some are.
         """
-        num_blocks, num_kv_heads, block_size = next(iter(fields[0].values())).shape[:3]
+        num_blocks, num_kv_heads, groups = next(iter(fields[0].values())).shape[:3]
+        block_size = groups * formats[0].group_tokens
         cache = cls(
             KVPlan((formats,) * (layer + 1)), num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
             block_size=block_size, device=next(iter(fields[0].values())).device, pages={},

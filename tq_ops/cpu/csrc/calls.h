@@ -77,7 +77,7 @@ struct HaarkvLayers {
     const int64_t* positions;
     const int64_t* rows;
     const int32_t *block_table, *query_start;
-    int64_t* spent;  // [kParts] nanoseconds, to which the caller's time is added; or null
+    int64_t* spent;  // [kParts] nanoseconds, to which the caller's are added: of CPU time if threads is 1; or null
     int64_t count, tokens, hidden_size, intermediate_size;
     int32_t sequences, max_blocks, num_heads, bf16, isa, threads;
     float eps, softmax_scale;

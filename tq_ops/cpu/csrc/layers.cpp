@@ -1,7 +1,6 @@
 // Dense layers, one after the other, for few tokens: the ops of the C interface in the order in which `decoder_layer` calls
 // them, to the same bits, without going back to the caller between them.
-#include <chrono>
-#include <cstring>
+#include <ctime>
 
 #include "calls.h"
 #include "driver.h"
@@ -17,10 +16,10 @@ void haarkv_silu_mul(const SiluMul*);
 
 namespace {
 
-// Adds up where the time goes; nothing where nobody asked.
+// Adds up where the time goes; nothing where nobody asked. One thread's is its CPU time, that of several is by the wall.
 class Watch {
   public:
-    explicit Watch(int64_t* spent) : spent_(spent) {
+    Watch(int64_t* spent, int threads) : spent_(spent), clock_(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC) {
         if (spent_) last_ = now();
     }
     void after(Part part) {
@@ -30,12 +29,14 @@ class Watch {
     }
 
   private:
-    static int64_t now() {
-        const auto since = std::chrono::steady_clock::now().time_since_epoch();
-        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+    int64_t now() const {
+        timespec time{};
+        clock_gettime(clock_, &time);
+        return static_cast<int64_t>(time.tv_sec) * 1000000000 + time.tv_nsec;
     }
 
     int64_t* const spent_;
+    const clockid_t clock_;
     int64_t last_ = 0;
 };
 
@@ -76,7 +77,7 @@ class Layers {
           dim_(first.attention->cache.head_dim),
           kv_heads_(first.attention->cache.num_kv_heads),
           b_(l, l.num_heads * dim_, kv_heads_ * dim_),
-          watch_(l.spent) {}
+          watch_(l.spent, l.threads) {}
 
     // False if its K and V were refused.
     bool run(const HaarkvDenseLayer& w) {

@@ -215,6 +215,10 @@ inline void project_tiles(const Projection& p, int64_t begin, int64_t end, float
                     multiply_stretch<Fetch::kBelow>(b, first, last);
                 else
                     multiply_stretch<Fetch::kNone>(b, first, last);
+                if (p.tokens == 1) {  // its sums lie in y as they do in the tile
+                    _tile_stored(0, p.y + row, sizeof(float));
+                    continue;
+                }
                 set_aside(b, last < p.in ? kept : sums);
                 if (last < p.in) continue;
                 for (int i = 0; i < 4; ++i)
