@@ -282,9 +282,15 @@ def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kept):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
+    _, window = copy.windows(LAYER)
+    kept_before = window.vectors[batch.rows[1]].view(torch.uint8).clone() if window is not None else None
     ops.rotate_and_append(qkv.to(DEVICE), moved(heads), *rest, batch.to(DEVICE), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
         ops.raise_fault(fault, copy, batch)
+    # It was left out of what stays in BF16 as well, and its neighbours were not.
+    if window is not None:
+        now = window.vectors[batch.rows[1]].view(torch.uint8)
+        assert [torch.equal(head, was) for head, was in zip(now, kept_before, strict=True)] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
