@@ -268,9 +268,13 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     assert off.median() <= (1e-6 if dtype == FP32 else 1e-4)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}], ids=str)
-def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kept):
-    case = Case("tq4", 64, 2, 3, 8, (0, 0), (1, 1), **kept)
+@pytest.mark.parametrize(
+    ("kv", "kept"),
+    [("tq4", {}), ("tq4", {"tail": 3, "sink": 2}), ("k=lr80,v=lr64", {"tail": 3, "sink": 2})],
+    ids=str,
+)
+def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, kept):
+    case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **kept)
     _, copy, qkv, heads, rope, batch = given_to_attention(case, BF16, False, False)
     before = [tensor.clone() for tensor in everything_in(copy)]
     rest = ([x.to(DEVICE) for x in rope], copy, LAYER)

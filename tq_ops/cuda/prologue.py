@@ -96,8 +96,8 @@ def store_projected(
         if NORMED:
             low, high = normed(low, high, weight, eps, D)
         low, high = roped(low, high, cos, sin, token, live, D)
-    # As in `quantize.store_side`.
-    if SATURATES and SINK + RING > 0:
+    kept_first: tl.constexpr = LEARNED and SATURATES  # as in `quantize.store_side`
+    if kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, finite_with_slot(low, high, token, slots, live), window, rows, positions,
             query_start_loc, sequences, HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
@@ -107,7 +107,7 @@ def store_projected(
         codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
         D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, True,
     )  # fmt: skip
-    if not SATURATES and SINK + RING > 0:
+    if not kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
             HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,

@@ -202,8 +202,9 @@ def store_side(
     live = token < tokens
     at = x + (token * HEADS + head)[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live[:, None], 0.0).to(tl.float32), tl.load(at + D // 2, live[:, None], 0.0).to(tl.float32)
-    # Before levels are chosen, or registers would have to hold the vectors meanwhile.
-    if WRITE and SATURATES and SINK + RING > 0:
+    # Learned coordinates take registers: if they refuse nothing finite, the vectors need not wait until levels are chosen.
+    kept_first: tl.constexpr = LEARNED and SATURATES
+    if WRITE and kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, finite_with_slot(low, high, token, slots, live), window, rows, positions,
             query_start_loc, sequences, HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
@@ -213,7 +214,7 @@ def store_side(
         codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
         D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, WRITE, STAND_IN,
     )  # fmt: skip
-    if WRITE and not SATURATES and SINK + RING > 0:
+    if WRITE and not kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
             HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
