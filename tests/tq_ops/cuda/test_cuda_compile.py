@@ -163,7 +163,7 @@ def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_tr
     )  # fmt: skip
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
     assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
-    # FP32 models are run to compare with; of theirs some spill a few registers.
+    # FP32 models are run to compare with; of theirs some spill a few registers, and at head_dim 256 many.
     fp32 = ("'TYPE': triton.language.float32", "'ROUNDED': triton.language.float32")
     bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
     spilled = {row["kernel"]: row["spilled"] for row in bf16}
