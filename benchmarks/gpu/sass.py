@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("cubin", type=Path, nargs="?", help="unless given, decode attention of Qwen3-14B in CUDA C++")
     parser.add_argument("--tokens", type=int, help="with a cubin: stored tokens of one KV head in a pass of the loop")
     parser.add_argument("--warps", type=int, default=4, help="with a cubin: of a program [default: %(default)s]")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128, help="with a cubin [default: %(default)s]")
     parser.add_argument(
         "--launches", type=int, default=3, help="with a cubin: of one call of attention [default: %(default)s]"
     )
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text, name = disassemble(given.cubin), given.cubin.stem
         else:
             text, given.tokens, given.warps = decode_kernel()
-            name, given.launches = "CUDA C++", 2
+            name, given.launches, given.head_dim = "CUDA C++", 2, DECODE[2]
         loop = hottest_loop(text)
     except InputError as error:
         print(error, file=sys.stderr)

@@ -194,7 +194,7 @@ def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
 
 
 def test_the_checks_need_no_zstd():
-    """Few machines with a card have it, and only stored conversations are packed."""
+    """A machine with a card may lack it, and only stored conversations are packed."""
     program = "import sys; sys.modules['zstandard'] = None; import haarkv.engine.session, haarkv.validation.ops.__main__"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

@@ -268,9 +268,13 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     assert off.median() <= (1e-6 if dtype == FP32 else 1e-4)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}], ids=str)
-def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kept):
-    case = Case("tq4", 64, 2, 3, 8, (0, 0), (1, 1), **kept)
+@pytest.mark.parametrize(
+    ("kv", "kept"),
+    [("tq4", {}), ("tq4", {"tail": 3, "sink": 2}), ("k=lr80,v=lr64", {"tail": 3, "sink": 2})],
+    ids=str,
+)
+def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, kept):
+    case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **kept)
     _, copy, qkv, heads, rope, batch = given_to_attention(case, BF16, False, False)
     before = [tensor.clone() for tensor in everything_in(copy)]
     rest = ([x.to(DEVICE) for x in rope], copy, LAYER)
@@ -282,9 +286,15 @@ def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kept):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
+    _, window = copy.windows(LAYER)
+    kept_before = window.vectors[batch.rows[1]].view(torch.uint8).clone() if window is not None else None
     ops.rotate_and_append(qkv.to(DEVICE), moved(heads), *rest, batch.to(DEVICE), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
         ops.raise_fault(fault, copy, batch)
+    # It was left out of what stays in BF16 as well, and its neighbours were not.
+    if window is not None:
+        now = window.vectors[batch.rows[1]].view(torch.uint8)
+        assert [torch.equal(head, was) for head, was in zip(now, kept_before, strict=True)] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

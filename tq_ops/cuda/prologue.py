@@ -6,7 +6,7 @@ Bias, norms of Q and K, RoPE; queries are rotated into the domain of the codes, 
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.quantize import append
+from haarkv.tq_ops.cuda.quantize import append, finite_with_slot
 from haarkv.tq_ops.cuda.rotate import gains_of, rotate_columns, rounded, vectors_of
 from haarkv.tq_ops.cuda.window import keep
 
@@ -96,12 +96,18 @@ def store_projected(
         if NORMED:
             low, high = normed(low, high, weight, eps, D)
         low, high = roped(low, high, cos, sin, token, live, D)
+    kept_first: tl.constexpr = LEARNED and SATURATES  # as in `quantize.store_side`
+    if kept_first and SINK + RING > 0:
+        keep(
+            low, high, token, head, finite_with_slot(low, high, token, slots, live), window, rows, positions,
+            query_start_loc, sequences, HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
+        )  # fmt: skip
     live = append(
         low, high, token, head, matrix, live, side,
         codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
         D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, True,
     )  # fmt: skip
-    if SINK + RING > 0:
+    if not kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
             HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,

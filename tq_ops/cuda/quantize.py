@@ -182,6 +182,13 @@ def append(
 
 
 @triton.jit
+def finite_with_slot(low, high, token, slots, live):
+    """Which vectors [ROWS] `append` is going to store where its format saturates."""
+    finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
+    return live & finite & (tl.load(slots + token, live, -1) >= 0)
+
+
+@triton.jit
 def store_side(
     x, side: tl.constexpr, codes, scales, codes_stride, scales_stride, slots, tokens,
     forward, mean, numbers, centroids, boundaries, fault, layer, window, rows, positions, query_start_loc, sequences,
@@ -195,12 +202,19 @@ def store_side(
     live = token < tokens
     at = x + (token * HEADS + head)[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live[:, None], 0.0).to(tl.float32), tl.load(at + D // 2, live[:, None], 0.0).to(tl.float32)
+    # Learned coordinates take registers: if they refuse nothing finite, the vectors need not wait until levels are chosen.
+    kept_first: tl.constexpr = LEARNED and SATURATES
+    if WRITE and kept_first and SINK + RING > 0:
+        keep(
+            low, high, token, head, finite_with_slot(low, high, token, slots, live), window, rows, positions,
+            query_start_loc, sequences, HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
+        )  # fmt: skip
     live = append(
         low, high, token, head, matrix, live, side,
         codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
         D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, WRITE, STAND_IN,
     )  # fmt: skip
-    if WRITE and SINK + RING > 0:
+    if WRITE and not kept_first and SINK + RING > 0:
         keep(
             low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
             HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,

@@ -40,6 +40,7 @@ class Bounds:
         buffers: tiles of K's codes, and of V's, that have a place in shared memory, at least.
         in_flight: groups of copies that may still be on their way when the loop goes on, at least: with K's and V's of one
             tile it is 2.
+        spilled: loads and stores of spilled registers that a warp meets once; in a loop there may be none.
     """
 
     registers: int
@@ -50,6 +51,7 @@ class Bounds:
     memory: float | None = None
     buffers: int = 0
     in_flight: int = 0
+    spilled: int = 0
 
 
 BOUNDS = {
@@ -63,8 +65,10 @@ BOUNDS = {
     (90, "prefill 128"): Bounds(184, 30 * 1024, 16, 2, 2.4, 0.055),
     # measured; K 128, V 64   178           61,440     48      6        1.90           0.0640 (Triton 3.9)
     (90, "decode of learned nibbles 128"): Bounds(192, 62 * 1024, 40, 6, 2.1, 0.070, 2, 2),
-    # measured                121           20,480     40; with four warps instead of eight 208 (Triton 3.9)
-    (90, "prologue of learned nibbles 128"): Bounds(128, 21 * 1024, 32),
+    # measured                121 / 128     20,480     40; with four warps instead of eight 208 (Triton 3.9)
+    # With 128 registers two programs share a processor. Triton 3.6's ptxas keeps to that and spills four numbers once, some
+    # 240 cycles; with more registers prompts would have half as many programs at once.
+    (90, "prologue of learned nibbles 128"): Bounds(128, 21 * 1024, 32, spilled=8),
     # measured                   96           20,480     72
     (90, "prologue 128"): Bounds(128, 21 * 1024, 64),
     # measured                96              20,480     64
@@ -88,7 +92,9 @@ BOUNDS = {
 
 def broken(row: dict, bounds: Bounds) -> list[str]:
     """What of a compiled kernel is outside its bounds."""
-    wrong = [] if row["LDL"] == row["STL"] == 0 else [f"{row['LDL']} loads and {row['STL']} stores of spilled registers"]
+    in_loops, outside = row["spilled"]["in_loops"], row["spilled"]["once"] + row["spilled"]["aside"]
+    wrong = [f"{in_loops} loads and stores of spilled registers in loops"] if in_loops else []
+    wrong += [f"{outside} of them outside > {bounds.spilled}"] if outside > bounds.spilled else []
     most = (("registers", bounds.registers), ("shared", bounds.shared),
             ("look_ups_a_coordinate", bounds.look_ups), ("memory_cycles_a_coordinate", bounds.memory))  # fmt: skip
     wrong += [f"{name} {row[name]} > {bound}" for name, bound in most if bound is not None and row[name] > bound]
@@ -115,10 +121,12 @@ def test_kernels_are_within_their_bounds_on_hopper():
 
 
 def test_a_kernel_outside_its_bounds_is_seen():
-    row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "LDL": 0, "STL": 2, "buffers": 1,
+    row = {"registers": 255, "shared": 1, "tensor": 3, "copies_in_loop": 0, "buffers": 1,
+           "spilled": {"in_loops": 1, "once": 2, "aside": 1},
            "look_ups_a_coordinate": 2.4, "memory_cycles_a_coordinate": 0.04, "in_flight": 0}  # fmt: skip
-    assert broken(row, Bounds(168, 10, 4, 1, 2.1, 0.05, 2, 2)) == [
-        "0 loads and 2 stores of spilled registers",
+    assert broken(row, Bounds(168, 10, 4, 1, 2.1, 0.05, 2, 2, spilled=2)) == [
+        "1 loads and stores of spilled registers in loops",
+        "3 of them outside > 2",
         "registers 255 > 168",
         "look_ups_a_coordinate 2.4 > 2.1",
         "tensor 3 < 4",
@@ -155,7 +163,7 @@ def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_tr
     )  # fmt: skip
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
     assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
-    # FP32 models are run to compare with; of theirs some spill a few registers.
+    # FP32 models are run to compare with; of theirs some spill a few registers, and at head_dim 256 many.
     fp32 = ("'TYPE': triton.language.float32", "'ROUNDED': triton.language.float32")
     bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
     spilled = {row["kernel"]: row["spilled"] for row in bf16}
