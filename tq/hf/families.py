@@ -10,7 +10,6 @@ model's own exact one.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from haarkv.benchmarks.report import emit
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-from haarkv.tq_ops.output_files import write_whole
 from tq.hf.cache import TQCache
 from tq.hf.calibrate import calibrate
 
@@ -131,11 +130,12 @@ def compare(family: str, model: PreTrainedModel, windows: Tensor, file: Calibrat
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what is not trained, then print a table and write one JSON line a cache."""
+    """Train what is not trained, then print a table and one JSON line a cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=600, help="of training, for a model that is not in the folder")
     parser.add_argument("--windows", type=int, default=20, help=f"held-out windows of {LENGTH} tokens to compare on")
+    parser.add_argument("--save", action="store_true", help="append the lines to benchmarks/results")
     args = parser.parse_args(argv)
     own, unseen = tokens_of(train_texts()), tokens_of(list(held_out_texts().values()))
     learned_from, windows = spread_over(own, 20), spread_over(unseen, args.windows)
@@ -144,9 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = trained(name, args.folder, args.steps)
         file = calibrate(model, learned_from.tolist(), out=args.folder / f"{name}.safetensors")
         rows += compare(name, model, windows, file)
-    path = args.folder / "families.jsonl"
-    write_whole(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
-    print(path)
+    for row in rows:
+        emit("families", {"steps": args.steps, "windows": args.windows, **asdict(row)}, save=args.save)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,9 @@ template <class Simd, class P, int R> struct Attend {
     // packed one.
     bool weigh(Place v, int base, int n, const int* seen) {
         if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
-        soften<Simd, R>(logits, v_kept.vectors, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima,
-                        tile.totals, shrink);
         const KeptKeys<R> keys(v_kept, base, n, seen);
+        soften<Simd, R>(logits, keys.any, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals,
+                        shrink);
         if (keys.any) met_kept = true;
         if (met_kept) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
         if (keys.any) {
