@@ -61,11 +61,14 @@ def profile(executor: CpuExecutor, model: DecoderModel, kv: str, context: int, s
     """Medians over so many steps, which take turns with as many that nobody looks on at.
 
     Raises:
-        InputError: the executor runs this model's layers op by op.
+        InputError: the executor runs this model's layers op by op, or it has no room for the tokens and all steps.
     """
     whole, ops, config = executor.whole, executor.ops, model.config
     if whole is None or not isinstance(ops, CpuOps):
         raise InputError("only dense models on the compiled kernels tell where their time goes")
+    room = config.max_position_embeddings - 2 * (steps + 1)
+    if context > room:
+        raise InputError(f"{context:,} tokens and the steps behind them are more than the model's limit; {room:,} fit")
     case, plan = Case(1, context), plan_of(kv, config)
     k, v = random_kv(config, case, torch.device("cpu"))
     cache, paging = filled(plan, config, case, k, v, 2 * (steps + 1))

@@ -51,6 +51,13 @@ def test_layers_that_run_op_by_op_are_refused():
         step_profile.profile(CpuExecutor(model), model, "tq4", 40, 1)
 
 
+def test_a_context_without_room_for_the_steps_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        step_profile.main(["--model", "tiny", "--contexts", "4093", "--steps", "1"])
+    assert stop.value.code == 2
+    assert "4,092 fit" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_and_a_line(capsys, monkeypatch):
     monkeypatch.setattr(step_profile, "_READ_BYTES", 2**20)
     step_profile.main(["--model", "tiny", "--contexts", "16,40", "--steps", "1"])
