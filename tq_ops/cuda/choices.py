@@ -62,9 +62,10 @@ def attention_tile(
     if width > 128:
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
-        # So that three programs of 128 threads share a processor: while one looks up, others multiply. Blackwell spills then.
-        rows = 32 if width < 128 and capability < _HOPPER else 64
-        return AttentionTile(rows, 64 if capability >= _BLACKWELL else 32, True)
+        if capability >= _BLACKWELL:  # 64 rows spill there, most of all in pages of 16 tokens
+            return AttentionTile(32, 64, True)
+        # So that three programs of 128 threads share a processor: while one looks up, others multiply.
+        return AttentionTile(32 if width < 128 and capability < _HOPPER else 64, 32, True)
     if not one_each:
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
