@@ -44,7 +44,7 @@ class AttentionTile:
 def attention_tile(
     most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, learned: bool
 ) -> AttentionTile:
-    """Sizes for a launch, with which no program of a BF16 model spills. FP32, for comparing, may spill.
+    """Sizes for a launch, with which no loop of a BF16 model spills on sm_80 and sm_90. FP32, for comparing, may spill.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
