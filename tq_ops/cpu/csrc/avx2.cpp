@@ -36,6 +36,9 @@ const Kernels& avx2_kernels() {
         rms_norm<Avx2>,
         rope,
         silu_mul<Avx2>,
+        widen,
+        narrow,
+        add_up,
         1,
     };
     return kernels;

@@ -37,6 +37,9 @@ const Kernels& avx512_kernels() {
         rms_norm<Avx512>,
         rope,
         silu_mul<Avx512>,
+        widen,
+        narrow,
+        add_up,
         1,
     };
     return kernels;

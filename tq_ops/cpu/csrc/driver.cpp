@@ -23,11 +23,12 @@ template <class T> bool within(const T* x, int64_t n, T size, T most) {
 }
 
 // Keeps a vector x [dim] of the token at `position` of a sequence in BF16, if any is kept.
-void keep(const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position, const float* x, int64_t dim) {
+void keep(const Kernels& kernels, const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position, const float* x,
+          int64_t dim) {
     if (!kept.vectors) return;
     uint16_t* of_head = kept.vectors + (row * heads + head) * (kept.sink + kept.ring) * dim;
-    if (kept.ring) put_bf16(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
-    if (position < kept.sink) put_bf16(x, dim, of_head + position * dim);
+    if (kept.ring) kernels.narrow(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
+    if (position < kept.sink) kernels.narrow(x, dim, of_head + position * dim);
 }
 
 }  // namespace
@@ -96,7 +97,7 @@ static Stored place_of(const HaarkvStoreSide& side, int64_t block, int64_t vecto
 }
 
 // Whether a side takes n vectors.
-static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
+static bool all_stored(const Kernels& kernels, const HaarkvStoreSide& side, int64_t n) {
     const Quantizer& by = side.quantizer;
     const int64_t dim = by.matrix.inputs;
     if (std::isinf(by.most)) return true;
@@ -113,7 +114,7 @@ static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
         float x[kMaxDim];
         uint8_t codes[kMaxDim], signs[kMaxDim / 8];
         alignas(4) uint16_t scales[kMaxDim / 32];  // or a radius
-        widen(at(side.x, side.bf16, i * dim), side.bf16, dim, x);
+        widen(kernels, at(side.x, side.bf16, i * dim), side.bf16, dim, x);
         if (!std::all_of(x, x + dim, [tried](float number) { return std::fabs(number) <= tried; })) return false;
         if (!put_numbers(by, x, {codes, scales, nullptr, signs})) return false;
     }
@@ -140,9 +141,9 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const HaarkvStoreSide* const sides[] = {&s->k, &s->v};
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
-    for (const HaarkvStoreSide* side : sides)
-        if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
+    for (const HaarkvStoreSide* side : sides)
+        if (!all_stored(kernels, *side, s->tokens * heads)) return 1;
     std::vector<int64_t> kept_rows(s->k.kept.vectors || s->v.kept.vectors ? s->tokens : 0);
     for (int64_t b = 0; !kept_rows.empty() && b < s->sequences; ++b)
         std::fill(kept_rows.begin() + s->query_start[b], kept_rows.begin() + s->query_start[b + 1], s->rows[b]);
@@ -162,8 +163,9 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         uint16_t* scales[kMaxRows];
         for (int r = 0; r < rows; ++r) {
             const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
-            widen(at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
-            if (side.kept.vectors) keep(side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
+            widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
+            if (side.kept.vectors)
+                keep(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
             if (side.quantizer.cell == kChannels) continue;
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
             const Stored to = place_of(side, s->slots[token] / s->block_size, vector);

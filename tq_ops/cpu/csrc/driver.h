@@ -15,12 +15,9 @@ namespace haarkv {
 namespace {
 
 // Converts x [n], BF16 or FP32, to FP32.
-inline void widen(const void* x, bool bf16, int64_t n, float* out) {
-    if (!bf16) {
-        std::memcpy(out, x, n * sizeof(float));
-        return;
-    }
-    for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[i]);
+inline void widen(const Kernels& kernels, const void* x, bool bf16, int64_t n, float* out) {
+    if (bf16) return kernels.widen(static_cast<const uint16_t*>(x), n, out);
+    std::memcpy(out, x, n * sizeof(float));
 }
 
 inline const void* at(const void* x, bool bf16, int64_t index) { return static_cast<const char*>(x) + index * (bf16 ? 2 : 4); }
@@ -49,11 +46,6 @@ class Scratch {
     Floats numbers_;
     int64_t size_ = 0;
 };
-
-// Rounds n numbers to BF16.
-inline void put_bf16(const float* x, int64_t n, void* to) {
-    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(to)[i] = float_to_bf16(x[i]);
-}
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }

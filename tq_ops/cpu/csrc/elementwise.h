@@ -1,20 +1,34 @@
 // What a layer does number by number. A row's bits depend on that row alone.
 
-// Numbers x [n], BF16 or FP32, from index `from` on.
-inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
-    if (!bf16) {
-        std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
+inline void widen(const uint16_t* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; ++i) y[i] = bf16_to_float(x[i]);
+}
+
+inline void narrow(const float* x, int64_t n, uint16_t* y) {
+    for (int64_t i = 0; i < n; ++i) y[i] = float_to_bf16(x[i]);
+}
+
+// As `Kernels::add_up`. Of one row the factor is 1.
+inline void add_up(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum) {
+    if (rows == 1) {
+        for (int64_t i = 0; i < n; ++i) sum[i] = x[i] * share;
         return;
     }
-    for (int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(static_cast<const uint16_t*>(x)[from + i]);
+    for (int64_t i = 0; i < n; ++i) sum[i] = 0.0f;
+    for (int64_t row = 0; row < rows; ++row, x += apart)
+        for (int64_t i = 0; i < n; ++i) sum[i] += x[i] * factors[row];
+    for (int64_t i = 0; i < n; ++i) sum[i] *= share;
+}
+
+// Numbers x [n], BF16 or FP32, from index `from` on.
+inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
+    if (bf16) return widen(static_cast<const uint16_t*>(x) + from, n, out);
+    std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
 }
 
 inline void write(const float* x, bool bf16, int64_t to, int64_t n, void* out) {
-    if (!bf16) {
-        std::memcpy(static_cast<float*>(out) + to, x, n * sizeof(float));
-        return;
-    }
-    for (int64_t i = 0; i < n; ++i) static_cast<uint16_t*>(out)[to + i] = float_to_bf16(x[i]);
+    if (bf16) return narrow(x, n, static_cast<uint16_t*>(out) + to);
+    std::memcpy(static_cast<float*>(out) + to, x, n * sizeof(float));
 }
 
 constexpr int64_t kPiece = 64;  // numbers at a time, a multiple of every register's lanes

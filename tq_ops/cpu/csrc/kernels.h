@@ -210,6 +210,11 @@ struct Kernels {
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
     void (*rope)(const Rope&, int64_t begin, int64_t end);
     void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);
+    // n BF16 numbers as FP32, and n FP32 numbers rounded to BF16.
+    void (*widen)(const uint16_t* x, int64_t n, float* y);
+    void (*narrow)(const float* x, int64_t n, uint16_t* y);
+    // sum [n] = `share` times the sum of rows x[i * apart], each times factors[i].
+    void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
     int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 

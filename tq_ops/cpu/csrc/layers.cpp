@@ -161,7 +161,10 @@ class Layers {
     void attend(const HaarkvDenseLayer& w) {
         HaarkvAttention call = *w.attention;
         call.q = b_.turned_q, call.out = b_.attended, call.bf16 = l_.bf16;
-        if (l_.bf16) put_bf16(b_.turned_q, l_.tokens * l_.num_heads * dim_, b_.q), call.q = b_.q;
+        if (l_.bf16) {
+            kernels_of(l_.isa).narrow(b_.turned_q, l_.tokens * l_.num_heads * dim_, reinterpret_cast<uint16_t*>(b_.q));
+            call.q = b_.q;
+        }
         call.block_table = l_.block_table, call.query_start = l_.query_start, call.positions = l_.positions;
         call.rows = l_.rows, call.sequences = l_.sequences, call.max_blocks = l_.max_blocks;
         call.num_heads = l_.num_heads, call.softmax_scale = l_.softmax_scale, call.threads = l_.threads;

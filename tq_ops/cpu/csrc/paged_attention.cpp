@@ -144,23 +144,10 @@ void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, 
         kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
 }
 
-// Adds up n numbers of a row of every split, each by its factor, over the row's total.
-void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
-    const float inverse = 1.0f / total;
-    if (factors.size() == 1) {  // the factor is 1
-        for (int64_t i = 0; i < n; ++i) sum[i] = first[i] * inverse;
-        return;
-    }
-    std::fill(sum, sum + n, 0.0f);
-    for (size_t s = 0; s < factors.size(); ++s)
-        for (int64_t i = 0; i < n; ++i) sum[i] += first[static_cast<int64_t>(s) * distance + i] * factors[s];
-    for (int64_t i = 0; i < n; ++i) sum[i] *= inverse;
-}
-
 // The sums of a row over all splits, which left partials from `first` on, `apart` from each other. Returns of the
 // probabilities the share of packed values.
-float merge_row(const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors, float* merged,
-                float* exact) {
+float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors,
+                float* merged, float* exact) {
     const int64_t size = of.size() * apart, splits = static_cast<int64_t>(factors.size());
     const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
     float most = -std::numeric_limits<float>::infinity(), total = 0.0f, kept = 0.0f;
@@ -170,8 +157,11 @@ float merge_row(const Partials& of, int r, int64_t first, int64_t apart, std::ve
         total += totals[s * size] * factors[s];
         if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
     }
-    add_up(of.sums(first) + r * of.levels, size, factors, total, of.levels, merged);
-    if (of.kept) add_up(of.kept_sums(first) + r * of.kept, size, factors, total, of.kept, exact);
+    auto add_up = [&](const float* sums, int64_t n, float* sum) {
+        kernels.add_up(sums + r * n, size, factors.data(), splits, 1.0f / total, n, sum);
+    };
+    add_up(of.sums(first), of.levels, merged);
+    if (of.kept) add_up(of.kept_sums(first), of.kept, exact);
     return 1.0f - kept / total;
 }
 
@@ -190,8 +180,8 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t)
         for (int r = 0; r < wave.tiles[pass.first_tile + t].tile.rows; ++r, ++rows)
-            share[rows] =
-                merge_row(of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels, exact + rows * dim);
+            share[rows] = merge_row(kernels, of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels,
+                                    exact + rows * dim);
     if (a.rotation_back.numbers)
         multiply(a, kernels, merged, rows, false, a.rotation_back, pass.kv_head, out);
     else
@@ -204,7 +194,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
         for (int d = 0; mean && d < dim; ++d) row[d] += mean[d] * share[r];
         for (int d = 0; of.kept && d < dim; ++d) row[d] += exact[r * dim + d];
         if (a.bf16)
-            for (int d = 0; d < dim; ++d) static_cast<uint16_t*>(a.out)[to + d] = float_to_bf16(row[d]);
+            kernels.narrow(row, dim, static_cast<uint16_t*>(a.out) + to);
         else
             std::memcpy(static_cast<float*>(a.out) + to, row, dim * sizeof(float));
     }
@@ -218,7 +208,7 @@ void rotate(const HaarkvAttention& a, const Kernels& kernels, const Wave& wave, 
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t) {
         const Tile& tile = wave.tiles[pass.first_tile + t].tile;
-        for (int r = 0; r < tile.rows; ++r, ++rows) widen(tile.own[r], a.bf16, dim, x + rows * dim);
+        for (int r = 0; r < tile.rows; ++r, ++rows) widen(kernels, tile.own[r], a.bf16, dim, x + rows * dim);
     }
     if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16, a.rotation, pass.kv_head, rotated);
 }

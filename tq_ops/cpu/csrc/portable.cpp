@@ -37,6 +37,9 @@ const Kernels& portable_kernels() {
         rms_norm<Portable>,
         rope,
         silu_mul<Portable>,
+        widen,
+        narrow,
+        add_up,
         1,
     };
     return kernels;

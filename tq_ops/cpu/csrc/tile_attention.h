@@ -53,13 +53,12 @@ struct Together {
                 const int keys = smaller(n - key, kSlabKeys), tiles = (keys + 15) / 16;
                 fetch_bytes(values + key * cache.v.bytes, keys * cache.v.bytes);
                 look_up_keys(cache, k.codes + key * nibble_bytes(cache.k), keys, found.bytes);
-                auto each = [&](int i) {
-                    return Product{bytes_of(i / tiles * 2).q, found.bytes + i % tiles * chunks * kPairBytes};
+                auto each = [&](At at) {
+                    return Product{bytes_of(at.rows * 2).q, found.bytes + at.tile * chunks * kPairBytes};
                 };
-                multiply_all((count + 1) / 2 * tiles, chunks, each, [&](int i, const int32_t* sums) {
-                    const int first = i / tiles * 2;
-                    for (int t = first; t < smaller(first + 2, count); ++t)
-                        rows(t).products.score(sums + t % 2 * R * 16, key + i % tiles * 16, found.k_scale, rows(t).logits);
+                multiply_all((count + 1) / 2, tiles, chunks, each, [&](At at, const int32_t* sums) {
+                    for (int t = at.rows * 2, half = 0; half < 2 && t < count; ++t, ++half)
+                        rows(t).products.score(sums + half * R * 16, key + at.tile * 16, found.k_scale, rows(t).logits);
                 });
             }
         }
@@ -97,15 +96,10 @@ struct Together {
                 constexpr int kApart = kStretch / kChunk * kPairBytes;
                 for (int i = 0; i < kTilesAtOnce; i += 2)
                     look_up_values(tables, found.values + (column + i) / 2 * kStretch * 16, keys, found.bytes + i * kApart);
-                auto each = [&](int i) {
-                    return Product{bytes_of(first_of[i / kTilesAtOnce]).p, found.bytes + i % kTilesAtOnce * kApart};
-                };
-                multiply_all(kTilesAtOnce * pairs, chunks_of(keys), each, [&](int i, const int32_t* sums) {
-                    const int first = first_of[i / kTilesAtOnce];
-                    for (int t = first; t < first + 2; ++t) {
-                        if (!mixes[t]) continue;
-                        rows(t).products.mix(sums + t % 2 * R * 16, column + i % kTilesAtOnce, key ? one : rows(t).shrink);
-                    }
+                auto each = [&](At at) { return Product{bytes_of(first_of[at.rows]).p, found.bytes + at.tile * kApart}; };
+                multiply_all(pairs, kTilesAtOnce, chunks_of(keys), each, [&](At at, const int32_t* sums) {
+                    for (int t = first_of[at.rows], half = 0; half < 2; ++t, ++half)
+                        if (mixes[t]) rows(t).products.mix(sums + half * R * 16, column + at.tile, key ? one : rows(t).shrink);
                 });
             }
         }
@@ -132,7 +126,7 @@ struct Together {
     }
 
     void shrink(TileRows<R>& of) const {
-        if (cache.v.cell == kNibble) return shrink_sums<R>(of.shrink, of.products.columns * 16, of.products.sums);
+        if (cache.v.cell == kNibble) return of.products.shrink(of.shrink);
         shrink_sums<R>(of.shrink, cache.v.levels, of.tile.sums);
     }
 

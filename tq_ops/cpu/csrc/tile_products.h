@@ -12,32 +12,60 @@ struct Product {
     const int8_t *rows, *pair;
 };
 
-// Sums one product in tiles 0, 1 and 2: upper by upper bytes, one by the other, and lower by lower ones.
-inline void multiply(Product of, int chunks) {
-    zero_tile<0>(), zero_tile<1>(), zero_tile<2>();
-    for (int c = 0; c < chunks; ++c, of.rows += kPairBytes, of.pair += kPairBytes) {
-        load_tile<4>(of.rows), load_tile<6>(of.pair);
-        add_products<0, 4, 6>();
-        load_tile<7>(of.pair + kTileBytes);
-        add_products<1, 4, 7>();
-        load_tile<5>(of.rows + kTileBytes);
-        add_products<2, 5, 7>();
-        add_products<1, 5, 6>();
+constexpr int kSums = 3 * 256;  // of a product, in 32 bits: [upper by upper, mixed, lower by lower][16][16]
+
+// Adds one chunk of a product to tiles SET, SET + 1 and SET + 2: upper by upper bytes, one by the other, and lower by lower
+// ones. Meanwhile, where `before` is, it stores the other set there: a processor stores one tile while it multiplies others,
+// but only what stands between products in the program.
+template <int SET> inline void multiply_chunk(Product of, int32_t* before) {
+    constexpr int OTHER = 3 - SET;
+    load_tile<6>(of.rows), load_tile<7>(of.pair);
+    add_products<SET, 6, 7>();
+    if (before) store_tile<OTHER>(before);
+    load_tile<7>(of.pair + kTileBytes);
+    add_products<SET + 1, 6, 7>();
+    if (before) store_tile<OTHER + 1>(before + 256);
+    load_tile<6>(of.rows + kTileBytes);
+    add_products<SET + 2, 6, 7>();
+    if (before) store_tile<OTHER + 2>(before + 512);
+    load_tile<7>(of.pair);
+    add_products<SET + 1, 6, 7>();
+}
+
+template <int SET> inline void multiply(Product of, int chunks, int32_t* before) {
+    zero_tile<SET>(), zero_tile<SET + 1>(), zero_tile<SET + 2>();
+    multiply_chunk<SET>(of, before);
+    for (int c = 1; c < chunks; ++c) {
+        of.rows += kPairBytes, of.pair += kPairBytes;
+        multiply_chunk<SET>(of, nullptr);
     }
 }
 
-constexpr int kSums = 3 * 256;  // of a product, in 32 bits: [upper by upper, mixed, lower by lower][16][16]
+// Which of a product's rows and which of its pairs of tiles.
+struct At {
+    int rows, tile;
 
-// Of n products each(i): done(i, sums). A product's sums are looked at while the next one runs.
-template <class Each, class Done> inline void multiply_all(int n, int chunks, Each each, Done done) {
+    void next(int tiles) {
+        if (++tile == tiles) tile = 0, ++rows;
+    }
+};
+
+// Of rows by tiles products each(At): done(At, sums). A product's sums are stored while the next one runs, and looked at while
+// the one after that does.
+template <class Each, class Done> inline void multiply_all(int rows, int tiles, int chunks, Each each, Done done) {
     alignas(64) int32_t sums[2][kSums];
-    for (int i = 0; i <= n; ++i) {
-        if (i < n) {
-            int32_t* to = sums[i % 2];
-            multiply(each(i), chunks);
-            store_tile<0>(to), store_tile<1>(to + 256), store_tile<2>(to + 512);
-        }
-        if (i) done(i - 1, sums[1 - i % 2]);
+    const int n = rows * tiles;
+    At now{0, 0}, then{0, 0};
+    auto turn = [&](int i, auto set) __attribute__((always_inline)) {
+        constexpr int kSet = decltype(set)::value;
+        int32_t* const before = sums[kSet ? 0 : 1];
+        if (i < n) multiply<kSet>(each(now), chunks, before), now.next(tiles);
+        if (i == n) store_tile<3 - kSet>(before), store_tile<4 - kSet>(before + 256), store_tile<5 - kSet>(before + 512);
+        if (i > 1) done(then, sums[kSet ? 1 : 0]), then.next(tiles);
+    };
+    for (int i = 0; i <= n + 1; i += 2) {
+        turn(i, Int<0>{});
+        if (i <= n) turn(i + 1, Int<3>{});
     }
 }
 
@@ -76,7 +104,7 @@ template <int R> struct TileProducts {
     const int stride, columns;
     int8_t* const q;     // of numbers, as `put_queries` says
     int8_t* const p;     // and as `put_weights` says
-    float* const sums;   // [R, columns, 16]
+    float* const sums;   // [columns, R, 16]
     int8_t* weights_at;  // this tile's rows in `RowBytes::p`
     float factor[R];     // of logits: the query's step, the centroids' unit and the softmax scale
     float steps[R];
@@ -98,6 +126,11 @@ template <int R> struct TileProducts {
         if (cache.k.cell != kNibble) put_queries(tile.q, cache.k.levels, q);
     }
 
+    float* sums_of(int column, int r) const { return sums + (column * R + r) * 16; }
+    void shrink(const float* by) const {
+        for (int column = 0; column < columns; ++column) shrink_sums<R>(by, 16, sums_of(column, 0));
+    }
+
     // Puts the integers of the tile's rows beside those of another's: `half` 1 is the second of both.
     void take(const Tile& tile, const RowBytes& rows, int half) {
         weights_at = rows.p + half * R * kChunk;
@@ -114,9 +147,12 @@ template <int R> struct TileProducts {
     // Logits [R, stride] of 16 keys from `key` on, of their products from the first row on.
     void score(const int32_t* found, int key, const float* scale, float* logits) const {
         const __m512 own = Avx512::load(scale + key);
-        for (int r = 0; r < R; ++r) {
+        const int64_t apart = stride;
+        logits += key;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r, logits += apart) {
             const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
-            Avx512::store(logits + r * stride + key, Avx512::fma(whole_sums(found, r), by, Avx512::zero()));
+            Avx512::store(logits, Avx512::fma(whole_sums(found, r), by, Avx512::zero()));
         }
     }
 
@@ -142,8 +178,9 @@ template <int R> struct TileProducts {
 
     // Adds the products of values and those weights to the sums of tile `column`, which shrink first.
     void mix(const int32_t* found, int column, const float* shrink) {
-        for (int r = 0; r < R; ++r) {
-            float* sum = sums + (r * columns + column) * 16;
+        float* sum = sums_of(column, 0);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r, sum += 16) {
             const __m512 before = _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r]));
             _mm512_store_ps(sum, _mm512_fmadd_ps(whole_sums(found, r), _mm512_set1_ps(steps[r]), before));
         }
@@ -157,14 +194,14 @@ template <int R> struct TileProducts {
             for (int tile = 0; tile < whole; tile += 8)
                 for (int odd = 0; odd < 2; ++odd) {
                     __m512 x[4], y[4];
-                    for (int z = 0; z < 4; ++z) x[z] = _mm512_load_ps(sums + (r * columns + tile + 2 * z + odd) * 16);
+                    for (int z = 0; z < 4; ++z) x[z] = _mm512_load_ps(sums_of(tile + 2 * z + odd, r));
                     four_by_four(x, y);
                     for (int i = 0; i < 4; ++i) Avx512::store(out + r * levels + (2 * i + odd) * words + tile * 2, y[i]);
                 }
         for (int tile = whole; tile < columns; ++tile)
             for (int lane = 0; lane < 16; ++lane) {
                 const int level = level_of(levels, tile, lane);
-                for (int r = 0; level >= 0 && r < R; ++r) out[r * levels + level] = sums[(r * columns + tile) * 16 + lane];
+                for (int r = 0; level >= 0 && r < R; ++r) out[r * levels + level] = sums_of(tile, r)[lane];
             }
     }
 };

@@ -26,16 +26,27 @@ class Tiles {
 constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes
 constexpr int kChunk = 64;        // bytes in a row: levels of a query, or weights
 
+// The memory of a whole tile.
+template <class T> struct Whole {
+    T bytes[kTileBytes / sizeof(T)];
+    static Whole& at(T* p) { return *reinterpret_cast<Whole*>(p); }
+    static const Whole& at(const T* p) { return *reinterpret_cast<const Whole*>(p); }
+};
+
 // The instructions, of tiles that templates name: GCC's intrinsics take literals alone, and do not say what memory they use.
 template <int T> inline void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
 template <int T> inline void load_tile(const int8_t* p) {
-    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0"
+                 :
+                 : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)), "m"(Whole<int8_t>::at(p)));
 }
 template <int T> inline void load_rows(const void* p, int64_t apart) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(p), "r"(apart) : "memory");
 }
 template <int T> inline void store_tile(int32_t* p) {
-    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)) : "memory");
+    asm volatile("tilestored %%tmm%c1, (%2,%3,1)"
+                 : "=m"(Whole<int32_t>::at(p))
+                 : "i"(T), "r"(p), "r"(static_cast<int64_t>(kChunk)));
 }
 template <int SUM, int A, int B> inline void add_products() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
