@@ -85,7 +85,8 @@ def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded
     if width > 128:
         return AttentionTile(columns, 64, warps=8)
     if not one_each:  # 64 rows spill, most of all in pages of 16 tokens, and so do 32 columns that are not rows
-        return AttentionTile(32, 32 if crowded else 64, True)
+        # Copied ahead, the codes of learned nibbles at head_dim 64 spill seven numbers once.
+        return AttentionTile(32, 32, True, stages=1) if crowded else AttentionTile(32, 64, True)
     if width < 128:
         return AttentionTile(columns, 128)
     if crowded:  # or ptxas, for the sake of a third program, spills
