@@ -17,6 +17,7 @@ COMPILED = {"enable_fp_fusion": True}
 PROGRAMS_A_PROCESSOR = 3
 _HOPPER, _BLACKWELL = 90, 100  # capabilities
 _REGISTERS = 65536  # of a processor
+_ALL_REGISTERS = 255  # that a thread can have; said so, ptxas does not spill for the sake of one more program on a processor
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
@@ -80,24 +81,24 @@ def attention_tile(
 def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded: bool) -> AttentionTile:
     """As `attention_tile`. Products of 64 rows have their sums in a memory of their own, whose layouts take more registers."""
     if bits > _NARROW:
-        # Or ptxas, for the sake of five programs, spills; there are but three on a processor.
+        # Not fewer, with which ptxas spills: more programs than these are not on a processor.
         return AttentionTile(columns, 32, registers=_REGISTERS // (PROGRAMS_A_PROCESSOR * 128) // 8 * 8)
     if width > 128:
-        return AttentionTile(columns, 64, warps=8)
+        return AttentionTile(columns, 64, warps=8, registers=_ALL_REGISTERS)
     if not one_each:  # 64 rows spill, most of all in pages of 16 tokens, and so do 32 columns that are not rows
         # Copied ahead, the codes of learned nibbles at head_dim 64 spill seven numbers once.
         return AttentionTile(32, 32, True, stages=1) if crowded else AttentionTile(32, 64, True)
     if width < 128:
         return AttentionTile(columns, 128)
-    if crowded:  # or ptxas, for the sake of a third program, spills
-        return AttentionTile(columns, 64, registers=255)
+    if crowded:
+        return AttentionTile(columns, 64, registers=_ALL_REGISTERS)
     return AttentionTile(columns, 64, stages=3)
 
 
 def words_of_v(of_k: Layout, of_v: Layout, capability: int) -> Tensor | None:
-    """The words in which V's centroids are looked up; None where they are K's, which spares Blackwell five registers.
+    """The words in which V's centroids are looked up; None on Blackwell where they are K's, which spares up to five registers.
 
-    Elsewhere as many programs share a processor with them as without, so that launches stay as few as they are.
+    Other GPUs have as many programs on a processor either way.
     """
     return None if of_k is of_v and capability >= _BLACKWELL else of_v.words
 
