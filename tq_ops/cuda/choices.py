@@ -82,7 +82,8 @@ def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded
     """As `attention_tile`. Products of 64 rows have their sums in a memory of their own, whose layouts take more registers."""
     if bits > _NARROW:
         # Not fewer, with which ptxas spills: more programs than these are not on a processor.
-        return AttentionTile(columns, 32, registers=_REGISTERS // (PROGRAMS_A_PROCESSOR * 128) // 8 * 8)
+        shared = _REGISTERS // (PROGRAMS_A_PROCESSOR * 128) // 8 * 8
+        return AttentionTile(columns, 32, registers=_ALL_REGISTERS if width > 128 else shared)
     if width > 128:
         return AttentionTile(columns, 64, warps=8, registers=_ALL_REGISTERS)
     if not one_each:  # 64 rows spill, most of all in pages of 16 tokens, and so do 32 columns that are not rows
