@@ -192,6 +192,8 @@ def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> d
             learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
             if widest:
+                for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages
+                    serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16, PROMPTS[2], 1)
                 learns += [*(learned(kv, head_dim, 2) for kv in WIDER), *OTHER_TAILS]
             for spec in (*readable, *learns):
                 serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16 if widest else 128, PROMPTS[0], 1)

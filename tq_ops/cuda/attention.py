@@ -249,6 +249,7 @@ def attend_kernel(
         parts: [places, HEADS, COLUMNS, V_W] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, V_W], sums of
             exp2(logit - maximum) * v, rotated.
         maxima, sums: the same without V_W; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        v_words: None where they are K's.
         SIZE: a power of two, at least `sequences`.
         WIDE: whether `attend_wide_tile` does it.
         ONE_EACH: every sequence has one new token: a column tile is a sequence.
@@ -256,7 +257,8 @@ def attend_kernel(
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
-    k_words, v_words = load_words(k_words, K_BITS, K_PERMUTE), load_words(v_words, V_BITS, V_PERMUTE)
+    of_k = load_words(k_words, K_BITS, K_PERMUTE)
+    of_v = of_k if v_words is None else load_words(v_words, V_BITS, V_PERMUTE)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
         sequence, own = find_column_tile(columns, programs - 1 - program)
@@ -264,7 +266,7 @@ def attend_kernel(
             attend_piece(
                 q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, k_words, v_words, scale, sequence, own, 0, 2147483647, 0, kv_head,
+                k_centroids, v_centroids, of_k, of_v, scale, sequence, own, 0, 2147483647, 0, kv_head,
                 HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
                 K_PERMUTE, V_PERMUTE, TAIL, SINK,
             )  # fmt: skip
@@ -276,7 +278,7 @@ def attend_kernel(
             attend_piece(
                 q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
                 k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, k_words, v_words, scale, sequence, own,
+                k_centroids, v_centroids, of_k, of_v, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
                 K_PERMUTE, V_PERMUTE, TAIL, SINK,

@@ -101,13 +101,31 @@ def load_words(words, BITS: tl.constexpr, PERMUTE: tl.constexpr):
 
 
 @triton.jit
+def _laced(parts, PARTS: tl.constexpr):
+    """As `planes.lace`, of FP16 or FP32 numbers.
+
+    They are laced as integers of their bits. Were what a product takes a reshape itself, Triton would look for a layout in
+    shared memory with the parts apart, and for Blackwell it gives up the kernel where there is none.
+    """
+    half = parts[0]
+    if PARTS > 1:
+        TYPE: tl.constexpr = half.dtype
+        BITS: tl.constexpr = tl.int16 if TYPE.primitive_bitwidth == 16 else tl.int32
+        words = (half.to(BITS, bitcast=True),)
+        for part in tl.static_range(1, PARTS):
+            words = words + (parts[part].to(BITS, bitcast=True),)  # noqa: RUF005
+        half = lace(words, PARTS).to(TYPE, bitcast=True)
+    return half
+
+
+@triton.jit
 def _loaded(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
     """Centroids of the half whose first part is `first`, by loads."""
     parts: tl.constexpr = 4 // min(BITS & -BITS, 4)
     found = (tl.load(table + level_of(tiles, first, BITS)).to(TYPE),)
     for part in tl.static_range(1, parts):
         found = found + (tl.load(table + level_of(tiles, first + part, BITS)).to(TYPE),)  # noqa: RUF005
-    return lace(found, parts)
+    return _laced(found, parts)
 
 
 @triton.jit
@@ -124,13 +142,13 @@ def centroids_of(tiles, table, words, BITS: tl.constexpr, TYPE: tl.constexpr, PE
         a, b, c, d = tl.inline_asm_elementwise(
             _FOUR, _FOUR_OPERANDS, [tiles[0], words[0], words[1]], dtype=_FOUR_TYPES, is_pure=True, pack=4
         )
-        low, high = lace((a, b), 2), lace((c, d), 2)
+        low, high = _laced((a, b), 2), _laced((c, d), 2)
     elif BITS == 3:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _EIGHT, _EIGHT_OPERANDS, [tiles[0], tiles[1], tiles[2], words[0], words[1], words[2], words[3]],
             dtype=_EIGHT_TYPES, is_pure=True, pack=4,
         )  # fmt: skip
-        low, high = lace((a, b, c, d), 4), lace((e, f, g, h), 4)
+        low, high = _laced((a, b, c, d), 4), _laced((e, f, g, h), 4)
     else:
         tl.static_assert(BITS == 4, "only 2, 3 and 4 bits are looked up by permutations")
         low, high = tl.inline_asm_elementwise(

@@ -222,9 +222,10 @@ def attend(
     if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
         return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
     bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
-    tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences), group, widest, operand, capability(q.device), bits, rotated.gains is not None
-    )
+    gpu, gains = capability(q.device), rotated.gains is not None
+    v_words = choices.words_of_v(of_k, of_v, gpu)
+    crowded = gains or v_words is not None
+    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, gpu, bits, crowded)
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
     most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
@@ -238,18 +239,18 @@ def attend(
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     same = {
         "HEADS": heads, "GROUP": group, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
-        "SIZE": triton.next_power_of_2(sequences), "ONE_EACH": one_each, "WHOLE": whole,
+        "SIZE": choices.schedule_size(sequences, gpu), "ONE_EACH": one_each, "WHOLE": whole,
         **seen_in_bf16(kept), **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
         *rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
         table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
         *strides_of(k_fields, v_fields),
-        of_k.centroids, of_v.centroids, of_k.words, of_v.words, scale, programs,
+        of_k.centroids, of_v.centroids, of_k.words, v_words, scale, programs,
         K_BITS=of_k.bits, V_BITS=of_v.bits, K_N=of_k.levels, V_N=of_v.levels, K_W=of_k.width, V_W=of_v.width,
-        GAINS=rotated.gains is not None, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
+        GAINS=gains, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
-        num_warps=tile.warps, num_stages=tile.stages, **same,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **same,
     )  # fmt: skip
     out = torch.empty_like(q)
     of_merge = choices.merge_tile(whole, head_dim, of_v.width)

@@ -97,6 +97,23 @@ def test_each_head_of_a_prompt_goes_back_by_its_own_matrix(monkeypatch):
     assert attended(case, BF16, 1, monkeypatch) <= bounds.LAYER_BF16.attention
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tq3", 64, 2, 1, 8, (150, 0), (1, 1)),
+        Case("k=tq4,v=tq2", 128, 5, 1, 16, (70, 3), (1, 1)),
+        Case("tq4", 256, 2, 1, 8, (30,), (1,)),
+        Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)),
+        Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2)),
+        Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,)),
+    ],
+    ids=str,
+)
+def test_sizes_for_blackwell_change_no_result(case, monkeypatch):
+    monkeypatch.setattr(ops, "capability", lambda _: 100)
+    check_attention(case)
+
+
 def test_tiny_v_keeps_its_precision():
     """Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range."""
     case = Case("tq4", 64, 1, 1, 8, (20,), (1,))
