@@ -38,7 +38,7 @@ def folder_of(name: str | Path) -> Path | None:
         return None
     try:
         folder = _SHIPPED[str(name)] if str(name) in _SHIPPED else Path(name).expanduser()
-        found = folder.is_dir()
+        found = bool(str(name)) and folder.is_dir()  # an empty name would be this folder
     except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home
         found = False
     if found:
@@ -46,8 +46,8 @@ def folder_of(name: str | Path) -> Path | None:
     if (downloaded := _downloaded(str(name))) is not None:
         return downloaded
     raise InputError(
-        f"no such model: {name}; give tiny, random:SIZE, a folder in Hugging Face format, or the Hub id of a model that you "
-        "have downloaded (hf download ORG/NAME)"
+        f"no such model: {str(name) or repr('')}; give tiny, random:SIZE, a folder in Hugging Face format, or the Hub id of a "
+        "model that you have downloaded (hf download ORG/NAME)"
     )
 
 

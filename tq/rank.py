@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -22,10 +23,12 @@ def main() -> int:
     """Run the command line as that rank."""
     rank, size, meeting, pipe, *argv = sys.argv[1:]
     _end_with(int(pipe))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; the process that started this one says what happened
     from haarkv.engine.ranks import Place
     from tq.cli import run
     from tq.ranks import Started
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = run(Started(argv, Place(int(rank), int(size), meeting)))
     if code:
         # The threads that talk to a lost rank still run, and tearing them down may end in a line of the C++ runtime.

@@ -305,6 +305,7 @@ def test_a_folder_is_not_written_over(bringup, tmp_path):
     bringup.folder = tmp_path / "other"
     bringup.folder.mkdir()
     (bringup.folder / "environment.json").write_text("{}")
+    (bringup.folder / "add.json").write_text("{}")
     assert_refused(bringup(), "add --resume")
     assert_refused(bringup("--resume"), "environment.json is no result of tq bringup; delete it")
 
@@ -345,6 +346,13 @@ def test_what_cannot_be_tried_is_one_line_and_2(bringup, executor, args, word):
     assert (code, err.count("\n")) == (2, 1)
     assert word in err
     assert bringup.folder.exists() == is_an_executor(executor)
+
+
+def test_a_slip_in_the_command_does_not_take_the_folder(bringup):
+    """Its versions are there to look at, and the command as it was meant needs no other folder."""
+    assert bringup("--kv", "k=tq4")[0] == 2
+    assert bringup.folder.exists()
+    assert bringup()[0] == 0
 
 
 def is_an_executor(executor):

@@ -173,9 +173,10 @@ REFUSED = {
     "no_model": (["--model", "nothing/here"], ["no such model"]),
     "out_folder": (["--out", "nothing/here.safetensors"], ["does not exist"]),
     "one_file_for_both": (["--resume", "new.safetensors"], ["same file"]),
-    "context": (["--context", "10000000"], ["--context must lie between --window and the model's"]),
+    "context": (["--context", "10000000"], ["--context must lie in 1 … "]),
     "resume": (["--resume", "text.txt"], ["no half-done calibration"]),
-    "window": (["--window", "0"], ["--window", "1 … 1024"]),
+    "window": (["--window", "0"], ["--window", "1 … 1,024, the context"]),
+    "long_window": (["--window", "10000000"], ["--window must lie in 1 … 1,024"]),
     "executor": (["--executor", "magic"], ["magic"]),
 }
 

@@ -283,6 +283,7 @@ def test_a_nan_in_a_row_that_is_never_used_does_not_disturb(tq, tmp_path, checkp
 
 REFUSED = {
     "no_such_model": (["--model", "nothing/here"], ["no such model", "nothing/here"]),
+    "empty_model_name": (["--model", ""], ["no such model: ''"]),
     "model_is_a_file": (["--model", "file"], ["no such model"]),
     "model_name_too_long": (["--model", "a" * 5000], ["no such model"]),
     "random_99b": (["--model", "random:99b"], ["random:99b", "random:14b"]),

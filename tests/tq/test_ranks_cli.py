@@ -129,6 +129,27 @@ def test_ctrl_c_ends_all_with_one_word():
         assert err == "tq: interrupted\n"
 
 
+def test_ctrl_c_while_a_rank_still_imports_says_nothing_of_its_own():
+    script = (
+        "import os, signal, sys, tq.rank\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'haarkv.engine.ranks': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "sys.argv[1:] = ['0', '1', 'meeting', sys.argv[1], 'formats']\n"
+        "sys.exit(tq.rank.main())"
+    )
+    reads, writes = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(reads)], pass_fds=(reads,), capture_output=True, check=False, text=True
+        )
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @needs_proc
 def test_ranks_end_with_the_command_that_started_them():
     with talking() as (process, _):

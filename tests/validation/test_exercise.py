@@ -121,6 +121,13 @@ def decode(batch):
     return torch.full((len(batch.positions),), len(batch.positions) == len(batch.seq_lens))
 
 
+def drafted(batch):
+    """Several tokens of each of several sequences, behind what an earlier forward stored: no prompt's second chunk is so."""
+    behind = bool((batch.positions[batch.query_start_loc[:-1].long()] > 0).all())
+    several = len(batch.positions) > len(batch.seq_lens) > 1
+    return torch.full((len(batch.positions),), behind and several)
+
+
 FAULTS = {
     "positions from 128 on (a second block)": off_at(1),
     "positions from 256 on (a third block)": off_at(2),
@@ -129,6 +136,7 @@ FAULTS = {
     "a second chunk of a prompt (over 512 tokens)": {"paged_attention": forgetful_chunks},
     "a prompt that fills its last block": spoilt_where(last_of_full_blocks),
     "decode": spoilt_where(decode),
+    "drafted tokens, taken back": spoilt_where(drafted),
     "a decode step into a new block": {"store_kv": new_block_in_decode},
     "a second layer": {"store_kv": first_layers_rotation},
 }
@@ -216,6 +224,6 @@ def test_a_short_context_shortens_what_is_chosen():
     tokenizer = load_tokenizer("tiny", load_model("tiny").config)
     plan = KVSpec("tq4").plan(2)
     config = replace(CONFIG, max_position_embeddings=100)
-    assert [len(prompt) for prompt in chosen_prompts(tokenizer, config, plan, 4)] == [96, 96, 96]
+    assert [len(prompt) for prompt in chosen_prompts(tokenizer, config, plan, 4)] == [93, 93, 93]
     with pytest.raises(InputError, match="--steps"):
         chosen_prompts(tokenizer, config, plan, 99)

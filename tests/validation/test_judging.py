@@ -18,7 +18,8 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.layers.chance import expected, log10_of_so_many, one_sided, student_limit
 from haarkv.validation.layers.faults import planted, reordered, table_with
 from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.self_test import Mistaken, WholeLayers, first_layers, self_test
+from haarkv.validation.layers.mistaken import Mistaken
+from haarkv.validation.layers.self_test import WholeLayers, first_layers, self_test
 from haarkv.validation.layers.sensitivity import sensitivity
 from haarkv.validation.layers.slips import slips
 from haarkv.validation.layers.three_way import errors, uneven_errors

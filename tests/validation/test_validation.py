@@ -82,12 +82,15 @@ def test_the_reference_equals_itself_in_every_format(kv, wrap):
     assert report.passed
     assert report.first_divergence is None
     assert list(report.rows) == seen
-    # prefill and one step, every layer, both modes
-    assert len(report.rows) == 2 * SMALL.num_layers * 2
+    # prefill, one step, a verify and the step behind it, every layer, both modes
+    assert len(report.rows) == 4 * SMALL.num_layers * 2
     for row in report.rows:
         assert (row.k_match, row.v_match, row.unexplained, row.scale_err, row.max_abs) == (1, 1, 0, 0, 0)
         assert row.hidden_cos == pytest.approx(1, abs=1e-12)
-    assert all(row.same_token == row.sequences == 2 for row in report.logits)
+    assert [(row.phase, row.step, row.predictions) for row in report.logits] == [
+        ("prefill", 0, 2), ("decode", 0, 2), ("verify", 0, 5), ("decode", 1, 2)
+    ]  # fmt: skip
+    assert all(row.same_token == row.predictions for row in report.logits)
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c != "gqa5_d128"])
@@ -580,8 +583,10 @@ def test_a_long_prompt_is_prefilled_in_chunks():
     model = small_model(config)
     report = run(ReferenceExecutor(model), model, [random_tokens(config, 515), [1, 2]], 1)
     assert report.passed
-    assert [(row.phase, row.step) for row in report.logits] == [("prefill", 0), ("prefill", 1), ("decode", 0)]
-    assert [row.sequences for row in report.logits] == [2, 1, 2]
+    assert [(row.phase, row.step) for row in report.logits] == [
+        ("prefill", 0), ("prefill", 1), ("decode", 0), ("verify", 0), ("decode", 1)
+    ]  # fmt: skip
+    assert [row.predictions for row in report.logits] == [2, 1, 2, 5, 2]
 
 
 def test_a_fused_reference_can_be_held_against_too():
@@ -725,7 +730,7 @@ def test_the_self_test_finds_every_fault():
     seen = []
     rows = self_test([MODEL], PROMPTS[:1], seen.append, slice(0))
     assert rows == seen
-    assert len(rows) == 2 * (7 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
+    assert len(rows) == 2 * (11 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
     assert all(row.caught for row in rows)
 
 
@@ -736,7 +741,9 @@ def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
     own = self_test.__module__
     monkeypatch.setattr(f"{own}.planted", lambda *given: [fault for fault in planted(*given) if fault.name in of_k])
     monkeypatch.setattr(f"{own}.planted_learned", lambda *_: [])
-    missed = {row.fault for row in self_test([MODEL], PROMPTS[:1], part=slice(0)) if not row.caught}
+    rows = self_test([MODEL], PROMPTS[:1], part=slice(0))
+    # A control may be wrong as well: what ties of K lead to is nobody's then.
+    missed = {row.fault for row in rows if not row.caught and row.planted != "–"}
     assert missed == of_k
 
 

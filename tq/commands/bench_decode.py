@@ -122,6 +122,8 @@ def decode(
     if plot_file is not None:
         decode_plot.require_matplotlib()
         check_writable(plot_file)
+    if no_peers and click.get_current_context().get_parameter_source("peers") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--no-peers measures nobody else; leave out --peers")
     together = ranks.size > 1
     if together and set(kinds) - {"step"}:
         raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")

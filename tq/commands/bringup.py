@@ -106,14 +106,15 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 
 def _folder(path: Path, *, resume: bool) -> Folder:
-    """An empty folder, or one to go on in."""
+    """An empty folder, or one to go on in, or one in which no more than versions were looked at: a slip in the command."""
     from haarkv.tq_ops.errors import InputError
+    from haarkv.validation.bringup.report import PAGE, REPORT
     from haarkv.validation.bringup.result import Folder
 
     if path.is_dir() and any(path.iterdir()):
         if not (path / f"{_FIRST}.json").is_file():
             raise InputError(f"{path} holds something else than a bring-up; name a folder that does not exist")
-        if not resume:
+        if not resume and {file.name for file in path.iterdir()} - {f"{_FIRST}.json", f"{_FIRST}.log", PAGE, REPORT}:
             raise InputError(f"{path} holds a bring-up; add --resume to go on, or name another folder")
     try:
         path.mkdir(exist_ok=True)

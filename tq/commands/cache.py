@@ -149,7 +149,10 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     after.require_context(len(stored.token_ids))
     changed = requantized(stored, before, after, shape.num_kv_heads, shape.head_dim)
     cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by), compress=compress)
-    print(f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}", file=err().file)
+    print(
+        f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}; the file has "
+        f"{out.stat().st_size:,} bytes", file=err().file,
+    )  # fmt: skip
 
 
 def _formats(origin: Origin) -> str:

@@ -101,8 +101,10 @@ def command(
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
     context = context or most
-    if not (window or 1) <= context <= most:
-        raise InputError(f"--context must lie between --window and the model's {most:,} positions, not be {context:,}")
+    if context > most:
+        raise InputError(f"--context must lie in 1 … {most:,}, the model's positions, not be {context:,}")
+    if window is not None and not 1 <= window <= context:
+        raise InputError(f"--window must lie in 1 … {context:,}, the context, not be {window:,}")
     ids = encode(text)
     own, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
     work = make_workload(own, context, window=window, tokens=tokens, prompts=0)

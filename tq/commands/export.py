@@ -83,8 +83,8 @@ def command(
         raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} does not fit them")
     atc = target == "atc"
     export = Export(
-        model, config, span, dtype or ("float16" if atc else "float32"), opset or (ATC_OPSET if atc else DEFAULT_OPSET), atc,
-        __version__,
+        model, config, span, dtype or ("float16" if atc else "float32"),
+        (ATC_OPSET if atc else DEFAULT_OPSET) if opset is None else opset, atc, __version__,
     )  # fmt: skip
     if out.exists() and not force:
         raise InputError(f"{out} exists; name another folder, or replace an earlier export with --force")

@@ -119,16 +119,16 @@ def command(
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()
     default = learned_anchors(config.head_dim) if learned else CANDIDATES
-    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates else default
+    names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
-    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS)
+    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS, sinks or (0,))
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
     texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
     request = _Request(
         config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned,
-        predicts=not candidates,
+        predicts=candidates is None,
     )  # fmt: skip
     request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
@@ -146,13 +146,14 @@ def command(
 
 
 def _executor(
-    given: Mapping[str, Any], config: DecoderConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int]
-) -> str:
-    """The executor that must run every candidate beside every tail."""
+    given: Mapping[str, Any], config: DecoderConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int],
+    sinks: Sequence[int],
+) -> str:  # fmt: skip
+    """The executor that must run every candidate beside every tail and number of sinks."""
     from haarkv.engine.plans import plan_for
     from haarkv.executors.catalog import select
 
-    specs = [*(replace(spec, kv=name) for name in names), replace(spec, kv="tq4", tail=max(tails))]
+    specs = [*(replace(spec, kv=name) for name in names), replace(spec, kv="tq4", tail=max(tails), sink=max(sinks))]
     plans = [plan_for(spec, config) for spec in specs]
     return select(given["executor"], config, plans, device=given["device"], dtype=given["dtype"]).name
 

@@ -62,7 +62,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     """
     from haarkv.validation.layers.report import FAILS
 
-    same = sum(row.same_token == row.sequences for row in report.logits)
+    same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
     what = "first fault" if first and first.reason in FAILS else "first difference"

@@ -85,11 +85,11 @@ _COLUMNS = (
 
 def _row(kv: str, report: Report) -> tuple[str, ...]:
     rows = report.rows
-    same = f"{sum(r.same_token for r in report.logits)} of {sum(r.sequences for r in report.logits)}" if report.logits else "–"
+    same, predictions = (sum(getattr(row, name) for row in report.logits) for name in ("same_token", "predictions"))
     return (
         kv, str(len(rows)), f"{100 * min(r.k_match for r in rows):.3f} %", f"{100 * min(r.v_match for r in rows):.3f} %",
         str(sum(r.unexplained for r in rows)), f"{min(r.hidden_cos for r in rows):.7f}", f"{max(r.rel_l2 for r in rows):.2e}",
-        same,
+        f"{same} of {predictions}" if predictions else "–",
     )  # fmt: skip
 
 

@@ -60,8 +60,8 @@ class Exercise:
 
     def result(self) -> Exercised:
         """What has been exercised by now."""
-        places = range(self._steps)
-        longest = max(self._lengths) + self._steps
+        places = self._decoded()
+        longest = max(self._lengths) + Schedule.more(self._steps)
         blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
         found = {
             "a second layer": len(self._plan.layers) > 1,
@@ -72,6 +72,7 @@ class Exercise:
             f"positions from {2 * BLOCK_SIZE} on (a third block)": longest > 2 * BLOCK_SIZE,
             "a prompt that fills its last block": any(length % BLOCK_SIZE == 0 for length in self._lengths),
             "decode": self._steps > 0,
+            "drafted tokens, taken back": self._steps > 0,
             "a decode step into a new block": any((n + step) % BLOCK_SIZE == 0 for n in self._lengths for step in places),
             "whole forwards": self._whole,
         }
@@ -82,6 +83,10 @@ class Exercise:
             tuple(what for what, done in found.items() if done), tuple(what for what, done in found.items() if not done)
         )
 
+    def _decoded(self) -> list[int]:
+        """Which token behind its prompt each decode step stores, from 0; the one before the last is the first of a verify."""
+        return [*range(self._steps), self._steps + 1] if self._steps else []
+
     def _of_windows(self) -> dict[str, bool]:
         """What tokens in BF16 add, where there are some."""
         plan, chunk = self._plan, self._chunk
@@ -91,7 +96,7 @@ class Exercise:
             for n in self._lengths
             for begin, end in (
                 *((begin, min(begin + chunk, n)) for begin in range(0, n, chunk)),
-                *((n + step, n + step + 1) for step in range(self._steps)),
+                *((n + step, n + step + 1) for step in self._decoded()),
             )
         ]
         found: dict[str, bool] = {}
@@ -124,9 +129,10 @@ def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, st
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
-    room = min(config.max_position_embeddings, plan.context or config.max_position_embeddings) - steps
+    context = min(config.max_position_embeddings, plan.context or config.max_position_embeddings)
+    room = context - Schedule.more(steps)
     if room < 2:
-        raise InputError(f"the context of {room + steps} tokens is too short for a prompt and {steps} steps; lower --steps")
+        raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
     tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.has_window(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     within = [max(tail - 1, 1) for tail in sorted(tails)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.haar import SEED
+from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats import KVFormat
@@ -35,23 +36,25 @@ class Fault:
 
     Attributes:
         name: what is wrong, in words.
-        layer: the first layer in which it shows.
+        layer: the first layer in which it shows; None for what is around them.
         stage: the op that is wrong, as a recorded op table shows it.
         seen_as: the same where only whole layers can be run.
         ops: what replaces the reference's ops.
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
+        executor: what makes the faulty executor of the right model, the faulty one and its ops, where a forward is wrong.
     """
 
     name: str
-    layer: int
+    layer: int | None
     stage: str
     seen_as: str
     ops: Table
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
+    executor: Callable[[DecoderModel, DecoderModel, OpTable], Executor] | None = None
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,12 +27,22 @@ from haarkv.validation.layers.unread import without_unread
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a validation: token ids [T] and their places."""
+    """One forward of a validation: token ids [T] and their places.
+
+    Attributes:
+        phase: "prefill", "decode" or "verify", as the executor's method that runs it.
+        step: of the phase, from 0.
+    """
 
     phase: str
     step: int
     token_ids: Tensor
     batch: Batch
+
+    @property
+    def predicted(self) -> Tensor:
+        """Tokens [N] after which there are logits: of a verify all T, else each sequence's last."""
+        return predicted(self.phase, self.batch)
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,15 @@ class MadeLayer:
     stored: Stored
 
 
+_DRAFTED = 2
+"""Tokens that are taken back of what the first sequence verifies; of the next one fewer, then none, and so on."""
+
+
 class Schedule:
-    """Which tokens run when: all prompts in chunks, then one token each.
+    """Which tokens run when: all prompts in chunks, then one token each, a number of times.
+
+    With steps, two forwards more: a verify of a token and drafted ones of each sequence, of which the drafted ones are taken
+    back, and a decode step where these stood. Who counts positions, or keeps anything of a token that is gone, is off there.
 
     Args:
         prompts: token ids.
@@ -67,10 +84,15 @@ class Schedule:
 
     def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> None:
         self.prompts, self.steps, self.plan = prompts, steps, plan
-        self._blocks = [blocks_for(len(prompt) + steps) for prompt in prompts]
+        self._blocks = [blocks_for(len(prompt) + self.more(steps)) for prompt in prompts]
 
     def __len__(self) -> int:
-        return -(-max(map(len, self.prompts)) // self.chunk) + self.steps
+        return -(-max(map(len, self.prompts)) // self.chunk) + self.steps + 2 * bool(self.steps)
+
+    @staticmethod
+    def more(steps: int) -> int:
+        """Tokens behind each prompt that need room."""
+        return steps + 1 + _DRAFTED if steps else 0
 
     @property
     def chunk(self) -> int:
@@ -92,7 +114,31 @@ class Schedule:
             paging.add()
         return paging
 
-    def prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
+    def run(self, paging: PagedSequences, logits_of: Callable[[Forward], Tensor | None]) -> None:
+        """Every forward in order; the tokens that follow one are those that its logits prefer.
+
+        Args:
+            logits_of: runs a forward, and gives its logits [N, vocab]; None ends it all.
+        """
+        tokens, every = torch.zeros(len(self.prompts), dtype=torch.int64), list(range(len(self.prompts)))
+        for rows, forward in self._prefill(paging):
+            if (logits := logits_of(forward)) is None:
+                return
+            tokens[rows] = logits.argmax(-1)
+        for step in range(self.steps):
+            if (logits := logits_of(self._decode(step, tokens, paging))) is None:
+                return
+            tokens = logits.argmax(-1)
+        if not self.steps:
+            return
+        forward = self._verify(tokens, paging)
+        if (logits := logits_of(forward)) is None:
+            return
+        paging.take_back(every, (forward.batch.query_start_loc.diff() - 1).tolist())
+        first = forward.batch.query_start_loc[:-1].long()
+        logits_of(self._decode(self.steps, logits[first].argmax(-1), paging))
+
+    def _prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
         """The prompts' chunks, with the prompts that each of them takes up."""
         forwards = []
         for step, begin in enumerate(range(0, max(map(len, self.prompts)), self.chunk)):
@@ -102,15 +148,34 @@ class Schedule:
             forwards.append((rows, Forward("prefill", step, torch.tensor([t for p in pieces for t in p]), batch)))
         return forwards
 
-    def decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
+    def _decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
         """One more token [B] of every prompt."""
         rows = list(range(len(self.prompts)))
         return Forward("decode", step, tokens, self._batch(paging, rows, [1] * len(rows)))
+
+    def _verify(self, tokens: Tensor, paging: PagedSequences) -> Forward:
+        """One more token [B] of every prompt, and drafted ones behind it: those that the prompt begins with."""
+        drafted = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verified, strict=True)]
+        ids = [token for first, drafts in zip(tokens.tolist(), drafted, strict=True) for token in (first, *drafts)]
+        batch = self._batch(paging, list(range(len(drafted))), [1 + len(drafts) for drafts in drafted])
+        return Forward("verify", 0, torch.tensor(ids), batch)
+
+    @property
+    def verified(self) -> list[int]:
+        """Tokens of each sequence in a verify, at most; a prompt lends no more drafted ones than it has."""
+        return [1 + _DRAFTED - row % (1 + _DRAFTED) for row in range(len(self.prompts))]
 
     def _batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
         """The next tokens. The last row comes first, too: it is not the sequence's number."""
         batch = paging.batch(sequences, counts)
         return replace(batch, rows=sum(self._blocks) - batch.rows)
+
+
+def predicted(phase: str, batch: Batch) -> Tensor:
+    """As `Forward.predicted`, of a batch."""
+    if phase == "verify":
+        return torch.arange(len(batch.positions))
+    return batch.query_start_loc[1:].long() - 1
 
 
 class Reference:

@@ -194,7 +194,7 @@ def _sums(report: Report) -> str:
 
 def _logit_table(report: Report) -> str:
     rows = [
-        [f"{r.phase} {r.step}", f"{r.cos:.8f}", f"{r.rel_l2:.2e}", f"{r.max_abs:.2e}", f"{r.same_token} of {r.sequences}"]
+        [f"{r.phase} {r.step}", f"{r.cos:.8f}", f"{r.rel_l2:.2e}", f"{r.max_abs:.2e}", f"{r.same_token} of {r.predictions}"]
         for r in report.logits
     ]
     bad = [not math.isfinite(r.cos) for r in report.logits]

@@ -25,7 +25,7 @@ class LayerRow:
     """One layer of one forward, in one mode.
 
     Attributes:
-        phase: "prefill" or "decode".
+        phase: "prefill", "decode" or "verify".
         step: of the phase, from 0; a long prompt takes several.
         k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal.
         unexplained: levels of K and V that differ and are not a tie.
@@ -59,8 +59,8 @@ class LogitRow:
     """The logits of one forward, free-running, against the reference's.
 
     Attributes:
-        cos, rel_l2, max_abs: as in `LayerRow`, the worst sequence.
-        same_token: sequences whose most likely token is the same, of `sequences`.
+        cos, rel_l2, max_abs: as in `LayerRow`, the worst prediction.
+        same_token: predictions whose most likely token is the same, of `predictions`: one a sequence, of a verify one a token.
     """
 
     phase: str
@@ -69,7 +69,7 @@ class LogitRow:
     rel_l2: float
     max_abs: float
     same_token: int
-    sequences: int
+    predictions: int
 
 
 @dataclass(frozen=True)

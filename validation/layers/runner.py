@@ -62,7 +62,7 @@ def validate(
 
     Args:
         prompts: token ids, prefilled as one ragged batch.
-        steps: decode steps, 0 or more.
+        steps: decode steps, 0 or more; with one, a verify and a decode step behind tokens that were taken back follow them.
         on_row: called with each row as it comes.
         modes: one of them, or both. The head and the whole forward belong to free-running.
         repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
@@ -131,11 +131,7 @@ class _Validation:
         """Every forward, in order."""
         weights = _fingerprint(self.model.weights)
         paging = self.schedule.paging(self.reference.cache)
-        tokens = torch.zeros(len(self.schedule.prompts), dtype=torch.int64)
-        for rows, forward in self.schedule.prefill(paging):
-            tokens[rows] = self._forward(forward).argmax(-1)
-        for step in range(self.schedule.steps):
-            tokens = self._forward(self.schedule.decode(step, tokens, paging)).argmax(-1)
+        self.schedule.run(paging, self._forward)
         if _fingerprint(self.model.weights) != weights:
             last = self.rows[-1]
             detail = "the model's weights were changed while it ran"
@@ -172,7 +168,7 @@ class _Validation:
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
-        """One forward by everybody; the reference's logits [B, vocab]."""
+        """One forward by everybody; the reference's logits [N, vocab]."""
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         free, drift = hidden, torch.zeros(len(hidden))
@@ -217,8 +213,8 @@ class _Validation:
 
     # -- The whole forward ---------------------------------------------------------------------------------------------
     def _logits(self, forward: Forward, hidden: Tensor, free: Tensor) -> Tensor:
-        """The head, and the candidate's own prefill or decode against its own layers one by one."""
-        last = forward.batch.query_start_loc[1:].long() - 1
+        """The head, and the candidate's own prefill, decode or verify against its own layers one by one."""
+        last = forward.predicted
         recorder, trial = self.reference.recorder, self.whole
         ours = self.model.head(hidden[last], recorder.ops)
         if not (ours.amax(-1) > ours.amin(-1)).all():
@@ -318,9 +314,13 @@ def _check(
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):
         raise InputError("every prompt must have at least one token, and there must be one")
-    longest, limit = max(map(len, prompts)) + steps, model.config.max_position_embeddings
+    longest, limit = max(map(len, prompts)) + Schedule.more(steps), model.config.max_position_embeddings
     if longest > limit:
-        raise InputError(f"prompt and steps take {longest} tokens, this model's context has {limit}")
+        drafted = ", with the tokens drafted after them" if steps else ""
+        raise InputError(
+            f"prompt and steps{drafted} take {longest} tokens, this model's context has {limit}; shorten the prompt or lower "
+            "the steps"
+        )
     if longest < 2:
         raise InputError("with a context of one token K cannot matter; give a longer prompt or at least one step")
 

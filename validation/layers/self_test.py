@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
@@ -12,7 +13,9 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.faults import LEARNED, Fault, planted, planted_learned, reordered, table_with
-from haarkv.validation.layers.report import FAILS, Report
+from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
+from haarkv.validation.layers.mistaken import Mistaken
+from haarkv.validation.layers.report import FAILS, Mode, Report
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.slips import Layer, slips
 from haarkv.validation.layers.window_faults import WINDOWED, window_faults
@@ -74,7 +77,7 @@ def self_test(
     part: slice = EVERY,
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant every fault of `faults`, `slips` and `window_faults` in the middle layer of each model, and validate.
+    """Plant faults in the middle layer of each model, and validate: `faults`, `slips`, `machine_faults` and `window_faults`.
 
     Faults in learned coordinates are planted in made-up ones.
 
@@ -82,8 +85,9 @@ def self_test(
         models: of at least 3 layers.
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
-        part: of the slips, and of the faults in windows.
-        kv: format of 16 levels that faults of `faults` and `slips` are planted in; if it is another, they alone are.
+        part: of the slips, of the faults of machines, and of those in windows.
+        kv: format of 16 levels that faults of `faults`, `slips` and a layer of `machine_faults` are planted in; if it is
+            another, they alone are.
     """
     rows = []
     for model in models:
@@ -93,13 +97,19 @@ def self_test(
         of_learned = _Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned")
         shorter = [prompt[:count] for prompt, count in zip(prompts, _WINDOWED_TOKENS, strict=False)]
         windowed = _Setting(WINDOWED, shorter, _WINDOWED_STEPS, "control, a window")
+        longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
+        long = _Setting(KVSpec(kv), longer, 0, "control, long")
+        brief = [prompt[:count] for prompt, count in zip(prompts, _WHOLE_TOKENS, strict=False)]
+        whole = _Setting(KVSpec(kv), brief, 1, "control, whole forwards", ("teacher-forced", "free-running"))
         in_parts = _Trial(
             "none, in two parts (control, a window)", table_with(merging(Layer(model, layer), Parts.merged)), model
         )
         every: list[tuple[_Setting, list[Fault], list[_Trial]]] = [
-            (plain, [*planted(model, layer), *slips(model, layer)[part]], []),
+            (plain, [*planted(model, layer), *slips(model, layer)[part], *layer_faults(model, layer)[part]], []),
             (of_learned, planted_learned(model, layer), []),
             (windowed, window_faults(model, layer)[part], [in_parts]),
+            (long, long_faults(model, layer)[part], []),
+            (whole, forward_faults(model)[part], []),
         ]
         for setting, faults, controls in every if kv == "tq4" else every[:1]:
             for driven in ("ops", "layers"):
@@ -112,6 +122,8 @@ def self_test(
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
 """Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+_WHOLE_TOKENS = (40, 30)
+"""Of prompts that run as whole forwards."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,7 @@ class _Setting:
     prompts: Sequence[Sequence[int]]
     steps: int
     control: str
+    modes: tuple[Mode, ...] = ("teacher-forced",)
 
 
 @dataclass(frozen=True)
@@ -142,21 +155,14 @@ def _trials(model: DecoderModel, faults: Sequence[Fault], control: str) -> list[
     ]
 
 
-class Mistaken(ReferenceExecutor):
-    """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does."""
-
-    def __init__(self, right: DecoderModel, model: DecoderModel, ops: OpTable) -> None:
-        super().__init__(model, ops)
-        self.config = right.config
-
-
 def _report(model: DecoderModel, trial: _Trial, driven: str, given: _Setting) -> Report:
-    candidate: Executor = Mistaken(model, trial.model, trial.table)
+    make = (trial.fault and trial.fault.executor) or Mistaken
+    candidate: Executor = make(model, trial.model, trial.table)
     if driven == "layers":
         candidate = WholeLayers(candidate)
     plan = given.spec.plan(model.config.num_layers)
     trusted = ReferenceExecutor(model)
-    return validate(trusted, candidate, model, given.prompts, given.steps, plan, modes=("teacher-forced",))
+    return validate(trusted, candidate, model, given.prompts, given.steps, plan, modes=given.modes)
 
 
 def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
@@ -176,4 +182,4 @@ def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
 
 
 def _place(layer: int | None, stage: str, head: int | None) -> str:
-    return f"layer {layer} {stage}" + (f" head {head}" if head is not None else "")
+    return (stage if layer is None else f"layer {layer} {stage}") + (f" head {head}" if head is not None else "")

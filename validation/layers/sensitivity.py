@@ -14,8 +14,9 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import Table, table_with
+from haarkv.validation.layers.mistaken import Mistaken
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.self_test import Mistaken, WholeLayers
+from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.layers.slips import Layer, one_kv_head, steeper
 
 _COARSEST, _FINEST = 2, 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +61,9 @@ class Trial:
         return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
 
     def forward(self, token_ids: Tensor, batch: Batch, phase: str, vocab_size: int) -> Outcome:
-        """Logits [B, vocab] fp32 of a whole forward."""
-        run = self.executor.prefill if phase == "prefill" else self.executor.decode
-        shape = torch.Size((len(batch.seq_lens), vocab_size))
+        """Logits [N, vocab] fp32 of a whole forward: of a verify after every token, else after each sequence's last."""
+        run: Callable[[Tensor, Batch, PagedKVCache], Tensor] = getattr(self.executor, phase)
+        shape = torch.Size((len(token_ids if phase == "verify" else batch.seq_lens), vocab_size))
         return self._run(token_ids, batch, lambda x, b: run(x, b, self.cache), torch.float32, shape)
 
     def _run(self, x: Tensor, batch: Batch, run: object, dtype: torch.dtype, shape: torch.Size) -> Outcome:

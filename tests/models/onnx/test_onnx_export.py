@@ -194,6 +194,7 @@ def test_a_full_disk_leaves_nothing_half_written(capsys, tmp_path, small_disk, f
         (["--kv", "kivi2"], "kivi2"),
         (["--kv", "q8_0"], "its graphs read tq4, not q8_0"),
         (["--kv", "nonsense"], "unknown KV format"),
+        (["--opset", "0"], "no opset 0"),
         (["--opset", "14"], "no opset 14"),
         (["--opset", "99"], "no opset 99"),
         (["--for", "atc", "--opset", "23"], f"opset {ATC_OPSET}, not 23"),

@@ -122,7 +122,7 @@ def capture(
     schedule = Schedule(prompts, steps, plan)
     trusted = Reference(reference, model, schedule.new_cache(model))
     paging = schedule.paging(trusted.cache)
-    tokens = torch.zeros(len(prompts), dtype=torch.int64)
+    found: list[LayerCase] = []
 
     def layers_of(forward: Forward) -> tuple[Tensor, MadeLayer | None]:
         """The hidden states after a forward; or, in the forward that is looked for, the layer."""
@@ -134,20 +134,16 @@ def capture(
             hidden = made.hidden_out
         return hidden, None
 
-    def cut_out(forward: Forward, rows: Sequence[int]) -> LayerCase | None:
+    def logits_of(forward: Forward) -> Tensor | None:
         hidden, made = layers_of(forward)
         if made is not None and finding.layer is not None:
-            return _case(model, plan, finding.layer, forward, made, calibration)
-        last = forward.batch.query_start_loc[1:].long() - 1
-        tokens[rows] = model.head(hidden[last], trusted.ops).argmax(-1)
-        return None
+            found.append(_case(model, plan, finding.layer, forward, made, calibration))
+            return None
+        return model.head(hidden[forward.predicted], trusted.ops)
 
-    for rows, forward in schedule.prefill(paging):
-        if case := cut_out(forward, rows):
-            return case
-    for step in range(steps):
-        if case := cut_out(schedule.decode(step, tokens, paging), range(len(prompts))):
-            return case
+    schedule.run(paging, logits_of)
+    if found:
+        return found[0]
     raise InputError(f"there is no {finding.phase} {finding.step} of layer {finding.layer}")
 
 
