@@ -33,7 +33,7 @@ def whole():
     return learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:])
 
 
-def seen_by_attention(layer):
+def seen_by_attention(layer, windows=WINDOWS[:3]):
     """q, k and v of all windows that reach a layer's attention, each [T, heads, D], taken apart from the code under test."""
     found = {"q": [], "k": [], "v": []}
 
@@ -49,7 +49,7 @@ def seen_by_attention(layer):
         return reference.paged_attention(q, cache, index, batch, scale)
 
     ops = with_ops(reference, {"store_kv": store_kv, "paged_attention": paged_attention})
-    for window in WINDOWS[:3]:
+    for window in windows:
         hidden = MODEL.embed(window)
         for index in range(layer + 1):
             hidden = calibrate._run(MODEL, ops, index, hidden)
@@ -226,3 +226,42 @@ def test_what_is_learned_for_a_context_serves_keys_at_its_end():
         metric = (back @ late.metric_k @ back.mT).diagonal(dim1=-2, dim2=-1)
         cost[context] = float((metric * spread.diagonal(dim1=-2, dim2=-1) / basis.weights).mean())
     assert cost[40] > 2 * cost[1040]
+
+
+def turned(x, inv_freq, begin):
+    """Vectors [1, T, D], turned as RoPE turns them at places from `begin` on."""
+    z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(
+        torch.ones(()).double(), (begin + torch.arange(x.shape[1]))[:, None] * inv_freq
+    )
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+def test_every_place_of_a_context_counts_alike():
+    """Windows of unequal length in which all keys say the same: their moments are those of that key at all places."""
+    inv_freq, context = 1e4 ** -(torch.arange(8, dtype=torch.float64) / 8), 240
+    key = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums, all_places = Sums(torch.eye(16).double()[None]), Moments.empty(1, 16)
+    for length in (60, 24, 240):
+        window, keys = Sums(sums.metric_v), turned(key.expand(1, length, 16), inv_freq, 0)
+        window.add_kv(keys.transpose(0, 1), keys.transpose(0, 1))
+        window.add_q(keys.transpose(0, 1))
+        sums.add(window.over_context(inv_freq, context))
+    all_places.add(turned(key.expand(1, context, 16), inv_freq, 0))
+    assert sums.tokens == 60 + 24 + 240
+    for found in (sums.q, sums.k):
+        torch.testing.assert_close(found.mean, all_places.mean)
+        torch.testing.assert_close(found.spread(found.mean), all_places.spread(all_places.mean))
+
+
+def test_every_window_is_laid_through_the_context():
+    """A model's windows, one of them shorter, each by its own length."""
+    windows, context = [WINDOWS[0], WINDOWS[1][:16], WINDOWS[2]], 80
+    seen, sums, begin = seen_by_attention(0, windows), Sums(metric_of(0)), 0
+    for window in windows:
+        own, here = Sums(metric_of(0)), slice(begin, begin := begin + len(window))
+        own.add_kv(seen["k"][here], seen["v"][here])
+        own.add_q(seen["q"][here])
+        sums.add(own.over_context(inverse_frequencies(CONFIG), context))
+    pair, *_ = learn_model(MODEL, reference, windows, (), context=context).layers
+    for found, expected in zip(pair, calibrate.bases_of(sums, 0), strict=True):
+        assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(found))

@@ -58,21 +58,16 @@ def calibrate(
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
     if out is not None:
         check_writable(Path(out))
-    longest = [max(map(len, of), default=1) for of in (windows, held_back)]
     turns = rope_of(model, lambda: _Recorder(model), windows[0])
-    context = _context(model, context, longest[0], turns)
-    own, other = _Recorder(model), _Recorder(model)
+    context = _context(model, context, max(map(len, windows)), turns)
+    own, other = (_Recorder(model, turns, context) for _ in range(2))
     every = [(own, window) for window in windows] + [(other, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    recorders = (own, other) if held_back else (own,)
-    found = [
-        [sums.over_context(turns[layer], length, context) if turns else sums for layer, sums in recorder.sums()]
-        for recorder, length in zip(recorders, longest, strict=False)
-    ]
-    bases = [bases_of(sums, layer) for layer, sums in enumerate(found[0])]
-    fits = [fit_of(a, b, pair) for a, b, pair in zip(*found, bases, strict=True)] if held_back else []
+    bases = [bases_of(sums, layer) for layer, sums in own.sums()]
+    pairs = zip(own.sums(), other.sums(), bases, strict=True) if held_back else ()
+    fits = [fit_of(mine, theirs, pair) for (_, mine), (_, theirs), pair in pairs]
     k, v = zip(*bases, strict=True)
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
@@ -98,10 +93,16 @@ def _context(model: PreTrainedModel, asked: int | None, longest: int, turns: Seq
 
 
 class _Recorder:
-    """Runs windows through a model, and adds up what its attention is given."""
+    """Runs windows through a model, and adds up what its attention is given.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._found = model, dict[int, Sums]()
+    Args:
+        turns: of each layer, what a position is multiplied with to be an angle [R/2]; None to take keys as they stand.
+        context: tokens of a sequence; with `turns`, every window counts as if it stood at every place of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, turns: Sequence[Tensor] | None = None, context: int = 0) -> None:
+        self._model, self._turns, self._context = model, turns, context
+        self._found, self._of_window = dict[int, Sums](), dict[int, Sums]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
@@ -121,6 +122,7 @@ class _Recorder:
     def run(self, window: Sequence[int], begin: int = 0) -> None:
         """One window, from an empty cache, at positions from `begin` on."""
         model, before = self._model, self._model.config._attn_implementation
+        self._of_window = {}
         AttentionInterface.register(_RECORDING, self._attention)
         AttentionMaskInterface.register(_RECORDING, sdpa_mask)
         try:
@@ -129,6 +131,8 @@ class _Recorder:
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, **places)
         finally:
             model.set_attn_implementation(before)
+        for layer, sums in self._of_window.items():
+            self._found[layer].add(sums.over_context(self._turns[layer], self._context) if self._turns else sums)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -137,8 +141,9 @@ class _Recorder:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._found:
             self._found[layer] = Sums(_metric(module, layer, query.shape[1], key, value, self._model))
-        self._found[layer].add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self._found[layer].add_q(query[0].transpose(0, 1))
+        sums = self._of_window.setdefault(layer, Sums(self._found[layer].metric_v))
+        sums.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        sums.add_q(query[0].transpose(0, 1))
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
         return out, None
 

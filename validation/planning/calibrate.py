@@ -74,23 +74,18 @@ def learn_model(
     """
     learning, config = learning or Learning(), model.config
     lengths = [len(window) for window in (*windows, *held_back)]
-    longest = [max(map(len, of), default=1) for of in (windows, held_back)]
+    inv_freq, context = inverse_frequencies(config), context or max(map(len, windows))
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
-        own, other = (
-            Sums(metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)) for _ in range(2)
-        )
-        after = []
+        metric = metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)
+        own, other, after = Sums(metric), Sums(metric), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
-            sums = own if number < len(windows) else other
-            after.append(_run(model, recording(ops, sums), layer, hidden))
+            of_window = Sums(metric)
+            after.append(_run(model, recording(ops, of_window), layer, hidden))
+            (own if number < len(windows) else other).add(of_window.over_context(inv_freq, context))
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        own, other = (
-            sums.over_context(inverse_frequencies(config), length, context or longest[0])
-            for sums, length in zip((own, other), longest, strict=True)
-        )
         learning.layers.append(bases_of(own, layer))
         learning.fits.append(fit_of(own, other, learning.layers[-1]))
         save(learning)

@@ -14,7 +14,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _TINY = 1e-300
-_SHIFTS_A_WINDOW = 8
 
 
 @dataclass
@@ -121,17 +120,26 @@ class Sums:
         by_head = q.to("cpu", torch.float64).view(len(q), self._heads, -1, q.shape[-1])
         self.q.add(by_head.transpose(0, 1).flatten(1, 2))
 
-    def over_context(self, inv_freq: Tensor, window: int, context: int) -> Sums:
-        """The same, had the text stood at every place of a context, from windows that begin at its first token.
+    def add(self, other: Sums) -> None:
+        """Add those of other tokens of the same layer."""
+        self.tokens += other.tokens
+        for mine, theirs in ((self.q, other.q), (self.k, other.k), (self.v, other.v)):
+            mine.weight += theirs.weight
+            mine.first += theirs.first
+            mine.second += theirs.second
+
+    def over_context(self, inv_freq: Tensor, context: int) -> Sums:
+        """The same of one window, had its text stood at every place of a context.
+
+        The window is laid end to end, as often as fills the context. So all places count alike, the first and the last too,
+        but for those where two windows overlap, which count twice. Steps of less than a window would leave the two ends to few
+        windows.
 
         Args:
             inv_freq: of the model's RoPE.
-            window: tokens of the longest window.
             context: tokens of a sequence.
         """
-        room = max(0, context - window)
-        steps = math.ceil(_SHIFTS_A_WINDOW * room / window) + 1
-        shifts = torch.linspace(0, room, steps, dtype=torch.float64)
+        shifts = torch.linspace(0, max(0, context - self.tokens), math.ceil(context / self.tokens), dtype=torch.float64)
         found = copy(self)
         found.q, found.k = (over_positions(of, inv_freq, shifts) for of in (self.q, self.k))
         return found
