@@ -228,11 +228,10 @@ def test_what_is_learned_for_a_context_serves_keys_at_its_end():
     assert cost[40] > 2 * cost[1040]
 
 
-def turned(x, inv_freq, begin):
-    """Vectors [1, T, D], turned as RoPE turns them at places from `begin` on."""
-    z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(
-        torch.ones(()).double(), (begin + torch.arange(x.shape[1]))[:, None] * inv_freq
-    )
+def at_its_place(x, inv_freq):
+    """Vectors [1, T, D], each turned as RoPE turns it at its place."""
+    angles = torch.arange(x.shape[1]).unsqueeze(1) * inv_freq
+    z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([z.real, z.imag], dim=-1)
 
 
@@ -242,11 +241,11 @@ def test_every_place_of_a_context_counts_alike():
     key = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sums, all_places = Sums(torch.eye(16).double()[None]), Moments.empty(1, 16)
     for length in (60, 24, 240):
-        window, keys = Sums(sums.metric_v), turned(key.expand(1, length, 16), inv_freq, 0)
+        window, keys = Sums(sums.metric_v), at_its_place(key.expand(1, length, 16), inv_freq)
         window.add_kv(keys.transpose(0, 1), keys.transpose(0, 1))
         window.add_q(keys.transpose(0, 1))
         sums.add(window.over_context(inv_freq, context))
-    all_places.add(turned(key.expand(1, context, 16), inv_freq, 0))
+    all_places.add(at_its_place(key.expand(1, context, 16), inv_freq))
     assert sums.tokens == 60 + 24 + 240
     for found in (sums.q, sums.k):
         torch.testing.assert_close(found.mean, all_places.mean)

@@ -16,7 +16,7 @@ from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-_VERSION = "2"
+_VERSION = "3"
 
 
 @dataclass
