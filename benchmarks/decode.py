@@ -88,7 +88,9 @@ def measure(
     config, longest = model.config, max(request.contexts)
     if {"layer", "prompt", "step"} & set(request.kinds) and longest + _steps(request) > config.max_position_embeddings:
         limit = config.max_position_embeddings - _steps(request)
-        raise InputError(f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}")
+        raise InputError(
+            f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}; lower --contexts"
+        )
     sides = sides_of(request, model, on_turn)
     on_prompts = LLAMA in request.peers or "prompt" in request.kinds
     if on_prompts:

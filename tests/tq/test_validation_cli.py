@@ -69,14 +69,14 @@ def test_the_reference_passes_against_itself(run, checkpoint):
     assert (code, err) == (0, "")
     assert "passed" in out
     assert "teacher-forced" not in out  # rows only when asked
-    assert "12 more rows: --verbose" in out
+    assert "20 more rows: --verbose" in out
     code, verbose, err = run(*args, "--verbose")
     assert (code, err) == (0, "")
-    out = out.replace("12 more rows: --verbose\n", "")
+    out = out.replace("20 more rows: --verbose\n", "")
     assert verbose.startswith(out)  # the summary first
     lines = verbose.splitlines()
-    # prefill and two steps, two layers, two modes
-    assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 6
+    # prefill, two steps, a verify and the step behind it, two layers, two modes
+    assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 10
     assert "passed" in out
     assert "equal to the last bit" in out
 
@@ -87,8 +87,8 @@ def test_json_says_it_all(run, checkpoint):
     report = json.loads(out)
     assert (report["passed"], report["first_divergence"], report["dtype"]) == (True, None, "bfloat16")
     assert [(r["phase"], r["step"], r["layer"], r["mode"]) for r in report["rows"]] == [
-        (phase, 0, layer, mode)
-        for phase in ("prefill", "decode")
+        (phase, step, layer, mode)
+        for phase, step in (("prefill", 0), ("decode", 0), ("verify", 0), ("decode", 1))
         for layer in (0, 1)
         for mode in ("teacher-forced", "free-running")
     ]
@@ -277,7 +277,8 @@ def test_without_a_prompt_everything_is_exercised(run, monkeypatch):
     code, out, _ = run("--steps", 1, "--json")
     report = json.loads(out)
     assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])
-    assert {row["phase"] for row in report["rows"]} == {"prefill", "decode", "scaled prefill", "scaled decode"}
+    phases = {"prefill", "decode", "verify"}
+    assert {row["phase"] for row in report["rows"]} == phases | {f"scaled {phase}" for phase in phases}
 
 
 def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(run, checkpoint):

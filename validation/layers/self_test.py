@@ -86,8 +86,7 @@ def self_test(
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
         part: of the slips, of the faults of machines, and of those in windows.
-        kv: format of 16 levels that faults of `faults`, `slips` and a layer of `machine_faults` are planted in; if it is
-            another, they alone are.
+        kv: format of 16 levels that faults of `faults` and `slips` are planted in; if it is another, they alone are.
     """
     rows = []
     for model in models:
@@ -104,8 +103,9 @@ def self_test(
         in_parts = _Trial(
             "none, in two parts (control, a window)", table_with(merging(Layer(model, layer), Parts.merged)), model
         )
+        machines = layer_faults(model, layer)[part] if kv == "tq4" else []
         every: list[tuple[_Setting, list[Fault], list[_Trial]]] = [
-            (plain, [*planted(model, layer), *slips(model, layer)[part], *layer_faults(model, layer)[part]], []),
+            (plain, [*planted(model, layer), *slips(model, layer)[part], *machines], []),
             (of_learned, planted_learned(model, layer), []),
             (windowed, window_faults(model, layer)[part], [in_parts]),
             (long, long_faults(model, layer)[part], []),
