@@ -93,8 +93,8 @@ struct Tile {
     float* sums;         // [rows, v.levels] out, plane order: sum of p * v over what is packed
     float* maxima;       // [rows] out, largest logit
     float* totals;       // [rows] out, sum of p
-    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16: sum of p * v over those
-    float* kept_totals;  // [rows] out, likewise: their sum of p
+    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16 and a row sees one: sum of p * v over those
+    float* kept_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
 // A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.

@@ -144,16 +144,18 @@ void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, 
         kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
 }
 
-// Adds up n numbers of a row of every split, each by its factor, over the row's total.
+// Adds up n numbers of a row of every split, each by its factor, over the row's total. Of a factor of 0 none is read.
 void add_up(const float* first, int64_t distance, const std::vector<float>& factors, float total, int64_t n, float* sum) {
     const float inverse = 1.0f / total;
-    if (factors.size() == 1) {  // the factor is 1
+    if (factors.size() == 1 && factors[0] == 1.0f) {
         for (int64_t i = 0; i < n; ++i) sum[i] = first[i] * inverse;
         return;
     }
     std::fill(sum, sum + n, 0.0f);
-    for (size_t s = 0; s < factors.size(); ++s)
+    for (size_t s = 0; s < factors.size(); ++s) {
+        if (factors[s] == 0.0f) continue;
         for (int64_t i = 0; i < n; ++i) sum[i] += first[static_cast<int64_t>(s) * distance + i] * factors[s];
+    }
     for (int64_t i = 0; i < n; ++i) sum[i] *= inverse;
 }
 
@@ -168,9 +170,13 @@ float merge_row(const Partials& of, int r, int64_t first, int64_t apart, std::ve
     for (int64_t s = 0; s < splits; ++s) {
         factors[s] = std::exp(maxima[s * size] - most);
         total += totals[s * size] * factors[s];
-        if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
     }
     add_up(of.sums(first) + r * of.levels, size, factors, total, of.levels, merged);
+    for (int64_t s = 0; of.kept && s < splits; ++s) {
+        const float own = of.kept_totals(first + s * apart)[r];
+        kept += own * factors[s];
+        if (own == 0.0f) factors[s] = 0.0f;  // then a split has met no token in BF16, and has written no sums
+    }
     if (of.kept) add_up(of.kept_sums(first) + r * of.kept, size, factors, total, of.kept, exact);
     return 1.0f - kept / total;
 }
