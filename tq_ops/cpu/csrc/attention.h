@@ -71,7 +71,7 @@ inline int segments_of(const Side& side) { return side.cell == kNibble ? side.sc
 
 // Where the pieces of scratch begin, in floats. The products' own come last.
 struct Pieces {
-    int64_t logits, k_scale, v_scale, weights, words, codes, numbers, queries, end = 0;
+    int64_t logits, k_scale, v_scale, weights, words, codes, numbers, queries, found, end = 0;
 
     Pieces(const Cache& cache, int rows) {
         const int64_t stride = padded(cache.block_size), segments = segments_of(cache.v);
@@ -85,8 +85,9 @@ struct Pieces {
         weights = take(rows * stride * segments);
         words = take(cache.k.cell == kNibble ? stride * (cache.k.levels / 8) : 0);
         codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
-        numbers = take(numbers_too || kept ? tile : 0);
+        numbers = take(numbers_too ? tile : 0);
         queries = take(kept ? rows * cache.head_dim : 0);
+        found = take(kept ? rows * stride : 0);
     }
 
   private:
@@ -111,7 +112,7 @@ template <class Simd, class P, int R> struct Attend {
     const int stride, segments, dim;
     P products;
     const KeptRows<R> k_kept, v_kept;
-    float *const logits, *const v_scale, *const weights, *const numbers;
+    float *const logits, *const v_scale, *const weights, *const numbers, *const found;
     uint8_t* const codes;
     float *const k_scale, *const words;
     const float* own[R];    // [dim] queries for keys in BF16
@@ -133,6 +134,7 @@ template <class Simd, class P, int R> struct Attend {
           v_scale(scratch + pieces.v_scale),
           weights(scratch + pieces.weights),
           numbers(scratch + pieces.numbers),
+          found(scratch + pieces.found),
           codes(reinterpret_cast<uint8_t*>(scratch + pieces.codes)),
           k_scale(scratch + pieces.k_scale),
           words(scratch + pieces.words) {
@@ -141,60 +143,77 @@ template <class Simd, class P, int R> struct Attend {
             tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
         }
         for (int i = 0; cache.v.cell != kNibble && i < stride; ++i) v_scale[i] = 1.0f;
-        if (v_kept.vectors) {
-            for (int i = 0; i < R * dim; ++i) tile.kept_sums[i] = 0.0f;
-            for (int r = 0; r < R; ++r) tile.kept_totals[r] = 0.0f;
-        }
+        for (int r = 0; v_kept.vectors && r < R; ++r) tile.kept_totals[r] = 0.0f;
         if (k_kept.vectors) widen_queries(scratch + pieces.queries);
     }
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
     void score(Place k, int base, int n, const int* seen, const uint8_t* values, const uint8_t* next_keys) {
-        if (!sees_packed_keys(base, n, seen)) return score_exact(base, n, seen);
-        if (cache.k.cell == kNibble) {
-            if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, codes), k.codes = codes;
-            products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
-        } else {
-            score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
+        const int packed = packed_keys(base, n, seen);
+        if (packed && cache.k.cell == kNibble) {
+            if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, packed, codes), k.codes = codes;
+            products.score(k, packed, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values,
+                           next_keys);
+        } else if (packed) {
+            score_unpacked<Simd, R>(cache.k, k, packed, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
         }
         score_exact(base, n, seen);
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
     void mix(Place v, int base, int n, const int* seen, const uint8_t* next_keys) {
-        if (!weigh(v, base, n, seen)) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
+        const int packed = weigh(v, base, n, seen);
+        if (!packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
         if (cache.v.cell != kNibble)
-            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
-        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, codes), v.codes = codes;
-        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+            return mix_unpacked<Simd, R>(cache.v, v, packed, weights, stride, shrink, codes, numbers, tile.sums);
+        if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, packed, codes), v.codes = codes;
+        products.mix(v, packed, weights, shrink, tile.sums, next_keys);
     }
 
     // Whether a row sees a key of the block that is packed.
-    bool sees_packed_keys(int base, int n, const int* seen) const { return KeptKeys<R>(k_kept, base, n, seen).packed; }
+    bool sees_packed_keys(int base, int n, const int* seen) const { return packed_keys(base, n, seen); }
 
     // Replaces the logits of keys in BF16.
     void score_exact(int base, int n, const int* seen) {
+        if (k_kept.none_in(base, n)) return;
         const KeptKeys<R> keys(k_kept, base, n, seen);
-        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, numbers, logits);
+        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, found, logits);
     }
 
-    // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns whether a row sees a
-    // packed one.
-    bool weigh(Place v, int base, int n, const int* seen) {
+    // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns of how many of the
+    // block's first keys a row sees packed ones, 0 of none.
+    int weigh(Place v, int base, int n, const int* seen) {
         if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
+        if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
         const KeptKeys<R> keys(v_kept, base, n, seen);
-        soften<Simd, R>(logits, keys.any, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals,
-                        shrink);
-        if (keys.any) met_kept = true;
-        if (met_kept) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
-        if (keys.any) {
-            split_weights<R>(keys, n, segments, stride, weights, logits, tile.kept_totals);
-            mix_kept<Simd, R>(v_kept, keys, n, logits, stride, numbers, tile.kept_sums);
-        }
+        soften_block(keys.any, n, seen);
+        if (!keys.any) return keys.packed;
+        for (int i = 0; !met_kept && i < R * dim; ++i) tile.kept_sums[i] = 0.0f;
+        met_kept = true;
+        split_weights<Simd, R>(keys, n, segments, stride, weights, logits, shrink, tile.kept_totals);
+        mix_kept<Simd, R>(v_kept, keys, n, logits, stride, shrink, tile.kept_sums);
         return keys.packed;
     }
 
   private:
+    static int most_seen(const int* seen) {
+        int most = 0;
+        for (int r = 0; r < R; ++r) most = larger(seen[r], most);
+        return most;
+    }
+
+    // As `weigh` returns it, of K.
+    int packed_keys(int base, int n, const int* seen) const {
+        return k_kept.none_in(base, n) ? most_seen(seen) : KeptKeys<R>(k_kept, base, n, seen).packed;
+    }
+
+    // With `keep`, where there are values in BF16, the sums of those are left to `weigh`.
+    void soften_block(bool keep, int n, const int* seen) {
+        soften<Simd, R>(logits, keep, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals,
+                        shrink);
+        if (met_kept && !keep) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
+    }
+
     void widen_queries(float* queries) {
         const float* mean = cache.k.mean ? cache.k.mean + static_cast<int64_t>(tile.kv_head) * dim : nullptr;
         for (int r = 0; r < R; ++r) {
@@ -212,6 +231,7 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
     Attend<Simd, P, R> rows(cache, tile, scratch);
     int longest = 0;
     for (int r = 0; r < R; ++r) longest = larger(tile.limits[r], longest);
+    KeptAhead<R> keys_ahead(rows.k_kept, cache, tile, longest), values_ahead(rows.v_kept, cache, tile, longest);
     for (int block = tile.first_block; block < tile.end_block; ++block) {
         const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
         if (n <= 0) break;
@@ -224,8 +244,10 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         int seen[R];
         for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
         fetch_scales(cache.v, v, n);
+        keys_ahead.turn();
         rows.score(k, base, n, seen, v.codes, next_k.codes);
         fetch_scales(cache.k, next_k, n);
+        values_ahead.turn();
         rows.mix(v, base, n, seen, next_k.codes);
     }
 }

@@ -8,15 +8,17 @@ inline void narrow(const float* x, int64_t n, uint16_t* y) {
     for (int64_t i = 0; i < n; ++i) y[i] = float_to_bf16(x[i]);
 }
 
-// As `Kernels::add_up`. Of one row the factor is 1.
+// As `Kernels::add_up`.
 inline void add_up(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum) {
-    if (rows == 1) {
+    if (rows == 1 && factors[0] == 1.0f) {
         for (int64_t i = 0; i < n; ++i) sum[i] = x[i] * share;
         return;
     }
     for (int64_t i = 0; i < n; ++i) sum[i] = 0.0f;
-    for (int64_t row = 0; row < rows; ++row, x += apart)
+    for (int64_t row = 0; row < rows; ++row, x += apart) {
+        if (factors[row] == 0.0f) continue;
         for (int64_t i = 0; i < n; ++i) sum[i] += x[i] * factors[row];
+    }
     for (int64_t i = 0; i < n; ++i) sum[i] *= share;
 }
 

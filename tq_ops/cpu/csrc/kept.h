@@ -4,7 +4,7 @@
 template <int R> struct KeptRows {
     const uint16_t* vectors = nullptr;  // [sink + ring, dim] of the sequence and KV head
     int dim, sink = 0, ring = 1;
-    int from[R];  // row r sees keys before `sink` and from from[r] on
+    int from[R], first = INT32_MAX;  // row r sees keys before `sink` and from from[r] on; `first` is the least of these
 
     KeptRows(const Side& side, const Cache& cache, const Tile& tile) : dim(cache.head_dim) {
         const Kept& kept = side.kept;
@@ -15,88 +15,140 @@ template <int R> struct KeptRows {
         for (int r = 0; r < R; ++r) {
             const int behind = tile.limits[r] - 1 - kept.tail;  // the newest token that is no longer in the tail
             from[r] = behind < 0 ? 0 : kept.group * (behind / kept.group + 1);
+            if (tile.limits[r] > 0) first = smaller(first, from[r]);  // the others see nothing
         }
     }
+
+    // The vector of a token; `here` tokens lie side by side from it on.
+    const uint16_t* vector(int token, int* here) const {
+        const int place = token < sink ? token : token % ring;
+        *here = (token < sink ? sink : ring) - place;
+        return vectors + static_cast<int64_t>(token < sink ? place : sink + place) * dim;
+    }
+
+    // Whether no row sees any of n keys from `base` on in BF16.
+    bool none_in(int base, int n) const { return vectors == nullptr || (base >= sink && base + n <= first); }
+};
+
+// Asks for a tail's vectors while the blocks before it are at work: nothing else has read them since the last step. They go to
+// the second cache, for the first has no room for them.
+template <int R> class KeptAhead {
+  public:
+    KeptAhead(const KeptRows<R>& rows, const Cache& cache, const Tile& tile, int longest)
+        : rows_(rows), end_(smaller(longest, tile.end_block * cache.block_size)) {
+        const int begin = tile.first_block * cache.block_size;
+        next_ = smaller(larger(rows.first, begin), end_);
+        const int blocks = (next_ - begin) / cache.block_size, tokens = end_ - next_;
+        share_ = blocks > 0 ? smaller((tokens + blocks - 1) / blocks, cache.block_size) : cache.block_size;
+    }
+
+    // Once a block.
+    void turn() {
+        for (const int stop = smaller(next_ + share_, end_); next_ < stop; ++next_) {
+            int here;
+            const uint16_t* x = rows_.vector(next_, &here);
+            for (int d = 0; d < rows_.dim; d += kLine / 2) __builtin_prefetch(x + d, 0, 2);
+        }
+    }
+
+  private:
+    const KeptRows<R>& rows_;
+    int next_, share_;
+    const int end_;
 };
 
 // The same in one block. Row r sees keys begin[r] ... end[r] - 1 packed, the others of its seen[r] in BF16. `first` ... n - 1
-// and 0 ... `sinks` - 1 are all keys that any row sees in BF16.
+// and 0 ... `sinks` - 1 are all keys that any row sees in BF16; `packed`, and none behind, are all that any sees packed.
 template <int R> struct KeptKeys {
-    int begin[R], end[R], seen[R], sinks = 0, first, base;
-    bool any = false, packed = false;  // whether some row sees a key in BF16, or packed
+    int begin[R], end[R], sinks = 0, first, packed = 0, base;
+    bool any = false;  // whether some row sees a key in BF16
 
     KeptKeys(const KeptRows<R>& rows, int base, int n, const int* seen) : first(n), base(base) {
         for (int r = 0; r < R; ++r) {
             const int most = seen[r] > 0 ? seen[r] : 0;
             const int sink = rows.sink - base, from = rows.from[r] - base;
-            this->seen[r] = most;
             begin[r] = smaller(sink > 0 ? sink : 0, most);
             end[r] = smaller(from > begin[r] ? from : begin[r], most);
-            sinks = begin[r] > sinks ? begin[r] : sinks;
+            sinks = larger(begin[r], sinks);
             first = end[r] < most ? smaller(first, end[r]) : first;
             any = any || begin[r] > 0 || end[r] < most;
-            packed = packed || begin[r] < end[r];
+            packed = begin[r] < end[r] ? larger(packed, end[r]) : packed;
         }
-        first = first > sinks ? first : sinks;
+        first = larger(first, sinks);
     }
 
-    // Calls body(key, keys, x) for up to kTileKeys keys at a time, x [keys, dim] their vectors as numbers.
-    template <class Simd, class Body> void each(const KeptRows<R>& rows, int n, float* x, Body body) const {
+    // Calls body(key, keys, x) for keys in BF16 whose vectors x [keys, dim] lie side by side, first to last.
+    template <class Body> void each(const KeptRows<R>& rows, int n, Body body) const {
         for (int key = 0; key < n;) {
             if (key >= sinks && key < first) key = first;
-            const int stop = key < sinks ? sinks : n, keys = smaller(stop - key, kTileKeys);
+            int here;
+            const uint16_t* x = rows.vector(base + key, &here);
+            const int keys = smaller((key < sinks ? sinks : n) - key, here);
             if (keys <= 0) return;
-            for (int i = 0; i < keys; ++i) {
-                const int token = base + key + i;
-                const int64_t at = token < rows.sink ? token : rows.sink + token % rows.ring;
-                for (int d = 0; d < rows.dim; d += Simd::width)
-                    Simd::store(x + i * rows.dim + d, Simd::load(rows.vectors + at * rows.dim + d));
-            }
             body(key, keys, x);
             key += keys;
         }
     }
+
+    // Whether no row sees any of n keys from `key` on in BF16.
+    bool none_in(int key, int n) const { return key >= sinks && key + n <= first; }
+
+    // Of keys `key` and so on, `kept` where row r sees them in BF16 and `other` where it sees them packed.
+    template <class Simd>
+    __attribute__((always_inline)) typename Simd::F choose(int r, int key, typename Simd::F kept,
+                                                           typename Simd::F other) const {
+        return Simd::first(end[r] - key, Simd::first(begin[r] - key, kept, other), kept);
+    }
 };
 
-// Replaces the logits of keys that a row sees in BF16. `less[r]` is what all packed keys of row r lack.
+// Replaces the logits of keys that a row sees in BF16, which it makes in `found` [R, stride]. `less[r]` is what all packed
+// keys of row r lack.
 template <class Simd, int R>
 void score_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const float* const* q, const float* less,
-                float softmax_scale, int stride, float* numbers, float* logits) {
-    keys.template each<Simd>(rows, n, numbers, [&](int key, int count, const float* x) {
-        float found[R * kTileKeys];
-        score_numbers<Simd, R>(x, count, rows.dim, q, 1.0f, kTileKeys, found);
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < count; ++i)
-                if (key + i < keys.begin[r] || key + i >= keys.end[r])
-                    logits[r * stride + key + i] = found[r * kTileKeys + i] * softmax_scale - less[r];
+                float softmax_scale, int stride, float* found, float* logits) {
+    keys.each(rows, n, [&](int key, int count, const uint16_t* x) {
+        score_numbers<Simd, R>(x, count, rows.dim, q, 1.0f, stride, found + key);
     });
-}
-
-// Cuts the weights of a block's keys in two: those of packed vectors [segments, R, stride] lose what a row sees in BF16, and p
-// [R, stride] keeps nothing else. Adds up the latter.
-template <int R>
-void split_weights(const KeptKeys<R>& keys, int n, int segments, int stride, float* weights, float* p, float* totals) {
-    for (int r = 0; r < R; ++r) {
-        const int begin = keys.begin[r], end = keys.end[r], seen = keys.seen[r];
-        float* of_row = p + r * stride;
-        for (int s = 0; s < segments; ++s) {
-            float* packed = weights + (s * R + r) * stride;
-            for (int i = 0; i < begin; ++i) packed[i] = 0.0f;
-            for (int i = end; i < n; ++i) packed[i] = 0.0f;
+    for (int i = 0; i < n; i += Simd::width) {
+        if (keys.none_in(i, Simd::width)) continue;
+        for (int r = 0; r < R; ++r) {
+            float* to = logits + r * stride + i;
+            const auto exact = Simd::fma(Simd::load(found + r * stride + i), Simd::set1(softmax_scale), Simd::set1(-less[r]));
+            Simd::store(to, keys.template choose<Simd>(r, i, exact, Simd::load(to)));
         }
-        for (int i = begin; i < end; ++i) of_row[i] = 0.0f;
-        for (int i = 0; i < begin; ++i) totals[r] += of_row[i];
-        for (int i = end; i < seen; ++i) totals[r] += of_row[i];
     }
 }
 
-// Adds the block's vectors in BF16 to sums [R, dim], which have shrunk already.
+// Cuts the weights of a block's keys in two: those of packed vectors [segments, R, stride] lose what a row sees in BF16, and
+// of p [R, stride] only that is left, where there is any. Adds up the latter to totals, which shrink first.
 template <class Simd, int R>
-void mix_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const float* p, int stride, float* numbers,
+void split_weights(const KeptKeys<R>& keys, int n, int segments, int stride, float* weights, float* p, const float* shrink,
+                   float* totals) {
+    for (int r = 0; r < R; ++r) {
+        typename Simd::F sum = Simd::zero();
+        for (int i = 0; i < n; i += Simd::width) {
+            if (keys.none_in(i, Simd::width)) continue;
+            const auto kept = keys.template choose<Simd>(r, i, Simd::load(p + r * stride + i), Simd::zero());
+            Simd::store(p + r * stride + i, kept);
+            sum = Simd::add(sum, kept);
+            for (int s = 0; s < segments; ++s) {
+                float* packed = weights + (s * R + r) * stride + i;
+                Simd::store(packed, keys.template choose<Simd>(r, i, Simd::zero(), Simd::load(packed)));
+            }
+        }
+        // One of the products is rounded; a compiler might choose another one for another R.
+        totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum));
+    }
+}
+
+// Adds the block's vectors in BF16 to sums [R, dim], which shrink first.
+template <class Simd, int R>
+void mix_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const float* p, int stride, const float* shrink,
               float* sums) {
     float one[R];
     for (int r = 0; r < R; ++r) one[r] = 1.0f;
-    keys.template each<Simd>(rows, n, numbers, [&](int key, int count, const float* x) {
-        mix_numbers<Simd, R>(x, count, rows.dim, p + key, stride, one, sums);
+    keys.each(rows, n, [&](int key, int count, const uint16_t* x) {
+        mix_numbers<Simd, R>(x, count, rows.dim, p + key, stride, shrink, sums);
+        shrink = one;
     });
 }

@@ -93,8 +93,8 @@ struct Tile {
     float* sums;         // [rows, v.levels] out, plane order: sum of p * v over what is packed
     float* maxima;       // [rows] out, largest logit
     float* totals;       // [rows] out, sum of p
-    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16: sum of p * v over those
-    float* kept_totals;  // [rows] out, likewise: their sum of p
+    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16 and a row sees one: sum of p * v over those
+    float* kept_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
 // A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
@@ -213,7 +213,7 @@ struct Kernels {
     // n BF16 numbers as FP32, and n FP32 numbers rounded to BF16.
     void (*widen)(const uint16_t* x, int64_t n, float* y);
     void (*narrow)(const float* x, int64_t n, uint16_t* y);
-    // sum [n] = `share` times the sum of rows x[i * apart], each times factors[i].
+    // sum [n] = `share` times the sum of rows x[i * apart], each times factors[i]. Of a factor of 0 none is read.
     void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
     int tiles;  // that `attend` takes at once, at most kMaxTiles
 };

@@ -155,12 +155,16 @@ float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first
     for (int64_t s = 0; s < splits; ++s) {
         factors[s] = std::exp(maxima[s * size] - most);
         total += totals[s * size] * factors[s];
-        if (of.kept) kept += of.kept_totals(first + s * apart)[r] * factors[s];
     }
     auto add_up = [&](const float* sums, int64_t n, float* sum) {
         kernels.add_up(sums + r * n, size, factors.data(), splits, 1.0f / total, n, sum);
     };
     add_up(of.sums(first), of.levels, merged);
+    for (int64_t s = 0; of.kept && s < splits; ++s) {
+        const float own = of.kept_totals(first + s * apart)[r];
+        kept += own * factors[s];
+        if (own == 0.0f) factors[s] = 0.0f;  // then a split has met no token in BF16, and has written no sums
+    }
     if (of.kept) add_up(of.kept_sums(first), of.kept, exact);
     return 1.0f - kept / total;
 }

@@ -6,6 +6,8 @@ struct Avx2 {
 #else
     static constexpr int registers = 16;
 #endif
+    static constexpr bool moves_each = true;
+    typedef Avx2 Half;
     typedef __m256 F;
     typedef __m256i I;
     struct Table {
@@ -88,7 +90,18 @@ struct Avx2 {
         const __m128i halves = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
         return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0f));
     }
-    static void store_words(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<I*>(p), x); }
+    template <int BYTES> static I repeated(const uint8_t* p) {
+        if constexpr (BYTES == 8) return _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        if constexpr (BYTES == 16) return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return load_words(p);
+    }
+    static I down(I x, const uint64_t* bits) { return _mm256_srlv_epi64(x, load_words(bits)); }
+    static I two_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(0x33)); }
+    static I three_bits(I two, I one, const uint64_t* bits) {
+        const I third = _mm256_and_si256(_mm256_slli_epi64(down(one, bits), 2), _mm256_set1_epi8(0x44));
+        return _mm256_or_si256(two_bits(two), third);
+    }
+    static void store_words(void* p, I x) { _mm256_storeu_si256(static_cast<I*>(p), x); }
     static I no_words() { return _mm256_setzero_si256(); }
     static I add_reached(I n, F y, F boundary) {
         return _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps(y, boundary, _CMP_GE_OQ)));

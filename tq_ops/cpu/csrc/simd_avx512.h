@@ -2,6 +2,8 @@
 // index.
 struct Avx512 {
     static constexpr int width = 16, registers = 32;
+    static constexpr bool moves_each = true;
+    typedef Avx2 Half;
     typedef __m512 F;
     typedef __m512i I;
     typedef __m512 Table;
@@ -96,7 +98,18 @@ struct Avx512 {
         const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
         return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
     }
-    static void store_words(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+    template <int BYTES> static I repeated(const uint8_t* p) {
+        if constexpr (BYTES == 16) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        if constexpr (BYTES == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return load_words(p);
+    }
+    static I down(I x, const uint64_t* bits) { return _mm512_srlv_epi64(x, load_words(bits)); }
+    static I two_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(0x33)); }
+    static I three_bits(I two, I one, const uint64_t* bits) {
+        const I third = _mm512_rorv_epi64(one, _mm512_sub_epi64(load_words(bits), _mm512_set1_epi64(2)));
+        return _mm512_ternarylogic_epi64(two_bits(two), third, _mm512_set1_epi8(0x44), 0xf8);  // two | (third & 0x44)
+    }
+    static void store_words(void* p, I x) { _mm512_storeu_si512(p, x); }
     static I no_words() { return _mm512_setzero_si512(); }
     static I add_reached(I n, F y, F boundary) {
         return _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(y, boundary, _CMP_GE_OQ), n, _mm512_set1_epi32(1));

@@ -1,6 +1,7 @@
 // Eight lanes in the compiler's own vector types, for any machine.
 struct Portable {
     static constexpr int width = 8, registers = 16;
+    static constexpr bool moves_each = false;
     typedef float F __attribute__((vector_size(32)));
     typedef uint32_t I __attribute__((vector_size(32)));
     struct Table {

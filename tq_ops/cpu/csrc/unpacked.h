@@ -46,14 +46,64 @@ inline void unpack(const Side& side, const uint8_t* codes, int n, uint8_t* out) 
     if (first == 4 && second == 2) unpack_plane<kByte, 2, 4>(rest, side.bytes, n, levels, out);
 }
 
+// Bits by which each eight bytes of N / 2 move down: byte j of the cells is byte j % part of a plane of PLANE bits a level.
+template <int LEVELS, int PLANE> struct Moves {
+    static constexpr int kPart = LEVELS * PLANE / 8;  // bytes
+    alignas(64) uint64_t bits[LEVELS / 16] = {};
+
+    constexpr Moves() {
+        for (int i = 0; i < LEVELS / 16; ++i) bits[i] = static_cast<uint64_t>(8 * i / kPart * PLANE);
+    }
+};
+
+// Levels of n vectors as nibbles, a register at a time: two bits each, and a third where THREE says so.
+template <class Register, int LEVELS, bool THREE>
+inline void unpack_levels(const uint8_t* codes, int64_t bytes, int n, uint8_t* out) {
+    typedef Moves<LEVELS, 2> Two;
+    typedef Moves<LEVELS, 1> One;
+    static constexpr Two kTwo;
+    static constexpr One kOne;
+    constexpr int kBytes = 4 * Register::width;
+    constexpr int kOfTwo = Two::kPart < kBytes ? Two::kPart : kBytes, kOfOne = One::kPart < kBytes ? One::kPart : kBytes;
+    for (int key = 0; key < n; ++key, codes += bytes)
+#pragma GCC unroll 4
+        for (int at = 0; at < LEVELS / 2; at += kBytes, out += kBytes) {
+            const auto two = Register::down(Register::template repeated<kOfTwo>(codes + at % Two::kPart), kTwo.bits + at / 8);
+            if constexpr (THREE) {
+                const auto one = Register::template repeated<kOfOne>(codes + LEVELS / 4 + at % One::kPart);
+                Register::store_words(out, Register::three_bits(two, one, kOne.bits + at / 8));
+            } else {
+                Register::store_words(out, Register::two_bits(two));
+            }
+        }
+}
+
+// As `unpack`, of levels of 2 and 3 bits.
+template <class Simd> inline void unpack_nibbles(const Side& side, const uint8_t* codes, int n, uint8_t* out) {
+    if constexpr (!Simd::moves_each) {
+        unpack(side, codes, n, out);
+    } else {
+        auto by = [&](auto one, auto levels) __attribute__((always_inline)) {
+            typedef decltype(one) Register;
+            constexpr int kLevels = decltype(levels)::value;
+            if (side.planes[1]) return unpack_levels<Register, kLevels, true>(codes, side.bytes, n, out);
+            unpack_levels<Register, kLevels, false>(codes, side.bytes, n, out);
+        };
+        if (side.levels == 64) return by(typename Simd::Half{}, Int<64>{});
+        if (side.levels == 128) return by(Simd{}, Int<128>{});
+        by(Simd{}, Int<256>{});
+    }
+}
+
 inline bool unpacks_nibbles(const Side& side) { return side.cell == kNibble && side.planes[0] != kNibble; }
 
 // Vectors key ... key + n - 1 of a block as numbers, as `Kernels::numbers`.
 template <class Simd> void numbers_of(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out);
 
-// logits[r * stride + i] = q[r] . x[i] * factor, of KEYS vectors. The sum of a product does not depend on what else is here.
-template <class Simd, int R, int KEYS>
-inline void score_keys(const float* x, int dim, const float* const* q, float factor, int stride, float* logits) {
+// logits[r * stride + i] = q[r] . x[i] * factor, of KEYS vectors of FP32 or BF16 numbers. The sum of a product does not depend
+// on what else is here.
+template <class Simd, int R, int KEYS, class Number>
+inline void score_keys(const Number* x, int dim, const float* const* q, float factor, int stride, float* logits) {
     typename Simd::F acc[KEYS][R];
     for (int k = 0; k < KEYS; ++k)
         for (int r = 0; r < R; ++r) acc[k][r] = Simd::zero();
@@ -81,8 +131,8 @@ inline void score_keys(const float* x, int dim, const float* const* q, float fac
 }
 
 // The same of any number of vectors [n, dim].
-template <class Simd, int R>
-void score_numbers(const float* x, int n, int dim, const float* const* q, float factor, int stride, float* logits) {
+template <class Simd, int R, class Number>
+void score_numbers(const Number* x, int n, int dim, const float* const* q, float factor, int stride, float* logits) {
     constexpr int kKeys = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
     int key = 0;
     for (; key + kKeys <= n; key += kKeys) score_keys<Simd, R, kKeys>(x + key * dim, dim, q, factor, stride, logits + key);
@@ -114,8 +164,8 @@ void score_channels(const float* x, int dim, const float* const* q, float factor
 }
 
 // COLUMNS registers of sums[r] = sums[r] * shrink[r] + weights[r] @ x, of n vectors `dim` apart.
-template <class Simd, int R, int COLUMNS>
-inline void mix_columns(const float* x, int n, int dim, const float* weights, int stride, const float* shrink, float* sums) {
+template <class Simd, int R, int COLUMNS, class Number>
+inline void mix_columns(const Number* x, int n, int dim, const float* weights, int stride, const float* shrink, float* sums) {
     typename Simd::F acc[COLUMNS][R];
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c)
@@ -139,8 +189,8 @@ inline void mix_columns(const float* x, int n, int dim, const float* weights, in
 }
 
 // sums [R, dim], of all columns.
-template <class Simd, int R>
-void mix_numbers(const float* x, int n, int dim, const float* weights, int stride, const float* shrink, float* sums) {
+template <class Simd, int R, class Number>
+void mix_numbers(const Number* x, int n, int dim, const float* weights, int stride, const float* shrink, float* sums) {
     constexpr int kColumns = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
     for (int column = 0; column < dim; column += kColumns * Simd::width)
         mix_columns<Simd, R, kColumns>(x + column, n, dim, weights, stride, shrink, sums + column);
