@@ -46,7 +46,7 @@ struct Together {
         if (packed && cache.k.cell != kNibble) {
             score_numbers(k, n, values);
         } else if (packed) {
-            if (unpacks_nibbles(cache.k)) unpack(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
+            if (unpacks_nibbles(cache.k)) unpack_nibbles<Avx512>(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
             widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
             for (int key = 0; key < n; key += kSlabKeys) {
@@ -80,7 +80,7 @@ struct Together {
         }
         if (!some) return;
         if (cache.v.cell != kNibble) return mix_numbers(v, n, mixing, some, next_keys);
-        if (unpacks_nibbles(cache.v)) unpack(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
+        if (unpacks_nibbles(cache.v)) unpack_nibbles<Avx512>(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
         const ByteTables tables(cache.v.integers);
         float one[R];
         for (int r = 0; r < R; ++r) one[r] = 1.0f;
