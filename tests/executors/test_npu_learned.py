@@ -124,7 +124,7 @@ def test_a_validation_passes():
     report = validated(learned_spec(ONE_LAYER), ("teacher-forced", "free-running"), steps=1)
     assert report.passed, report.first_divergence
     forced = [row for row in report.rows if row.mode == "teacher-forced"]
-    assert {row.phase for row in forced} == {"prefill", "decode"}
+    assert {row.phase for row in forced} == {"prefill", "decode", "verify"}
     assert sum(row.unexplained for row in forced) == 0
     assert min(row.hidden_cos for row in forced) > 0.9999
 

@@ -25,6 +25,8 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_numbers, compare_stored, compare_vectors
 from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
+from haarkv.validation.layers.machine_faults import forward_faults
+from haarkv.validation.layers.mistaken import Mistaken
 from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.parts import poison
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json, csv_rows
@@ -724,6 +726,16 @@ def test_the_page_says_how_it_was_made_and_is_the_same_each_time():
     long = page(report, dataclasses.replace(ABOUT, prompts=["x" * 5000] * len(PROMPTS)))
     assert "x" * 201 not in long
     assert "x" * 200 + "…" in long
+
+
+@pytest.mark.parametrize("fault", forward_faults(MODEL), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("whole", [False, True], ids=["ops", "layers"])
+def test_what_goes_wrong_around_right_layers_is_found(fault, whole):
+    """Each is right layer by layer: only whole forwards show it, some of them only a verify or the step behind it."""
+    candidate = (fault.executor or Mistaken)(MODEL, MODEL, fault.table())
+    report = run(WholeLayers(candidate) if whole else candidate)
+    assert where(report) == (None, fault.seen_as if whole else fault.stage)
+    assert all(row.passed for row in report.rows)
 
 
 def test_the_self_test_finds_every_fault():

@@ -42,7 +42,9 @@ class Forward:
     @property
     def predicted(self) -> Tensor:
         """Tokens [N] after which there are logits: of a verify all T, else each sequence's last."""
-        return predicted(self.phase, self.batch)
+        if self.phase == "verify":
+            return torch.arange(len(self.token_ids))
+        return self.batch.query_start_loc[1:].long() - 1
 
 
 @dataclass(frozen=True)
@@ -169,13 +171,6 @@ class Schedule:
         """The next tokens. The last row comes first, too: it is not the sequence's number."""
         batch = paging.batch(sequences, counts)
         return replace(batch, rows=sum(self._blocks) - batch.rows)
-
-
-def predicted(phase: str, batch: Batch) -> Tensor:
-    """As `Forward.predicted`, of a batch."""
-    if phase == "verify":
-        return torch.arange(len(batch.positions))
-    return batch.query_start_loc[1:].long() - 1
 
 
 class Reference:
