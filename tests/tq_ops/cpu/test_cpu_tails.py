@@ -20,24 +20,21 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
 @DTYPES
 @pytest.mark.parametrize("kv", ["k=tq4,v=tq3", "k=tq2,v=q8_0"])
 def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
-    """Token by token, so that the ring's end comes to lie at each place of the tail, and in blocks that hold it in part."""
+    """Token by token, so that the end of the ring, which is none of a block, comes to lie at each place of the tail."""
     case = Case(kv, 128, 5, 2, 16, (), (), tail=40, sink=3)
-    made = PagedKVCache(
-        case.plan, num_kv_heads=2, head_dim=128, block_size=16, num_blocks=16, num_rows=1, chunk=24
-    )  # fmt: skip
-    assert [window.ring for window in made.windows(LAYER) if window] == [64, 64]
+    made = PagedKVCache(case.plan, num_kv_heads=2, head_dim=128, block_size=16, num_blocks=16, num_rows=1, chunk=27)
+    assert [window.ring for window in made.windows(LAYER) if window] == [67, 67]
     for vectors in windows_of(made):
         vectors.fill_(float("nan"))
     paging, generator, ops = PagedSequences(16, 16, num_rows=1), torch.Generator().manual_seed(0), table.open()
-    sequence, worst = paging.add(), 0.0
-    for tokens in (*(24,) * 6, *(1,) * 66):
+    sequence = paging.add()
+    for tokens in (*(27,) * 6, *(1,) * 80):
         batch = paging.batch([sequence], [tokens])
         k, v = torch.randn(2, tokens, 2, 128, generator=generator)
         reference.store_kv(k, v, made, LAYER, batch)
         q = (2 * torch.randn(tokens, 10, 128, generator=generator)).to(dtype)
         ours, theirs = (by.paged_attention(q, made, LAYER, batch, 128**-0.5) for by in (ops, reference))
-        worst = max(worst, relative(ours, theirs))
-    assert worst <= BOUNDS[dtype]
+        assert relative(ours, theirs) <= BOUNDS[dtype]
 
 
 @every_table
