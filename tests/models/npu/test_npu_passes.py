@@ -18,6 +18,10 @@ from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = needs_pypto
 
+UNSET = "Invalid slot index"
+"""What PyPTO 0.2.0 dies of while it verifies some layers, now these and now others: the index is another one each time, as of
+memory that was never written. It interprets, compiles and costs the same layers."""
+
 
 def pair_name(pair):
     return "-".join(side.name for side in pair)
@@ -25,8 +29,13 @@ def pair_name(pair):
 
 def verify_layer(program, new, stored):
     arguments, goldens, out, tiling, expected = layer_call(program, new, stored)
-    with Simulator() as simulator:
-        run = simulator.run(program, arguments, Mode.VERIFY, goldens)
+    try:
+        with Simulator() as simulator:
+            run = simulator.run(program, arguments, Mode.VERIFY, goldens)
+    except SimulatorError as error:
+        if UNSET in str(error):
+            pytest.xfail(f"PyPTO's verifier died: {UNSET}")
+        raise
     # The whole cache, bit for bit; but FP32 norms, for K has been summed otherwise: to their last bit.
     norms = [golden for golden in goldens.values() if golden.dtype == torch.float32]
     last_bit = 2.0**-22 * max((float(norm.max()) for norm in norms), default=0.0)
@@ -48,8 +57,8 @@ def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
 
 
-# PyPTO 0.2.0 dies when it verifies most programs with a bf16 side ("data.valid: Index out of bounds", "Invalid slot index").
-# It interprets, compiles and costs them; the cause is not known. What survives is verified: each side in decode, beside tq4.
+# PyPTO 0.2.0 dies whenever it verifies these, of that or of "data.valid: Index out of bounds"; the cause is not known. What
+# survives is verified: each side in decode, beside tq4.
 DIES = pytest.mark.xfail(raises=SimulatorError, strict=True, reason="PyPTO dies while it verifies this program")
 
 
