@@ -51,7 +51,7 @@ struct At {
 };
 
 // Of rows by tiles products each(At): done(At, sums). A product's sums are stored while the next one runs, and looked at while
-// the one after that does.
+// the one after that does. What the first turn stores means nothing, and nobody looks at it.
 template <class Each, class Done> inline void multiply_all(int rows, int tiles, int chunks, Each each, Done done) {
     alignas(64) int32_t sums[2][kSums];
     const int n = rows * tiles;
