@@ -106,7 +106,7 @@ def spoiled(sources, old, new):
         (r"-cce-aicore-stack-size=0x8000", "-cce-aicore-stack-size=0x10", "its stack has 16"),
         (r"^extern \"C\" ", "", "cannot be read"),
         (r"^(using UBTileTensor\w+ = TileTensor<)half", r"\g<1>quarter", "a tile of unknown type"),
-        (r"^TMul<.*?>\((ubTensor_\d+), ubTensor_\d+,", r"TNew(\1, ubTensor_0,", "ubTensor_0 is not declared"),
+        (r"^TMul<.*?>\((ubTensor_\d+), ubTensor_\d+,", r"TNew(\1, ubTensor_99999,", "ubTensor_99999 is not declared"),
     ],
 )  # fmt: skip
 def test_what_is_planted_is_found(emitted, old, new, says):
