@@ -18,6 +18,7 @@ namespace {
 #include "unpacked.h"
 #include "kept.h"
 #include "attention.h"
+#include "pass.h"
 #include "number_tiles.h"
 #include "tile_lookups.h"
 #include "tile_products.h"

@@ -149,29 +149,37 @@ template <class Simd, class P, int R> struct Attend {
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
     void score(Place k, int base, int n, const int* seen, const uint8_t* values, const uint8_t* next_keys) {
-        const int packed = packed_keys(base, n, seen);
-        if (packed && cache.k.cell == kNibble) {
-            if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, packed, codes), k.codes = codes;
-            products.score(k, packed, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values,
-                           next_keys);
-        } else if (packed) {
-            score_unpacked<Simd, R>(cache.k, k, packed, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
-        }
+        if (const int packed = packed_keys(base, n, seen)) score_packed(k, packed, values, next_keys);
         score_exact(base, n, seen);
+    }
+
+    // The same of the first n packed keys, n > 0.
+    void score_packed(Place k, int n, const uint8_t* values, const uint8_t* next_keys) {
+        if (cache.k.cell != kNibble)
+            return score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
+        if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, n, codes), k.codes = codes;
+        products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
     void mix(Place v, int base, int n, const int* seen, const uint8_t* next_keys) {
         const int packed = weigh(v, base, n, seen);
         if (!packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
-        if (cache.v.cell != kNibble)
-            return mix_unpacked<Simd, R>(cache.v, v, packed, weights, stride, shrink, codes, numbers, tile.sums);
-        if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, packed, codes), v.codes = codes;
-        products.mix(v, packed, weights, shrink, tile.sums, next_keys);
+        mix_packed(v, packed, next_keys);
     }
 
-    // Whether a row sees a key of the block that is packed.
-    bool sees_packed_keys(int base, int n, const int* seen) const { return packed_keys(base, n, seen); }
+    // The same of the first n packed values, n > 0, by the weights that `weigh` left.
+    void mix_packed(Place v, int n, const uint8_t* next_keys) {
+        if (cache.v.cell != kNibble)
+            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
+        if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, n, codes), v.codes = codes;
+        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+    }
+
+    // Of how many of a block's first keys a row sees packed ones, 0 of none.
+    int packed_keys(int base, int n, const int* seen) const {
+        return k_kept.none_in(base, n) ? most_seen(seen) : KeptKeys<R>(k_kept, base, n, seen).packed;
+    }
 
     // Replaces the logits of keys in BF16.
     void score_exact(int base, int n, const int* seen) {
@@ -180,8 +188,8 @@ template <class Simd, class P, int R> struct Attend {
         if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, found, logits);
     }
 
-    // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns of how many of the
-    // block's first keys a row sees packed ones, 0 of none.
+    // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
+    // of V.
     int weigh(Place v, int base, int n, const int* seen) {
         if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
@@ -200,11 +208,6 @@ template <class Simd, class P, int R> struct Attend {
         int most = 0;
         for (int r = 0; r < R; ++r) most = larger(seen[r], most);
         return most;
-    }
-
-    // As `weigh` returns it, of K.
-    int packed_keys(int base, int n, const int* seen) const {
-        return k_kept.none_in(base, n) ? most_seen(seen) : KeptKeys<R>(k_kept, base, n, seen).packed;
     }
 
     // With `keep`, where there are values in BF16, the sums of those are left to `weigh`.

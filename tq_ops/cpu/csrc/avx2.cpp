@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "kernels.h"
 #include "numbers.h"
@@ -17,6 +18,8 @@ namespace {
 #include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
+#include "pass.h"
+#include "pass_attention.h"
 #include "projection.h"
 #include "elementwise.h"
 template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
@@ -24,8 +27,8 @@ template <int R> using Products = FloatProducts<Avx2, Avx2, R>;
 
 const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>,
-        attend<Avx2, Products>,
+        scratch_of_passes<Avx2, Products>,
+        attend_pass<Avx2, Products>,
         numbers_of<Avx2>,
         rotate<Avx2>,
         nullptr,
@@ -39,7 +42,7 @@ const Kernels& avx2_kernels() {
         widen,
         narrow,
         add_up,
-        1,
+        kMaxTiles,
     };
     return kernels;
 }

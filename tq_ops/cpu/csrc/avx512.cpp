@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "kernels.h"
 #include "numbers.h"
@@ -18,6 +19,8 @@ namespace {
 #include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
+#include "pass.h"
+#include "pass_attention.h"
 #include "projection.h"
 #include "elementwise.h"
 template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
@@ -25,8 +28,8 @@ template <int R> using Products = FloatProducts<Avx512, Avx2, R>;
 
 const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>,
-        attend<Avx512, Products>,
+        scratch_of_passes<Avx512, Products>,
+        attend_pass<Avx512, Products>,
         numbers_of<Avx512>,
         rotate<Avx512>,
         nullptr,
@@ -40,7 +43,7 @@ const Kernels& avx512_kernels() {
         widen,
         narrow,
         add_up,
-        1,
+        kMaxTiles,
     };
     return kernels;
 }

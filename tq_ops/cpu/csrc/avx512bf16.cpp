@@ -7,7 +7,9 @@
 
 namespace haarkv {
 namespace {
+#include "common.h"
 #include "projection.h"
+#include "pair_rotation.h"
 
 // `vdpbf16ps`: in each lane two products of BF16 numbers, the odd one first, each added with one rounding. It takes numbers
 // below 2^-126 for zero and makes none. x stays in BF16.
@@ -43,11 +45,18 @@ void project_bf16(const Projection& p, int64_t begin, int64_t end, float* sums) 
     if (all_bf16(p)) return project_by<Bf16Pairs>(p, begin, end);
     avx512_kernels().project(p, begin, end, sums);
 }
+
+void rotate_either(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y) {
+    if (exact) return rotate_exact(x, rows, matrix, head, y);
+    for (int r = 0; r < rows; r += kMaxRows)
+        avx512_kernels().rotate(x + r * matrix.inputs, smaller(rows - r, kMaxRows), matrix, head, y + r * matrix.outputs);
+}
 }  // namespace
 
 const Kernels& avx512bf16_kernels() {
     static const Kernels kernels = [] {
         Kernels k = avx512vnni_kernels();
+        k.rotate_pairs = rotate_either;
         k.prepared_floats = prepared_bf16, k.prepare = prepare_bf16, k.project = project_bf16;
         return k;
     }();

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "kernels.h"
 #include "numbers.h"
@@ -14,6 +15,8 @@ namespace {
 #include "simd_avx512.h"
 #include "simd_vnni.h"
 #include "integers.h"
+#include "integer_keys.h"
+#include "integer_values.h"
 #include "integer_products.h"
 #include "unpacked.h"
 template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, uint8_t* bytes, float* out) {
@@ -21,16 +24,19 @@ template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, 
 }
 #include "kept.h"
 #include "attention.h"
+#include "pass.h"
+#include "pass_attention.h"
 
 // Only levels of up to 4 bits and BF16 activations become integers; FP32 stays FP32.
 void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
     if (tiles->bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble))
-        return attend<Avx512, IntegerProducts>(cache, tiles, count, scratch);
+        return attend_pass<Avx512, IntegerProducts>(cache, tiles, count, scratch);
     avx512_kernels().attend(cache, tiles, count, scratch);
 }
 
 int64_t scratch_of_either(const Cache& cache) {
-    const int64_t floats = avx512_kernels().scratch_floats(cache), integers = scratch_floats<IntegerProducts>(cache);
+    const int64_t floats = avx512_kernels().scratch_floats(cache),
+                  integers = scratch_of_passes<Avx512, IntegerProducts>(cache);
     return floats > integers ? floats : integers;
 }
 }  // namespace

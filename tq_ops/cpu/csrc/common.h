@@ -45,8 +45,8 @@ template <class Simd> constexpr int kAccumulators = Simd::registers - 8;
 constexpr int kLine = 64;  // bytes of a cache line
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-inline int smaller(int a, int b) { return a < b ? a : b; }
-inline int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
 

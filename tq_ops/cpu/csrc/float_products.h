@@ -139,6 +139,9 @@ void mix_words(Words of, const float* weights, int stride, typename Simd::Table 
 
 // The products of R rows, as `attend_rows` calls them. `Narrow` is a register of half the width, for vectors shorter than one.
 template <class Simd, class Narrow, int R> struct FloatProducts {
+    static constexpr bool shares = false;  // lookups, in a pass
+    static int64_t found_floats(const Cache&) { return 0; }
+
     const Cache& cache;
     const int stride;       // keys of a row in scratch
     float* const q;         // [k.levels, R]

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #include "kernels.h"
 #include "numbers.h"
@@ -18,6 +19,8 @@ namespace {
 #include "stored_numbers.h"
 #include "kept.h"
 #include "attention.h"
+#include "pass.h"
+#include "pass_attention.h"
 #include "projection.h"
 #include "elementwise.h"
 template <int R> using Products = FloatProducts<Portable, Portable, R>;
@@ -25,8 +28,8 @@ template <int R> using Products = FloatProducts<Portable, Portable, R>;
 
 const Kernels& portable_kernels() {
     static constexpr Kernels kernels = {
-        scratch_floats<Products>,
-        attend<Portable, Products>,
+        scratch_of_passes<Portable, Products>,
+        attend_pass<Portable, Products>,
         numbers_of<Portable>,
         rotate<Portable>,
         nullptr,
@@ -40,7 +43,7 @@ const Kernels& portable_kernels() {
         widen,
         narrow,
         add_up,
-        1,
+        kMaxTiles,
     };
     return kernels;
 }

@@ -39,10 +39,15 @@ struct Together {
     RowBytes bytes_of(int t) const { return {cache, row_bytes + t / 2 * RowBytes::floats(cache)}; }
     TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }
 
+    void see(int base, int n) {
+        for (int t = 0; t < count; ++t)
+            for (int r = 0; r < R; ++r) seen[t][r] = smaller(n, rows(t).tile.limits[r] - base);
+    }
+
     // Logits of a block's first n keys.
     void score(Place k, int base, int n, const uint8_t* values) {
         bool packed = false;
-        for (int t = 0; t < count; ++t) packed = packed || rows(t).sees_packed_keys(base, n, seen[t]);
+        for (int t = 0; t < count; ++t) packed = packed || rows(t).packed_keys(base, n, seen[t]);
         if (packed && cache.k.cell != kNibble) {
             score_numbers(k, n, values);
         } else if (packed) {
@@ -159,37 +164,11 @@ struct Together {
     }
 };
 
-inline void attend_together(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    constexpr int R = kMaxRows;
-    const Tiles shapes(whole_shapes());
-    Together together(cache, tiles, count, scratch);
-    int longest = 0;
-    for (int t = 0; t < count; ++t)
-        for (int r = 0; r < R; ++r) longest = larger(tiles[t].limits[r], longest);
-    for (int block = tiles->first_block; block < tiles->end_block; ++block) {
-        const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
-        if (n <= 0) break;
-        const int next = block + 1 < tiles->end_block ? block + 1 : block;
-        const Place k = place(cache.k, cache, tiles->block_table[block], tiles->kv_head);
-        const Place v = place(cache.v, cache, tiles->block_table[block], tiles->kv_head);
-        const Place next_k = place(cache.k, cache, tiles->block_table[next], tiles->kv_head);
-        for (int t = 0; t < count; ++t)
-            for (int r = 0; r < R; ++r) together.seen[t][r] = smaller(n, tiles[t].limits[r] - base);
-        fetch_scales(cache.v, v, n);
-        together.score(k, base, n, v.codes);
-        fetch_scales(cache.k, next_k, n);
-        together.mix(v, base, n, next_k.codes);
-    }
-    for (int t = 0; cache.v.cell == kNibble && t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
-}
-
-// Of several tiles the last may have fewer rows: it repeats its first, which see nothing.
 inline void attend_tiles(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    Tile filled[kMaxTiles];
-    for (int t = 0; t < count; ++t) {
-        filled[t] = tiles[t], filled[t].rows = kMaxRows;
-        for (int r = tiles[t].rows; r < kMaxRows; ++r)
-            filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
-    }
-    attend_together(cache, filled, count, scratch);
+    const Tiles shapes(whole_shapes());
+    Tile filled[kMaxTiles] = {};
+    fill_tiles(tiles, count, filled);
+    Together together(cache, filled, count, scratch);
+    walk_blocks(cache, filled, count, together);
+    for (int t = 0; cache.v.cell == kNibble && t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
 }

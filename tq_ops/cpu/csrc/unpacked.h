@@ -130,13 +130,20 @@ inline void score_keys(const Number* x, int dim, const float* const* q, float fa
     }
 }
 
-// The same of any number of vectors [n, dim].
+// The same of any number of vectors [n, dim]: four vectors by as many rows at a time as leave the sums in registers, for
+// four sums are added up at once.
 template <class Simd, int R, class Number>
 void score_numbers(const Number* x, int n, int dim, const float* const* q, float factor, int stride, float* logits) {
-    constexpr int kKeys = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-    int key = 0;
-    for (; key + kKeys <= n; key += kKeys) score_keys<Simd, R, kKeys>(x + key * dim, dim, q, factor, stride, logits + key);
-    for (; key < n; ++key) score_keys<Simd, R, 1>(x + key * dim, dim, q, factor, stride, logits + key);
+    constexpr int kRows = smaller(R, kAccumulators<Simd> / 4);
+    if constexpr (R > kRows) {
+        constexpr int kFirst = (R + 1) / 2;
+        score_numbers<Simd, kFirst>(x, n, dim, q, factor, stride, logits);
+        score_numbers<Simd, R - kFirst>(x, n, dim, q + kFirst, factor, stride, logits + kFirst * stride);
+    } else {
+        int key = 0;
+        for (; key + 4 <= n; key += 4) score_keys<Simd, R, 4>(x + key * dim, dim, q, factor, stride, logits + key);
+        for (; key < n; ++key) score_keys<Simd, R, 1>(x + key * dim, dim, q, factor, stride, logits + key);
+    }
 }
 
 // The same of vectors that lie by channel, x [dim, kTileKeys]: each lane holds another key. Wide sums are taken in two parts,
@@ -161,6 +168,13 @@ void score_channels(const float* x, int dim, const float* const* q, float factor
             Simd::store(logits + r * stride + i, Simd::mul(sum, Simd::set1(factor)));
         }
     }
+}
+
+// The same of up to kTileKeys vectors of a side, as `numbers_of` leaves them.
+template <class Simd, int R>
+void score_vectors(const Side& side, const float* x, int n, const float* const* q, float factor, int stride, float* logits) {
+    if (side.cell == kChannels) return score_channels<Simd, R>(x, side.levels, q, factor, stride, logits);
+    score_numbers<Simd, R>(x, n, side.levels, q, factor, stride, logits);
 }
 
 // COLUMNS registers of sums[r] = sums[r] * shrink[r] + weights[r] @ x, of n vectors `dim` apart.
@@ -210,11 +224,7 @@ void score_unpacked(const Side& side, Place at, int n, const float* const* q, fl
         const int keys = smaller(n - key, kTileKeys);
         fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
         numbers_of<Simd>(side, at, key, keys, bytes, numbers);
-        if (side.cell == kChannels) {
-            score_channels<Simd, R>(numbers, side.levels, q, factor, stride, logits + key);
-            continue;
-        }
-        score_numbers<Simd, R>(numbers, keys, side.levels, q, factor, stride, logits + key);
+        score_vectors<Simd, R>(side, numbers, keys, q, factor, stride, logits + key);
     }
 }
 

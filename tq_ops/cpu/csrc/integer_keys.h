@@ -1,0 +1,86 @@
+// Q.K of nibbles by dot products of 16-bit integers, two products per lane and instruction, for BF16 activations.
+
+constexpr int kQueryStride = kMaxLevels;  // integers per row
+
+inline __m256i to_halves(__m512 x, __m512 inverse) { return _mm512_cvtsepi32_epi16(to_integers(x, inverse)); }
+
+// Converts a rotated row of N levels in word order to N / 2 pairs, levels k and k + 4 of a word. Returns the row's step.
+inline float whole_query(const float* q, int levels, float most_total, int16_t* pairs) {
+    float inverse;
+    const float step = query_step(q, levels, most_total, &inverse);
+    for (int i = 0; i < levels; i += 16) {
+        const __m256i whole = to_halves(_mm512_loadu_ps(q + i), _mm512_set1_ps(inverse));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + i), _mm256_unpacklo_epi16(whole, _mm256_srli_si256(whole, 8)));
+    }
+    return step;
+}
+
+// Centroids of a word's levels kLevel and kLevel + 4 of 16 keys, one key per lane: looked up in transposed words
+// [word][TILES][lane] ...
+template <int TILES> struct WordsOfKeys {
+    const uint32_t* words;
+    __m512i table;
+
+    template <int LEVEL> __m512i at(int word, int tile) const {
+        const uint32_t* from = words + (word * TILES + tile) * Avx512::width;
+        const __m512i x = Vnni512::load(reinterpret_cast<const char*>(from) + LEVEL / 2);
+        return Vnni512::lookup(table, Vnni512::shift<LEVEL % 2 * 4>(x));
+    }
+};
+
+// ... or found before, [word][4 levels][kSlabTiles], by `look_up_words`.
+constexpr int kSlabTiles = 2,
+              kSlabKeys = kSlabTiles * Avx512::width;  // keys that are looked up at a time for all rows of a pass
+struct FoundKeys {
+    const __m512i* values;
+
+    template <int LEVEL> __m512i at(int word, int tile) const { return values[(word * 4 + LEVEL) * kSlabTiles + tile]; }
+};
+
+inline void look_up_words(const uint32_t* words, int count, const int16_t* integers, __m512i* values) {
+    const WordsOfKeys<kSlabTiles> of{words, Vnni512::table(integers)};
+    for (int word = 0; word < count; ++word, values += 4 * kSlabTiles)
+        for (int tile = 0; tile < kSlabTiles; ++tile) {
+            values[tile] = of.at<0>(word, tile), values[kSlabTiles + tile] = of.at<1>(word, tile);
+            values[2 * kSlabTiles + tile] = of.at<2>(word, tile), values[3 * kSlabTiles + tile] = of.at<3>(word, tile);
+        }
+}
+
+// Logits of TILES tiles of 16 keys by words begin ... end - 1; factor[r] scales row r's integers. Adds to those that are there
+// if `add`.
+template <int R, int TILES, class Keys>
+inline void score_whole(Keys keys, int begin, int end, const int16_t* q, const float* scale, const float* factor,
+                        float* logits, int stride, bool add, Ahead ahead) {
+    using V = Vnni512;
+    constexpr int kWidth = Avx512::width;
+    __m512i acc[TILES][R];
+    for (int t = 0; t < TILES; ++t)
+        for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
+#pragma GCC unroll 1
+    for (int j = begin; j < end; ++j) {
+        ahead.turn();
+        const int16_t* column = q + j * 8;
+        auto level = [&](auto k) __attribute__((always_inline)) {
+            constexpr int kLevel = decltype(k)::value;
+            __m512i value[TILES];
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; ++t) value[t] = keys.template at<kLevel>(j, t);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i query = V::pair(column + r * kQueryStride + kLevel * 2);
+#pragma GCC unroll 4
+                for (int t = 0; t < TILES; ++t) acc[t][r] = V::dot(value[t], query, acc[t][r]);
+            }
+        };
+        level(Int<0>{}), level(Int<1>{}), level(Int<2>{}), level(Int<3>{});
+    }
+    for (int t = 0; t < TILES; ++t) {
+        const __m512 own = Avx512::load(scale + t * kWidth);
+        for (int r = 0; r < R; ++r) {
+            float* to = logits + r * stride + t * kWidth;
+            const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+            // A product and a sum apart would be contracted for some R and not for others.
+            Avx512::store(to, Avx512::fma(V::to_floats(acc[t][r]), by, add ? Avx512::load(to) : Avx512::zero()));
+        }
+    }
+}

@@ -1,0 +1,186 @@
+// Attention of the tiles of a pass in vector registers: codes are looked up, or become numbers, once for all of their rows.
+// Each tile adds what it would add alone, in the same order.
+
+template <class Simd, template <int> class Products> class Pass {
+    static constexpr int R = kMaxRows;
+    typedef Products<R> P;
+    typedef Attend<Simd, P, R> Rows;
+
+  public:
+    static int64_t floats(const Cache& cache) { return found_floats(cache) + kMaxTiles * tile_floats(cache); }
+
+    // Whether the tiles of a pass over this cache share anything.
+    static bool shares(const Cache& cache) { return shares(cache.k) || shares(cache.v); }
+
+    Pass(const Cache& cache, const Tile* tiles, int count, float* scratch) : cache_(cache), count_(count), found_(scratch) {
+        scratch += found_floats(cache);
+        for (int t = 0; t < count; ++t) {
+            new (places_[t]) Rows(cache, tiles[t], scratch + t * tile_floats(cache));
+            longest_[t] = longest_of(tiles[t]);
+        }
+    }
+
+    void see(int base, int n) {
+        for (int t = 0; t < count_; ++t) {
+            n_[t] = smaller(n, longest_[t] - base);
+            for (int r = 0; r < R; ++r) seen_[t][r] = smaller(n_[t], rows(t).tile.limits[r] - base);
+        }
+    }
+
+    // Logits of a block's first n keys.
+    void score(Place k, int base, int n, const uint8_t* values) {
+        each([&](int t) { packed_[t] = rows(t).packed_keys(base, n_[t], seen_[t]); });
+        fetch_bytes(values, n * cache_.v.bytes);
+        if (cache_.k.cell != kNibble) {
+            score_numbers_of(k);
+        } else if constexpr (P::shares) {
+            score_nibbles(k);
+        } else {
+            each_packed([&](int t) { rows(t).score_packed(k, packed_[t], values, values); });
+        }
+        each([&](int t) { rows(t).score_exact(base, n_[t], seen_[t]); });
+    }
+
+    // Adds the block's values by the probabilities that its logits make.
+    void mix(Place v, int base, int n, const uint8_t* next_keys) {
+        each([&](int t) {
+            packed_[t] = rows(t).weigh(v, base, n_[t], seen_[t]);
+            if (!packed_[t]) shrink_sums<R>(rows(t).shrink, cache_.v.levels, rows(t).tile.sums);
+        });
+        fetch_bytes(next_keys, n * cache_.k.bytes);
+        if (cache_.v.cell != kNibble) {
+            mix_numbers_of(v);
+        } else if constexpr (P::shares) {
+            mix_nibbles(v);
+        } else {
+            each_packed([&](int t) { rows(t).mix_packed(v, packed_[t], next_keys); });
+        }
+    }
+
+  private:
+    const Cache& cache_;
+    const int count_;
+    float* const found_;  // what is looked up
+    alignas(Rows) unsigned char places_[kMaxTiles][sizeof(Rows)];
+    int longest_[kMaxTiles], n_[kMaxTiles], seen_[kMaxTiles][R];
+    int packed_[kMaxTiles];  // keys of the block that a row of the tile sees packed, and those before them
+
+    static bool shares(const Side& side) { return side.cell != kNibble || P::shares; }
+    static int64_t found_floats(const Cache& cache) { return (P::found_floats(cache) + 15) / 16 * 16; }
+    static int64_t tile_floats(const Cache& cache) { return (Pieces(cache, kMaxRows).end + P::floats(cache) + 15) / 16 * 16; }
+
+    Rows& rows(int t) { return *reinterpret_cast<Rows*>(places_[t]); }
+
+    // Tiles that see a key of the block, and those that see a packed one.
+    template <class Body> void each(Body body) {
+        for (int t = 0; t < count_; ++t)
+            if (n_[t] > 0) body(t);
+    }
+    template <class Body> void each_packed(Body body) {
+        each([&](int t) {
+            if (packed_[t]) body(t);
+        });
+    }
+    int most_packed() {
+        int most = 0;
+        each([&](int t) { most = larger(packed_[t], most); });
+        return most;
+    }
+
+    // A block's vectors as numbers, kTileKeys at a time: body(t, key, keys, numbers) for tiles that see any of them packed.
+    template <class Body> void each_number(const Side& side, Place at, Body body) {
+        Rows& first = rows(0);
+        for (int key = 0, most = most_packed(); key < most; key += kTileKeys) {
+            numbers_of<Simd>(side, at, key, smaller(most - key, kTileKeys), first.codes, first.numbers);
+            each([&](int t) {
+                const int keys = smaller(packed_[t] - key, kTileKeys);
+                if (keys > 0) body(t, key, keys, first.numbers);
+            });
+        }
+    }
+
+    void score_numbers_of(Place k) {
+        const Side& side = cache_.k;
+        each_number(side, k, [&](int t, int key, int keys, const float* numbers) {
+            const Rows& of = rows(t);
+            score_vectors<Simd, R>(side, numbers, keys, of.tile.q, of.tile.softmax_scale, of.stride, of.logits + key);
+        });
+    }
+
+    void mix_numbers_of(Place v) {
+        float one[R];
+        for (int r = 0; r < R; ++r) one[r] = 1.0f;
+        each_number(cache_.v, v, [&](int t, int key, int keys, const float* numbers) {
+            Rows& of = rows(t);
+            mix_numbers<Simd, R>(numbers, keys, cache_.v.levels, of.weights + key, of.stride, key ? one : of.shrink,
+                                 of.tile.sums);
+        });
+    }
+
+    // Nibbles of a block's first n vectors.
+    const uint8_t* nibbles(const Side& side, Place at, int n) {
+        if (!unpacks_nibbles(side)) return at.codes;
+        unpack_nibbles<Simd>(side, at.codes, n, rows(0).codes);
+        return rows(0).codes;
+    }
+
+    void score_nibbles(Place k) {
+        const Rows& first = rows(0);
+        const int most = most_packed(), segments = cache_.k.scales_per_vector;
+        if (!most) return;
+        const uint8_t* codes = nibbles(cache_.k, k, most);
+        widen_scales<Simd>(k.scales, segments, most, first.stride, first.k_scale);
+        for (int key = 0; key < most; key += P::kKeysTogether) {
+            P::look_up_keys(cache_, codes + key * nibble_bytes(cache_.k), smaller(most - key, P::kKeysTogether),
+                            reinterpret_cast<uint32_t*>(first.words), found_);
+            each([&](int t) {
+                const Rows& of = rows(t);
+                const int keys = smaller(packed_[t] - key, P::kKeysTogether);
+                if (keys > 0)
+                    of.products.score_found(found_, keys, of.tile.softmax_scale, first.k_scale + key, of.logits + key);
+            });
+        }
+    }
+
+    void mix_nibbles(Place v) {
+        const int most = most_packed(), segments = cache_.v.scales_per_vector, words = cache_.v.levels / 8 / segments;
+        if (!most) return;
+        const uint8_t* codes = nibbles(cache_.v, v, most);
+        float one[R];
+        for (int r = 0; r < R; ++r) one[r] = 1.0f;
+        for (int s = 0; s < segments; ++s)
+            for (int key = 0; key < most; key += P::kValuesTogether) {
+                auto each_left = [&](auto body) {
+                    each([&](int t) {
+                        const int keys = smaller(packed_[t] - key, P::kValuesTogether);
+                        if (keys > 0) body(rows(t), keys);
+                    });
+                };
+                each_left([&](Rows& of, int keys) { of.products.weigh(of.weights + s * R * of.stride + key, keys); });
+                P::units(words, [&](auto unit, int word) {
+                    typedef decltype(unit) Unit;
+                    word += s * words;
+                    P::template look_up_values<Unit>(cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
+                                                     smaller(most - key, P::kValuesTogether), found_);
+                    each_left([&](Rows& of, int keys) {
+                        of.products.template mix_shared<Unit>(found_, keys, key ? one : of.shrink, of.tile.sums + word);
+                    });
+                });
+            }
+    }
+};
+
+template <class Simd, template <int> class Products> int64_t scratch_of_passes(const Cache& cache) {
+    return larger(scratch_floats<Products>(cache), Pass<Simd, Products>::floats(cache));
+}
+
+// Of one tile, or of several.
+template <class Simd, template <int> class Products>
+void attend_pass(const Cache& cache, const Tile* tiles, int count, float* scratch) {
+    typedef Pass<Simd, Products> P;
+    if (count == 1 || !P::shares(cache)) return attend<Simd, Products>(cache, tiles, count, scratch);
+    Tile filled[kMaxTiles] = {};
+    fill_tiles(tiles, count, filled);
+    P pass(cache, filled, count, scratch);
+    walk_blocks(cache, filled, count, pass);
+}
