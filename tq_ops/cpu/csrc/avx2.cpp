@@ -12,6 +12,8 @@ namespace {
 #include "common.h"
 #include "exponential.h"
 #include "simd_avx2.h"
+#include "float_keys.h"
+#include "float_values.h"
 #include "float_products.h"
 #include "vectors.h"
 #include "unpacked.h"

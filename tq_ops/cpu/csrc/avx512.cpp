@@ -13,6 +13,8 @@ namespace {
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "simd_avx512.h"
+#include "float_keys.h"
+#include "float_values.h"
 #include "float_products.h"
 #include "vectors.h"
 #include "unpacked.h"

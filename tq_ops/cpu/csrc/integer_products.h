@@ -3,7 +3,6 @@
 template <int R> struct IntegerProducts {
     using Simd = Avx512;
     static constexpr int kPlanes = R * 4 <= kAccumulators<Simd> ? 4 : 2;
-    static constexpr bool shares = true;  // lookups, in a pass
 
     const Cache& cache;
     const int stride;      // keys of a row in scratch
@@ -100,7 +99,7 @@ template <int R> struct IntegerProducts {
     template <class Body> static void units(int words, Body body) { each_unit<kPlanes>(words, body); }
 
     // A unit's centroids of up to kValuesTogether values.
-    template <class Unit> static void look_up_values(const Cache& cache, const uint8_t* codes, int n, float* found) {
+    template <class Unit> static void look_up_values(Unit, const Cache& cache, const uint8_t* codes, int n, float* found) {
         const Words of{codes, nibble_bytes(cache.v), n, nullptr, 0};
         look_up_unit<Unit>(of, Vnni512::table(cache.v.integers), reinterpret_cast<__m512i*>(found));
     }
@@ -118,7 +117,7 @@ template <int R> struct IntegerProducts {
     }
 
     // Adds a unit's sums of the n keys that `weigh` took.
-    template <class Unit> void mix_shared(const float* found, int n, const float* shrink, float* sums) const {
+    template <class Unit> void mix_shared(Unit, const float* found, int n, const float* shrink, float* sums) const {
         mix_found<R, Unit>(reinterpret_cast<const __m512i*>(found), {nullptr, 0, n, whole, stride}, shrink, steps, sums,
                            cache.v.levels / 8);
     }

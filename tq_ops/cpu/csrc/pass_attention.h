@@ -9,9 +9,6 @@ template <class Simd, template <int> class Products> class Pass {
   public:
     static int64_t floats(const Cache& cache) { return found_floats(cache) + kMaxTiles * tile_floats(cache); }
 
-    // Whether the tiles of a pass over this cache share anything.
-    static bool shares(const Cache& cache) { return shares(cache.k) || shares(cache.v); }
-
     Pass(const Cache& cache, const Tile* tiles, int count, float* scratch) : cache_(cache), count_(count), found_(scratch) {
         scratch += found_floats(cache);
         for (int t = 0; t < count; ++t) {
@@ -33,10 +30,8 @@ template <class Simd, template <int> class Products> class Pass {
         fetch_bytes(values, n * cache_.v.bytes);
         if (cache_.k.cell != kNibble) {
             score_numbers_of(k);
-        } else if constexpr (P::shares) {
-            score_nibbles(k);
         } else {
-            each_packed([&](int t) { rows(t).score_packed(k, packed_[t], values, values); });
+            score_nibbles(k);
         }
         each([&](int t) { rows(t).score_exact(base, n_[t], seen_[t]); });
     }
@@ -50,10 +45,8 @@ template <class Simd, template <int> class Products> class Pass {
         fetch_bytes(next_keys, n * cache_.k.bytes);
         if (cache_.v.cell != kNibble) {
             mix_numbers_of(v);
-        } else if constexpr (P::shares) {
-            mix_nibbles(v);
         } else {
-            each_packed([&](int t) { rows(t).mix_packed(v, packed_[t], next_keys); });
+            mix_nibbles(v);
         }
     }
 
@@ -65,21 +58,15 @@ template <class Simd, template <int> class Products> class Pass {
     int longest_[kMaxTiles], n_[kMaxTiles], seen_[kMaxTiles][R];
     int packed_[kMaxTiles];  // keys of the block that a row of the tile sees packed, and those before them
 
-    static bool shares(const Side& side) { return side.cell != kNibble || P::shares; }
     static int64_t found_floats(const Cache& cache) { return (P::found_floats(cache) + 15) / 16 * 16; }
     static int64_t tile_floats(const Cache& cache) { return (Pieces(cache, kMaxRows).end + P::floats(cache) + 15) / 16 * 16; }
 
     Rows& rows(int t) { return *reinterpret_cast<Rows*>(places_[t]); }
 
-    // Tiles that see a key of the block, and those that see a packed one.
+    // Tiles that see a key of the block.
     template <class Body> void each(Body body) {
         for (int t = 0; t < count_; ++t)
             if (n_[t] > 0) body(t);
-    }
-    template <class Body> void each_packed(Body body) {
-        each([&](int t) {
-            if (packed_[t]) body(t);
-        });
     }
     int most_packed() {
         int most = 0;
@@ -158,12 +145,11 @@ template <class Simd, template <int> class Products> class Pass {
                 };
                 each_left([&](Rows& of, int keys) { of.products.weigh(of.weights + s * R * of.stride + key, keys); });
                 P::units(words, [&](auto unit, int word) {
-                    typedef decltype(unit) Unit;
                     word += s * words;
-                    P::template look_up_values<Unit>(cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
-                                                     smaller(most - key, P::kValuesTogether), found_);
+                    P::look_up_values(unit, cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
+                                      smaller(most - key, P::kValuesTogether), found_);
                     each_left([&](Rows& of, int keys) {
-                        of.products.template mix_shared<Unit>(found_, keys, key ? one : of.shrink, of.tile.sums + word);
+                        of.products.mix_shared(unit, found_, keys, key ? one : of.shrink, of.tile.sums + word);
                     });
                 });
             }
@@ -177,10 +163,9 @@ template <class Simd, template <int> class Products> int64_t scratch_of_passes(c
 // Of one tile, or of several.
 template <class Simd, template <int> class Products>
 void attend_pass(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    typedef Pass<Simd, Products> P;
-    if (count == 1 || !P::shares(cache)) return attend<Simd, Products>(cache, tiles, count, scratch);
+    if (count == 1) return attend<Simd, Products>(cache, tiles, count, scratch);
     Tile filled[kMaxTiles] = {};
     fill_tiles(tiles, count, filled);
-    P pass(cache, filled, count, scratch);
+    Pass<Simd, Products> pass(cache, filled, count, scratch);
     walk_blocks(cache, filled, count, pass);
 }
