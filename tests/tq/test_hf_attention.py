@@ -179,7 +179,7 @@ def test_left_padding_is_left_out(counts, calls):
 @pytest.mark.parametrize("options", [{}, {"kv": "k=tq8,v=tq5"}], ids=str)
 @pytest.mark.parametrize("counts", [(5, 128, 249), (0, 200, 131)], ids=str)
 def test_left_padding_where_blocks_end(counts, options, calls):
-    """In formats of which one level more or less stays within the bound: where a number lies between two, a rounding decides."""
+    """In formats of which one level more or less stays within the bound: rounding decides between two."""
     same(build(), rows=LONG, mask=padded(*counts, rows=LONG), options=options)
     assert len(calls) == 2 * (NEW - 1)
 
