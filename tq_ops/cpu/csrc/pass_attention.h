@@ -160,10 +160,17 @@ template <class Simd, template <int> class Products> int64_t scratch_of_passes(c
     return larger(scratch_floats<Products>(cache), Pass<Simd, Products>::floats(cache));
 }
 
+// Whether the tiles are better off alone. A pass fills its last tile up to kMaxRows, which costs more than looking nibbles up
+// again for a few rows.
+inline bool are_alone(const Cache& cache, const Tile* tiles, int count) {
+    const bool nibbles = cache.k.cell == kNibble && cache.v.cell == kNibble;
+    return count == 1 || (nibbles && count == 2 && tiles[1].rows <= kMaxRows / 2);
+}
+
 // Of one tile, or of several.
 template <class Simd, template <int> class Products>
 void attend_pass(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (count == 1) return attend<Simd, Products>(cache, tiles, count, scratch);
+    if (are_alone(cache, tiles, count)) return attend<Simd, Products>(cache, tiles, count, scratch);
     Tile filled[kMaxTiles] = {};
     fill_tiles(tiles, count, filled);
     Pass<Simd, Products> pass(cache, filled, count, scratch);
