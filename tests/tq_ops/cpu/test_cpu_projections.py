@@ -28,7 +28,7 @@ def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, dtyp
             torch.set_num_threads(threads)
             assert torch.equal(together := ops.linear(x, weight), ops.linear(x.clone(), weight))
             assert torch.equal(together[:40], alone)
-            for count in (2, 3, 15, 16, 17, 31, 32, 33, 50, 64, 100, 512):
+            for count in (*range(2, 20), 31, 32, 33, 50, 64, 100, 512):
                 begin = MOST - count if count % 2 else 7
                 assert torch.equal(ops.linear(x[begin : begin + count], weight), together[begin : begin + count])
     finally:
@@ -61,6 +61,29 @@ def test_the_error_of_a_sum_is_that_of_so_many_additions(table, x_dtype, dtype, 
 def fused(a, b, c):
     """c + a * b rounded once to FP32, of BF16 a and b: FP64 holds their sum but for bits that cannot decide a rounding."""
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+def halved(lanes):
+    """The last axis added up: the upper half to the lower one, again and again."""
+    while (half := lanes.shape[-1] // 2) > 0:
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+@pytest.mark.parametrize("table", CPU[:-1], ids=lambda table: table.name)
+def test_registers_add_pairs_of_inputs_in_lanes_that_are_added_by_halves(table, tokens):
+    """Lane l takes inputs 2 l and 2 l + 1 of each step, the even one first; `vdpbf16ps` takes the odd one first."""
+    ops, (x, weight) = opened(table), drawn(2063, 33, torch.bfloat16)
+    x, lanes = x[:tokens], 8 if table.name.endswith(("portable", "avx2")) else 16
+    padded = -(-2063 // (2 * lanes)) * 2 * lanes
+    a, b = (torch.nn.functional.pad(m.float(), (0, padded - 2063)).numpy() for m in (x, weight))
+    sums = np.zeros((tokens, 33, lanes), np.float32)
+    for first in range(0, padded, 2 * lanes):
+        for i in (1, 0) if table.name.endswith("bf16") else (0, 1):
+            own = slice(first + i, first + 2 * lanes, 2)
+            sums = fused(a[:, None, own], b[None, :, own], sums)
+    assert torch.equal(ops.linear(x, weight), torch.from_numpy(halved(sums)))
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

@@ -1,5 +1,6 @@
 #include "intrinsics.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "kernels.h"
@@ -8,32 +9,30 @@
 namespace haarkv {
 namespace {
 #include "common.h"
+#include "exponential.h"
+#include "simd_avx2.h"
+#include "simd_avx512.h"
 #include "projection.h"
 #include "pair_rotation.h"
 
 // `vdpbf16ps`: in each lane two products of BF16 numbers, the odd one first, each added with one rounding. It takes numbers
 // below 2^-126 for zero and makes none. x stays in BF16.
-struct Bf16Pairs {
+struct Bf16Pairs : Avx512 {
     typedef uint16_t Weight;
     typedef uint16_t X;
-    typedef __m512 F;
     typedef __m512bh W;
-    static constexpr int step = 32, registers = 32;
+    static constexpr int step = 32, parts = 1, lanes = 32;
 
-    static F zero() { return _mm512_setzero_ps(); }
-    static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
-    static W load(const uint16_t* p) { return (W)_mm512_loadu_si512(p); }
-    static F add(W w, const X* x, F sum) { return _mm512_dpbf16_ps(sum, w, load(x)); }
-    static void put(const float* x, X* to) {
-        for (int i = 0; i < step; ++i) to[i] = static_cast<uint16_t>(bits_of(x[i]) >> 16);
-    }
+    template <int> static W load(const Weight* weight) { return load_x(weight); }
+    static W load_x(const X* x) { return (W)_mm512_loadu_si512(x); }
+    static F add(W w, W x, F sum) { return _mm512_dpbf16_ps(sum, w, x); }
 };
 
 // FP32 in the weight or in x stays what it is.
 bool all_bf16(const Projection& p) { return p.weight_bf16 && p.x_bf16; }
 
 int64_t prepared_bf16(const Projection& p) {
-    return all_bf16(p) ? (p.tokens * whole_steps<Bf16Pairs>(p.in) + 1) / 2 : avx512_kernels().prepared_floats(p);
+    return all_bf16(p) ? (p.tokens * prepared_numbers<Bf16Pairs>(p.in) + 1) / 2 : avx512_kernels().prepared_floats(p);
 }
 
 void prepare_bf16(const Projection& p, int64_t begin, int64_t end) {

@@ -46,6 +46,14 @@ struct Avx2 {
         y = _mm_add_ps(y, _mm_movehl_ps(y, y));
         return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
     }
+    static void reduce_each(F a, F b, F c, F d, float* out) {
+        const F ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+        const F cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+        const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
+        F sums = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+        sums = _mm256_add_ps(sums, _mm256_permute_ps(sums, 0xb1));
+        _mm_storeu_ps(out, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xa));
+    }
     static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
         const F sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
         const __m128 all = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));

@@ -44,6 +44,15 @@ struct Avx512 {
         return n >= width ? a : _mm512_mask_mov_ps(b, static_cast<__mmask16>(n > 0 ? (1u << n) - 1u : 0u), a);
     }
     static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static void reduce_each(F a, F b, F c, F d, float* out) {
+        const F ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        const F cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        F sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+        sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+        const I firsts = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+        _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
+    }
     static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
         const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
         const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));

@@ -58,6 +58,9 @@ struct Portable {
         return a;
     }
     static float reduce_add(F x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+    static void reduce_each(F a, F b, F c, F d, float* out) {
+        out[0] = reduce_add(a), out[1] = reduce_add(b), out[2] = reduce_add(c), out[3] = reduce_add(d);
+    }
     static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
         out[0] = reduce_add(a) * factor, out[1] = reduce_add(b) * factor;
         out[2] = reduce_add(c) * factor, out[3] = reduce_add(d) * factor;
