@@ -128,9 +128,10 @@ enum class Fetched {
     kNone,
     kOneBelow,  // of one of the next rows, or of two
     kTwoBelow,
-    kAlong,  // the same rows' kRowAhead later; where they end, those of the next ones
+    kAlong,     // the same rows' kRowAhead later; where they end, those of the next ones
+    kNextPage,  // of the page behind the one at hand its first half, with which the hardware goes on
 };
-constexpr int64_t kRowAhead = 2048;  // bytes; the hardware foresees nothing beyond a page
+constexpr int64_t kRowAhead = 2048, kPage = 4096;  // bytes; the hardware foresees nothing beyond a page
 
 // ROWS rows from `row` on by the TOKENS tokens of a panel from `token` on. `below`: what is fetched, in the next rows.
 template <class Products, int ROWS, int TOKENS, Fetched FETCHED>
@@ -155,6 +156,9 @@ void project_panel(const Projection& p, int64_t row, int64_t token, const typena
             const int64_t ahead = i + kAhead < p.in ? i + kAhead : i + kAhead + (ROWS - 1) * p.in;
             for (int r = 0; r < ROWS; ++r) __builtin_prefetch(weight + r * p.in + ahead, 0, 2);
         }
+        if constexpr (FETCHED == Fetched::kNextPage)
+            if (reinterpret_cast<uintptr_t>(weight + i) % kPage < kPage / 2)
+                __builtin_prefetch(weight + i + kPage / static_cast<int64_t>(sizeof(Weight)), 0, 2);
         if constexpr (FETCHED == Fetched::kOneBelow || FETCHED == Fetched::kTwoBelow) __builtin_prefetch(below + i, 0, 2);
         if constexpr (FETCHED == Fetched::kTwoBelow) __builtin_prefetch(below + p.in + i, 0, 2);
         step(weight + i, p.in);
@@ -211,11 +215,10 @@ template <class Products> void project_by(const Projection& p, int64_t begin, in
     const int64_t bytes = panels.most * prepared_numbers<Products>(p.in) * static_cast<int64_t>(sizeof(typename Products::X));
     const int64_t most = (kBytes + bytes - 1) / bytes, turns = (panels.count + most - 1) / most;
     const int64_t together = turns ? (panels.count + turns - 1) / turns : 1;
-    // A few tokens wait for the weight alone, and nothing reads memory faster than one row after the other: the hardware then
-    // foresees all of it. Sums of wide registers are few enough a row that they keep up.
-    if (Products::registers >= 32 && panels.count == 1) {
-        for (int64_t row = begin; row < end; ++row)
-            project_some<Products, 1, Fetched::kNone>(p, row, 0, panels.tokens(0), nullptr);
+    // One token waits for the weight alone, and nothing reads memory faster than one row after the other. Narrow registers
+    // would wait for their sums.
+    if (Products::registers >= 32 && Products::parts == 1 && p.tokens == 1) {
+        for (int64_t row = begin; row < end; ++row) project_panel<Products, 1, 1, Fetched::kNextPage>(p, row, 0, nullptr);
         return;
     }
     for (int64_t first = 0; first < panels.count; first += together) {
