@@ -13,6 +13,7 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.validation import bounds
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
@@ -43,6 +44,7 @@ OnRow = Callable[[LayerRow], None]
 
 
 @torch.inference_mode()
+@sleeping_threads()
 def validate(
     reference: Executor,
     candidate: Executor,
