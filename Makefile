@@ -22,7 +22,7 @@ help:
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
-	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for three kinds of GPU; no GPU needed"
+	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for four kinds of GPU; no GPU needed"
 	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
 	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"

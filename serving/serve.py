@@ -85,17 +85,14 @@ def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str]
     Raises:
         InputError: vLLM is not installed, does not take the flags, or cannot serve this model so; nothing was started.
     """
+    # What is wrong with the command is said before anybody installs vLLM for it.
+    model = _as_vllm_takes_it(model)
+    ours = _flags_of(cache, flags)
+    if not cache.vllms_own:
+        spec_from(cache.additional_config)
     if find_spec("vllm") is None:
         raise InputError("vLLM is not installed; docs/serving.md says how, for a CPU and for a GPU")
-    if not cache.vllms_own:
-        spec_from(cache.additional_config)  # what is wrong there is said at once
-    given = model
-    if model.startswith("~"):
-        # vLLM would take `~` for the name of a folder.
-        model = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-        raise InputError(f"no such model: {given}; give tiny, a folder in Hugging Face format, or a name that vLLM can load")
-    parsed, config = _parsed([model, *_flags_of(cache, flags), *_worker(cache)])
+    parsed, config = _parsed([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -110,6 +107,23 @@ def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str]
         ServeSubcommand.cmd(parsed)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"vLLM stopped: {error}") from error
+
+
+def _as_vllm_takes_it(model: str) -> str:
+    """A model's name or folder for vLLM, which would take `~` for the name of a folder.
+
+    Raises:
+        InputError: it can only be a folder, and there is none.
+    """
+    found = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
+    # On the Hub a model is NAME or ORG/NAME, and one of its files ORG/NAME/FILE.gguf; an address elsewhere has a scheme.
+    could_be_elsewhere = found.count("/") < 2 or "://" in found or found.endswith(".gguf")
+    is_path = found.startswith(("/", ".", "~")) or not could_be_elsewhere
+    if not found or (is_path and not Path(found).is_dir()):
+        raise InputError(
+            f"no such model: {model or repr('')}; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
+        )
+    return found
 
 
 def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:

@@ -59,7 +59,7 @@ def test_the_wheel_has_two_names_and_every_file(wheel):
         path.relative_to(ROOT).as_posix()
         for folder in (ROOT / "tq", *(ROOT / "haarkv" / room for room in ROOMS))
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not any(part == "__pycache__" or part.startswith(".build-") for part in path.parts)
     }
     assert found == shipped | {"haarkv/__init__.py", "haarkv/py.typed"}
     # What a search for *.py would not notice.
@@ -86,6 +86,13 @@ def test_an_sdist_builds_the_same_wheel(wheel, tmp_path):
     # Compiling takes a minute. The hook takes a library that is newer than its sources, as the archive's files are old.
     library = "tq_ops/cpu/_kernels.so"
     (sources / "haarkv" / library).write_bytes((ROOT / library).read_bytes())
+    # What a build leaves that is killed, and nothing that says so but pyproject.toml.
+    (sources / ".gitignore").unlink()
+    (sources / "haarkv" / "tq_ops" / "cpu" / ".build-killed").mkdir()
+    for name in ("driver.o", "_kernels.so"):
+        (sources / "haarkv" / "tq_ops" / "cpu" / ".build-killed" / name).write_text("half")
+    with tarfile.open(build("sdist", sources, tmp_path / "sdist-again")) as archive:
+        assert not [m.name for m in archive if ".build-" in m.name]
     assert names(build("wheel", sources, tmp_path / "again")) == names(wheel)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks import claims
+from haarkv.benchmarks import claims, quantizers
 
 PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 
@@ -37,13 +37,16 @@ def test_the_page_has_every_figure_to_four_digits():
 @pytest.mark.parametrize(("levels", "best"), [(2, 0.3634), (4, 0.1188), (8, 0.03744), (16, 0.01154)])
 def test_the_best_uniform_quantizer_has_the_known_error(levels, best):
     """Max 1960, table II."""
-    assert claims.best_uniform(levels) == pytest.approx(best, rel=1e-3)
+    assert quantizers.best_uniform(levels) == pytest.approx(best, rel=1e-3)
 
 
 def test_the_error_of_a_quantizer_is_that_of_samples():
-    x, levels = torch.randn(200_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64), claims.uniform(8, 2.0)
+    x, levels = (
+        torch.randn(200_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+        quantizers.uniform(8, 2.0),
+    )
     nearest = levels[(x.unsqueeze(1) - levels).abs().argmin(1)]
-    assert claims.distortion(levels) == pytest.approx(float(((x - nearest) ** 2).mean()), rel=0.01)
+    assert quantizers.distortion(levels) == pytest.approx(float(((x - nearest) ** 2).mean()), rel=0.01)
 
 
 def test_verdicts_follow_from_figures(monkeypatch):

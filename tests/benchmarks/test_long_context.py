@@ -9,7 +9,8 @@ import torch
 from checkpoints import write_checkpoint
 
 from haarkv.benchmarks import long_context
-from haarkv.benchmarks.long_context import Case, Request, loaded, main, measure, memory_line
+from haarkv.benchmarks.filled_cache import Case, Request, loaded
+from haarkv.benchmarks.long_context import main, measure, memory_line
 from haarkv.tq_ops.errors import InputError
 
 SMALL = {"head_dim": 64, "max_position_embeddings": 256}

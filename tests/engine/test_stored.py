@@ -195,6 +195,7 @@ def test_a_file_holds_what_was_stored(file):
     [
         ({"shape": replace(SHAPE, hidden_size=64)}, "made with a model of"),
         ({"weights": "others"}, "other weights"),
+        ({"weights": "weights-0"}, "made with no channels balanced; give --balance off"),
         ({"layers": ("tq3",)}, "stores layer 0 in tq4, and this run in tq3"),
         ({"tail": 8}, "keeps tail 4"),
         ({"sink": 1}, "sink 0"),

@@ -10,7 +10,7 @@ from npu_programs import needs_pypto
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.models.catalog import TINY
 from haarkv.validation.bounds import EXECUTOR_LOGITS
-from haarkv.validation.fidelity.greedy_diff import Contender, load_contenders
+from haarkv.validation.fidelity.contenders import Contender, load_contenders
 
 pytestmark = needs_pypto
 TEXT = (TINY / "held_out.txt").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`tq generate` and `tq eval` of models with planted faults: one line says what is balanced; garbage is refused."""
+"""Commands on models with planted faults: one line says what is balanced; garbage is refused."""
 
 import json
 
@@ -57,3 +57,40 @@ def test_eval_measures_what_generate_would_use(run, folder, tmp_path):
     assert silent == ""
     assert planted_kl < 1.5 * even
     assert kl(folder, "--balance", "off")[0] > 50 * even
+
+
+def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tmp_path):
+    prompt = GENERATE[1]
+    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", tmp_path / "balanced")
+    assert code == 0
+    assert "balanced K of layers 0 to 5" in err
+    off, file = ("--balance", "off", "--allow-collapse"), tmp_path / "off"
+    refused = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off[:2])
+    assert_refused(refused, "text would be garbage", "leave balance on", "--allow-collapse")
+    assert not file.exists()
+    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off)
+    assert code == 0
+    assert "balanced" not in err
+    more = ("generate", "--model", folder, "--prompt", prompt + "#", "--max-new-tokens", 2, "--json")
+    for name, options in (("balanced", ()), ("off", off)):
+        code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
+        assert code == 0, err
+        assert json.loads(out)["reused_tokens"] > 10
+    for name, options, words in (("balanced", off, "leave out --balance off"), ("off", (), "give --balance off")):
+        code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
+        assert (code, out) == (2, "")
+        assert words in err.splitlines()[-1]
+
+
+def test_diff_compares_what_generate_would_use(run, folder):
+    def disagreement(*options):
+        sides = ("--a", "reference:bf16", "--b", "reference:tq4", "--max-new-tokens", 6, "--threads", 1, "--json")
+        code, out, err = run("diff", "--model", folder, *sides, *GENERATE[:2], *options)
+        assert code == 0, err
+        return json.loads(out)["kl"]["mean"], err
+
+    balanced, said = disagreement()
+    assert said.count("balanced K of layers 0 to 5") == 1
+    unbalanced, silent = disagreement("--balance", "off")
+    assert "balanced" not in silent
+    assert unbalanced > 20 * balanced

@@ -146,6 +146,15 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
 
+def test_who_runs_a_model_on_a_cache_may_leave_its_channels_as_they_are():
+    """And who makes text or a file of it may go on where the text would be garbage."""
+    taken = {name: {option.opts[0] for option in options(command)} for name, command in COMMANDS.items()}
+    assert {name for name, of in taken.items() if "--balance" in of} == {
+        "generate", "chat", "cache save", "eval", "diff", "serve",
+    }  # fmt: skip
+    assert {name for name, of in taken.items() if "--allow-collapse" in of} == {"generate", "chat", "cache save", "serve"}
+
+
 # -- import tq ------------------------------------------------------------------------------------------------------------
 
 

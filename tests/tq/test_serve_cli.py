@@ -26,12 +26,24 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
         serving.serve("~/model", serving.Cache(), [])
 
 
-@pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model"])
-def test_a_folder_that_no_home_has_is_refused_as_it_was_written(monkeypatch, tmp_path, capsys, model):
+@pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model", "./absent", "/absent", "models/of/mine", ""])
+@pytest.mark.parametrize("vllm", [object(), None], ids=["vllm", "no vllm"])
+def test_a_folder_that_is_not_there_is_refused_as_it_was_written(monkeypatch, tmp_path, capsys, model, vllm):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    monkeypatch.setattr(serving, "find_spec", lambda _: vllm)
     assert main(["serve", model]) == 2
-    assert f"no such model: {model};" in capsys.readouterr().err
+    assert f"no such model: {model or repr('')};" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])
+def test_a_name_that_vllm_may_load_needs_vllm(monkeypatch, tmp_path, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "of" / "mine").mkdir(parents=True)
+    monkeypatch.setattr(serving, "find_spec", lambda _: None)
+    assert main(["serve", model]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "vLLM is not installed" in line
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16", "k=tq8,v=tq3"])
@@ -55,11 +67,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_cache_that_cannot_be_is_refused_before_vllm_is_loaded(monkeypatch, tmp_path, capsys, name):
+def test_a_cache_that_cannot_be_is_refused_before_vllm_is_missed(monkeypatch, tmp_path, capsys, name):
     flags, reason = REFUSED[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").write_text("")
-    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    monkeypatch.setattr(serving, "find_spec", lambda _: None)
     assert main(["serve", "tiny", *flags]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert reason in line

@@ -24,15 +24,15 @@ from haarkv.tq_ops.kv.cache import BLOCK_SIZE
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
-from haarkv.validation.fidelity import greedy_diff as module
-from haarkv.validation.fidelity.greedy_diff import (
+from haarkv.validation.fidelity import contenders
+from haarkv.validation.fidelity.contenders import (
     Contender,
     default_dtype,
-    greedy_diff,
     load_contenders,
     parse_contender,
     resolve_contenders,
 )
+from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.fidelity.scores import Scored, score, summarize, teacher_forced
 from tq.cli import main
 from tq.commands.diff import _head, _tail
@@ -514,7 +514,7 @@ def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     made, loaded = [], []
-    monkeypatch.setattr(module, "load_model", lambda *_: loaded.append(MODEL) or MODEL)
+    monkeypatch.setattr(contenders, "load_model", lambda *_: loaded.append(MODEL) or MODEL)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
     a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1

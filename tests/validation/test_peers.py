@@ -14,6 +14,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import peers
+from haarkv.validation.fidelity.as_it_comes import AsItComes, without_waiting
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.peers_plot import family, svg
 from haarkv.validation.fidelity.setup import load_setup
@@ -53,7 +54,7 @@ def test_groups_as_they_come_hold_what_their_format_restores(name, side):
     kv_format = formats.get(name, side)
     group = kv_format.group_tokens
     x = torch.randn(2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
-    whole = peers.AsItComes(kv_format)
+    whole = AsItComes(kv_format)
     restored = whole.dequantize(whole.quantize(x, 0), 0)
     for head in range(2):
         for begin in (0, group):
@@ -65,7 +66,7 @@ def test_groups_as_they_come_hold_what_their_format_restores(name, side):
 
 def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
-    plan = peers.without_waiting(waiting)
+    plan = without_waiting(waiting)
     assert waiting.windowed
     assert not plan.windowed
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)

@@ -10,7 +10,9 @@ import click
 
 from tq.commands.generate import read_prompts
 from tq.options import (
+    balance_option,
     chat_options,
+    collapse_option,
     executor_option,
     json_option,
     kv_options,
@@ -42,6 +44,8 @@ def command() -> None:
 @model_option()
 @prompt_options
 @kv_options()
+@balance_option
+@collapse_option
 @executor_option()
 @run_options()
 @chat_options
@@ -51,6 +55,8 @@ def save(
     model: str,
     prompts: tuple[str, ...],
     files: tuple[str, ...],
+    balance: str,
+    allow_collapse: bool,
     executor: str,
     device: str | None,
     dtype: str | None,
@@ -77,7 +83,7 @@ def save(
         set_threads(threads)
         session = load(
             model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, on_warning=warn,
+            on_program=compiling, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
         )  # fmt: skip
     with prefilling() as on_prefill:
         result = session.generate(
@@ -125,7 +131,7 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     """Store a sequence in another format, from what the file holds: the model is not needed.
 
     What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
-    --calibration or --kv-plan.
+    --calibration or --kv-plan. Uneven channels stay balanced, or not, as --balance had them when the file was made.
     """
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv import cache_file

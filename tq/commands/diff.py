@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq.commands.generate import read_prompt
-from tq.options import json_option, kv_options, kv_spec, model_option, prompt_options, run_options, set_threads
-from tq.output import err, loading, print_table, unread_is_fine
+from tq.options import balance_option, json_option, kv_options, kv_spec, model_option, prompt_options, run_options, set_threads
+from tq.output import err, loading, print_table, unread_is_fine, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
@@ -37,6 +37,7 @@ _SHOWN = 56
 @model_option()
 @prompt_options
 @kv_options(kv=False)
+@balance_option
 @run_options()
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @json_option
@@ -51,6 +52,7 @@ def command(
     layers: int | None,
     threads: int | None,
     max_new_tokens: int,
+    balance: str,
     as_json: bool,
     **kv: Any,
 ) -> int:
@@ -65,27 +67,28 @@ def command(
       tq diff --a reference --b auto
       tq diff --a reference:k=bf16,v=tq4 --b npu:k=bf16,v=tq4 --device sim
 
-    --kv-tail, --kv-sink and --kv-skip-layers apply to both sides. Without a prompt, four short ones are used.
+    --kv-tail, --kv-sink, --kv-skip-layers and --balance apply to both sides. Without a prompt, four short ones are used.
 
     Exit code 1 if both sides store the same format and still disagree by more than a near tie. Two formats may differ: the
     exit code is then 0.
     """
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     with loading(model) as progress:
-        from haarkv.validation.fidelity.greedy_diff import (
-            default_dtype,
-            greedy_diff,
-            load_contenders,
-            parse_contender,
-            resolve_contenders,
-        )
+        from haarkv.models.balance import describe
+        from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
+        from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
         set_threads(threads)
         spec = kv_spec(kv)
         sides = parse_contender(spec_a), parse_contender(spec_b)
         side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
         dtype = dtype or default_dtype(side_a, side_b)
-        a, b = load_contenders(model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=spec, progress=progress)
+        a, b = load_contenders(
+            model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=spec, balance=balance == "auto",
+            progress=progress,
+        )  # fmt: skip
+    if uneven := tuple(dict.fromkeys((*a.uneven, *b.uneven))):
+        warn(f"{describe(uneven)}; --balance off leaves them as they are")
     with _counting() as on_step:
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
     with unread_is_fine():

@@ -9,17 +9,22 @@ With `--werror` a compiler warning is an error, for whoever changes the sources.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
+_HALF_MADE = ".build-"
+"""How folders begin that hold a library as it is made; git, wheels and sdists leave them out by this name."""
 
 # No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
 FLAGS = (
@@ -94,7 +99,7 @@ def is_fresh(target: Path = LIBRARY) -> bool:
 
 
 def build(target: Path = LIBRARY, *, werror: bool = False) -> Path:
-    """Compile and link the library, whole or not at all.
+    """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
 
     Args:
         target: the file to write.
@@ -108,16 +113,31 @@ def build(target: Path = LIBRARY, *, werror: bool = False) -> Path:
     if found is None:
         raise BuildError("no C++ compiler was found; install g++ or clang++")
     common = (*FLAGS, *(("-Werror",) if werror else ()))
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-        objects = [Path(folder) / f"{name}.o" for name in units()]
+    with _half_made(target.parent) as folder:
+        objects = [folder / f"{name}.o" for name in units()]
         _run_all(
             [found, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
             for (name, flags), made in zip(units().items(), objects, strict=True)
         )
-        linked = Path(folder) / target.name
+        linked = folder / target.name
         _run_all([[found, "-shared", "-pthread", *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target
+
+
+@contextmanager
+def _half_made(parent: Path) -> Iterator[Path]:
+    """A folder beside the library, so that renaming the library is one step; and no other: killed builds left those there."""
+    lock = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)  # closed, and with it free again, whenever this process ends
+    try:
+        with suppress(OSError):  # a file system without locks: nobody knows there who is still at work
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in parent.glob(f"{_HALF_MADE}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=_HALF_MADE) as folder:
+            yield Path(folder)
+    finally:
+        os.close(lock)
 
 
 def _run_all(commands: Iterable[Sequence[str]]) -> None:

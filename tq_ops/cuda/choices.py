@@ -79,7 +79,11 @@ def attention_tile(
 
 
 def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded: bool) -> AttentionTile:
-    """As `attention_tile`. Products of 64 rows have their sums in a memory of their own, whose layouts take more registers."""
+    """As `attention_tile`. Products of 64 rows have their sums in a memory of their own, whose layouts take more registers.
+
+    Consumer GPUs (12.0 and up) have no such memory, and 99 KB of shared memory a program. The same sizes fit there, spill in
+    no loop, and take less shared memory than those of sm_80.
+    """
     if bits > _NARROW:
         # Not fewer, with which ptxas spills: more programs than these are not on a processor.
         shared = _REGISTERS // (PROGRAMS_A_PROCESSOR * 128) // 8 * 8

@@ -59,6 +59,8 @@ DEFINED = (
 )  # fmt: skip
 """What the source asks its caller to define."""
 _BITS = (2, 3, 4)
+_RESERVED = 1024
+"""Bytes of shared memory that each thread block takes beside its own."""
 
 
 def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
@@ -81,7 +83,8 @@ def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout, kept: Kept | 
     """What is compiled for a call, in the order of `DEFINED`."""
     heads, head_dim = cache.num_kv_heads, q.shape[2]
     group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
-    at_once, learned = blocks_a_processor(group, max(k.levels, v.levels)), (k.learned is not None, v.learned is not None)
+    at_once = blocks_a_processor(group, k.levels, v.levels, nvrtc.processor_shared_bytes(q.device))
+    learned = k.learned is not None, v.learned is not None
     of_cache = k.bits, v.bits, cache.block_size, fp32, at_once, *seen_in_bf16(kept).values()
     return heads, group, head_dim, *of_cache, k.levels, v.levels, *map(int, learned)
 
@@ -103,13 +106,15 @@ def _is_usable(*shape: int, device: torch.device) -> bool:
     return True
 
 
-def blocks_a_processor(group: int, levels: int) -> int:
+def blocks_a_processor(group: int, k_levels: int, v_levels: int, memory: int) -> int:
     """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where that is too few.
 
     Args:
-        levels: of a vector of K or V, the longer.
+        k_levels, v_levels: of a vector of K and of V.
+        memory: shared memory of a processor. A consumer GPU's holds one.
     """
-    return 2 if _columns(group) * levels <= 8 * 128 else 1
+    of_registers = 2 if _columns(group) * max(k_levels, v_levels) <= 8 * 128 else 1
+    return max(1, min(of_registers, memory // (shared_bytes(group, v_levels) + _RESERVED)))
 
 
 def shared_bytes(group: int, levels: int) -> int:
@@ -162,10 +167,13 @@ def _counters_of(cache: PagedKVCache, sequences: int, device: torch.device) -> T
     return made[-1]
 
 
-def count_blocks(sequences: int, heads: int, most_tokens: int, group: int, levels: int, device: torch.device) -> int:
-    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most."""
-    at_once = blocks_a_processor(group, levels) * processors(device) // heads
-    return max(1, min(at_once, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
+def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, device: torch.device) -> int:
+    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most.
+
+    Args:
+        at_once: from `blocks_a_processor`.
+    """
+    return max(1, min(at_once * processors(device) // heads, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
 
 
 def attend(
@@ -181,7 +189,7 @@ def attend(
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: the same, from `ops.rotate`.
         scale: softmax_scale * log2(e).
-        in_bf16: what `ops.attend_kept` makes of the tokens in BF16, where some stay in it.
+        in_bf16: what `attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
         [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
 
@@ -191,7 +199,9 @@ def attend(
     (sequences, q_heads, _), heads = q.shape, cache.num_kv_heads
     group, device = q_heads // heads, q.device
     table = batch.block_table.contiguous()
-    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, group, max(k.levels, v.levels), device)
+    shape = shape_of(q, cache, k, v, kept_in(cache, layer))
+    at_once = shape[DEFINED.index("PROCESSOR_BLOCKS")]
+    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, at_once, device)
     columns = _columns(group)
     slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
     sums = torch.empty(slots * columns * v.levels, dtype=torch.float32, device=device)
@@ -212,6 +222,6 @@ def attend(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
-    kernel = _kernel(*shape_of(q, cache, k, v, kept_in(cache, layer)), device=device)
+    kernel = _kernel(*shape, device=device)
     kernel.launch((blocks, heads), THREADS, arguments)
     return out

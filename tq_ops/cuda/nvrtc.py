@@ -111,12 +111,20 @@ def address(tensor: Tensor) -> int:
 @cache
 def most_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a thread block may ask for; what an H100 has where there is no GPU."""
-    if device.type != "cuda":
-        return 227 * 1024
+    return _attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") if device.type == "cuda" else 227 * 1024
+
+
+@cache
+def processor_shared_bytes(device: torch.device) -> int:
+    """Shared memory of a processor, for all its thread blocks; what an H100 has where there is no GPU."""
+    return _attribute(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") if device.type == "cuda" else 228 * 1024
+
+
+def _attribute(device: torch.device, name: str) -> int:
     from cuda.bindings import driver
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     number = torch.cuda.current_device() if device.index is None else device.index
     return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(number)))))
 

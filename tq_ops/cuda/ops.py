@@ -12,11 +12,12 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize, window
+from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize
 from haarkv.tq_ops.cuda.arguments import ROWS, quantized_by, strides_of, tiles_of
 from haarkv.tq_ops.cuda.available import capability
-from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16, storing
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, into_rotated, layout_of, unset_queries
+from haarkv.tq_ops.cuda.kept import kept_in, seen_in_bf16, storing
+from haarkv.tq_ops.cuda.kept_attention import attend_kept
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, layout_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
@@ -159,35 +160,6 @@ def rotate(q: Tensor, layout: Layout) -> Rotated:
         TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
     )  # fmt: skip
     return out
-
-
-def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
-    """Attention over the tokens in BF16, one launch, without waiting for the device.
-
-    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
-    in TF32, beside learned coordinates of V not at all; the rest is FP32.
-
-    Args:
-        q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        scale: softmax_scale * log2(e).
-    """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.num_kv_heads, batch.seq_lens.shape[0]
-    group, one_each, operand = q_heads // heads, tokens == sequences, choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
-    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    of_k, of_v = _layouts(cache, layer, q.device)
-    matrix = None if of_v.learned else into_rotated(cache.v_format(layer), layer, head_dim, q.device)
-    parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    window.window_kernel[(column_tiles, heads)](
-        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences,
-        batch.seq_lens, matrix, of_k.learned.mean if of_k.learned else None, scale,
-        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens,
-        SIZE=triton.next_power_of_2(sequences), ONE_EACH=one_each, RING=kept.ring, TYPE=operand, WIDTH=choices.WINDOW_WIDTH,
-        ROTATES=matrix is not None, CENTERS=of_k.learned is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **seen_in_bf16(kept), **choices.COMPILED,
-    )  # fmt: skip
-    return Part(parts, maxima, sums)
 
 
 def attend(

@@ -47,7 +47,7 @@ class Origin:
 
     Attributes:
         shape: of the model.
-        weights: fingerprint of its weights, balanced as they are.
+        weights: fingerprint of its weights; if channels are balanced, a dash and which.
         layers: formats of each layer's K and V.
         tail: tokens in BF16 that the plan asks for; None for the fewest that its formats need.
         sink: first tokens in BF16.
@@ -75,6 +75,9 @@ class Origin:
         if self.shape != here.shape:
             raise InputError(f"{name} was made with a model of {self.shape}; this one has {here.shape}")
         if self.weights != here.weights:
+            if self.weights.partition("-")[0] == here.weights.partition("-")[0]:
+                made, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")
+                raise InputError(f"{name} was made with {made} channels balanced; {instead} --balance off, or prefill again")
             raise InputError(
                 f"{name} was made with other weights (fingerprint {self.weights}; this model's is {here.weights}); "
                 "prefill again"

@@ -11,9 +11,8 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.validation import bounds
+from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.validation.layers.ascend import ascend_metrics
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.exercise import Exercise
@@ -27,22 +26,20 @@ from haarkv.validation.layers.judge import (
     compare_both,
     first,
     for_width,
-    judge_logits,
-    judge_op,
-    judge_strays,
 )  # fmt: skip
 from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.parts import Stored, load, parts_of, poison, take
-from haarkv.validation.layers.record import replay
-from haarkv.validation.layers.repeat import FreeRun, differing_forward, differing_layer
+from haarkv.validation.layers.parts import Stored, load, poison
+from haarkv.validation.layers.repeat import FreeRun
 from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
 from haarkv.validation.layers.summary import Summaries
-from haarkv.validation.layers.trial import Outcome, Trial
+from haarkv.validation.layers.trial import Trial
+from haarkv.validation.layers.whole import Whole
 
 OnRow = Callable[[LayerRow], None]
 
 
 @torch.inference_mode()
+@sleeping_threads()
 def validate(
     reference: Executor,
     candidate: Executor,
@@ -115,11 +112,12 @@ class _Validation:
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache)
-        self.ops = candidate.ops if self.reference.records else None
-        self.free, self.whole = (Trial(candidate, cache) for _ in range(2))
+        ops = candidate.ops if self.reference.records else None
+        free, self.whole = (Trial(candidate, cache) for _ in range(2))
+        self.head = Whole(self.reference, self.whole, free, ops, model, self.limits)
         self.ledger = Ledger(cache)
-        self.forced = Forced(self.reference, Trial(candidate, cache), self.ops, self.limits, self.ledger, repeats, explains)
-        self.follows = Free(self.reference, self.free, self.limits, self.forced.repeats)
+        self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
+        self.follows = Free(self.reference, free, self.limits, self.forced.repeats)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.found: list[Finding] = []
@@ -183,7 +181,12 @@ class _Validation:
                 free, drift = self._free_running(index, made, bad, free, drift, forward)
                 self.whole.put(index, forward.batch, bad)
             hidden = made.hidden_out
-        return self._logits(forward, hidden, free)
+        logits, calls = self.head.predicted(hidden, forward)
+        if "free-running" in self.modes:
+            judged = self.head.judge(logits, calls, free, forward, self.free_runs)
+            self._settle(judged.verdicts, judged.layer, forward)
+            self.logits.append(judged.row)
+        return logits
 
     def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
         """One layer fed the reference's input and cache."""
@@ -210,60 +213,6 @@ class _Validation:
             late.append(finding(wrong, forward.phase, forward.step, index))
         off = (outcome.result.float() - made.hidden_out.float()).norm(dim=-1) / made.hidden_out.float().norm(dim=-1)
         return outcome.result, off
-
-    # -- The whole forward ---------------------------------------------------------------------------------------------
-    def _logits(self, forward: Forward, hidden: Tensor, free: Tensor) -> Tensor:
-        """The head, and the candidate's own prefill, decode or verify against its own layers one by one."""
-        last = forward.predicted
-        recorder, trial = self.reference.recorder, self.whole
-        ours = self.model.head(hidden[last], recorder.ops)
-        if not (ours.amax(-1) > ours.amin(-1)).all():
-            raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
-        calls = recorder.taken() if self.ops is not None else []
-        if "free-running" not in self.modes:
-            return ours
-        replayed = [(call, replay(call, self.ops, trial.executor.device, trial.cache, recorder)) for call in calls if self.ops]
-        verdicts = [judge_op(call, result, intact, self.limits) for call, (result, intact) in replayed]
-        outcome = trial.forward(forward.token_ids, forward.batch, forward.phase, self.model.config.vocab_size)
-        stage = "head" if self.ops is None else "forward"
-        verdicts += self._whole_stored(stage, forward)
-        expected = self.model.head(free[last], self.reference.ops)
-        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self.limits))
-        index = None
-        if any(verdict.fails for verdict in verdicts):
-            index, verdicts = self._unstable(outcome, forward) or (None, verdicts)
-        self._settle(verdicts, index, forward)
-        compared = compare_vectors(ours, outcome.result)
-        same = int((ours.argmax(-1) == outcome.result.argmax(-1)).sum())
-        self.logits.append(
-            LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(ours))
-        )
-        return ours
-
-    def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, list[Verdict]] | None:
-        """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
-        vocabulary = self.model.config.vocab_size
-        found = differing_layer(self.free, self.free_runs, forward) or differing_forward(
-            self.whole, outcome, self.free_runs, forward, vocabulary
-        )
-        return (found[0], [found[1]]) if found else None
-
-    def _whole_stored(self, stage: str, forward: Forward) -> list[Verdict]:
-        """What a whole forward stored, against what the same executor's layers stored one by one."""
-        layers, batch = range(self.model.config.num_layers), forward.batch
-        if strays := self.whole.strays(layers, batch):
-            return judge_strays(strays, None, "the whole forward")
-        for index in layers:
-            ours, theirs = (take(trial.cache, index, batch) for trial in (self.free, self.whole))
-            for part in parts_of(self.reference.cache, index):
-                if not len(part.where(batch)[0]):
-                    continue
-                both = (part.kv_format.dequantize(by_token(stored[part.name]), index) for stored in (ours, theirs))
-                compared = compare_vectors(*both)
-                if not compared.rel_l2 <= bounds.SAME_KV:
-                    detail = f"the whole forward stores another {part.title} in layer {index} than the layer run alone"
-                    return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]
-        return []
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:

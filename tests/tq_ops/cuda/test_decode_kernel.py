@@ -22,6 +22,7 @@ from ptx_decode import executed, ptx_of
 
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.kept import kept_in
+from haarkv.tq_ops.cuda.kept_attention import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
 
 if reason := nvrtc.missing():
@@ -35,7 +36,7 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_bac
     theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
     k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
     scale, kept = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER)
-    in_bf16 = ops.attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
+    in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
         ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
     return ours, theirs

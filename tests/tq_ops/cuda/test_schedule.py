@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from schedule_pieces import pieces
 
+from haarkv.tq_ops.cuda import decode
 from haarkv.tq_ops.cuda.schedule import find_piece, pieces_of, share_of, tiles_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,3 +98,14 @@ def test_the_busiest_programs_tokens(lengths, width, before, after):
     for piece in pieces([triton.cdiv(length, TILE) for length in lengths], [1] * len(lengths), PROGRAMS):
         load[piece.program] += (piece.end - piece.begin) * TILE
     assert max(load) == after
+
+
+@pytest.mark.parametrize(
+    ("group", "memory", "at_once"),
+    [(5, 228, 2), (5, 164, 2), (5, 100, 1), (16, 228, 1)],
+    ids=["sm_90", "sm_80", "sm_86, sm_89 and sm_120", "a group whose sums take all registers"],
+)
+def test_no_more_thread_blocks_share_the_work_than_processors_hold(group, memory, at_once):
+    assert decode.blocks_a_processor(group, 128, 128, memory * 1024) == at_once
+    processors, device = 4, torch.device("cpu")
+    assert decode.count_blocks(1, 1, 2**20, at_once, device) == at_once * processors

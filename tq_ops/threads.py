@@ -1,0 +1,48 @@
+"""torch's own threads on a CPU: how they wait for work."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_LOOP = 2**17
+"""Numbers that torch shares out among its threads; it leaves 2**15 to one."""
+
+
+@contextmanager
+def sleeping_threads() -> Iterator[None]:
+    """While it is open, torch's threads sleep soon after a loop; no result changes by a bit, for they are as many as before.
+
+    GCC's OpenMP, which torch has on Linux, lets a thread that waits spin for milliseconds. On a busy machine whoever it waits
+    for is then kept from that core. Where there are more OpenMP threads than processors, waiting is a thousand times shorter
+    (GOMP_SPINCOUNT in its manual). This makes so many more, which sleep until it is closed. Another OpenMP is as it was.
+    """
+    threads = torch.get_num_threads()
+    if sys.platform != "linux" or threads == 1:
+        yield
+        return
+    made, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        try:
+            # Each thread that runs a loop has a team of its own, which lasts as long as it does.
+            torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) - threads + 2))
+            torch.ones(_LOOP).neg_()
+        finally:
+            torch.set_num_threads(threads)  # a part of this setting is of the whole process
+            made.set()
+        done.wait()
+
+    holder = threading.Thread(target=hold, name="haarkv-sleeping-threads", daemon=True)
+    holder.start()
+    made.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        holder.join()
