@@ -215,8 +215,8 @@ template <class Products> void project_by(const Projection& p, int64_t begin, in
     const int64_t bytes = panels.most * prepared_numbers<Products>(p.in) * static_cast<int64_t>(sizeof(typename Products::X));
     const int64_t most = (kBytes + bytes - 1) / bytes, turns = (panels.count + most - 1) / most;
     const int64_t together = turns ? (panels.count + turns - 1) / turns : 1;
-    // One token waits for the weight alone, and nothing reads memory faster than one row after the other. Narrow registers
-    // would wait for their sums.
+    // One token waits for the weight alone, and nothing reads memory faster than one row after the other. Where
+    // registers are narrow, or a step has two parts, sums would wait for themselves.
     if (Products::registers >= 32 && Products::parts == 1 && p.tokens == 1) {
         for (int64_t row = begin; row < end; ++row) project_panel<Products, 1, 1, Fetched::kNextPage>(p, row, 0, nullptr);
         return;
