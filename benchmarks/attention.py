@@ -54,7 +54,7 @@ def attention_rows(
         repeats: turns that count.
     """
     config, item = model.config, model.dtype.itemsize
-    q = torch.randn(case.batch, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(case.batch, config.heads.num_heads, config.heads.head_dim, generator=torch.Generator().manual_seed(1))
     q = q.to(k.device, model.dtype)
     runs: dict[tuple[Kind, str], Call] = {}
     costs: dict[tuple[Kind, str], Cost] = {}
@@ -64,7 +64,7 @@ def attention_rows(
             yield row("attention", who, case, no_cost, machine, None, "its layers are whole programs")
             continue
         one = KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        token_bytes = one.bytes_per_token(config.num_kv_heads, config.head_dim)
+        token_bytes = one.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
         cost = attention_cost(config, case, token_bytes, item)
         attend, store = _ours(executor.ops, plan, model, case, q, k, v, copies(cost.kv))
         runs["attention", who], costs["attention", who] = attend, cost
@@ -93,7 +93,7 @@ def _ours(
 
     @torch.inference_mode()
     def attend(number: int) -> Tensor:
-        return ops.paged_attention(q, cache, number % layers, batch, config.softmax_scale)
+        return ops.paged_attention(q, cache, number % layers, batch, config.attentions[0].scale)
 
     @torch.inference_mode()
     def store(number: int) -> None:

@@ -27,6 +27,7 @@ from haarkv.benchmarks.quantizers import (
 from haarkv.benchmarks.report import print_rows
 from haarkv.codebooks.lloyd_max import converged_unit_centroids
 from haarkv.models.catalog import read_config
+from haarkv.models.weights import num_parameters
 from haarkv.tq_ops import formats
 
 Verdict = Literal["confirmed", "refuted", "not reproducible"]
@@ -62,11 +63,11 @@ def decode_speed() -> list[Claim]:
     """1.76 times as fast by a smaller cache: its share of what a step reads."""
     config, context = read_config("random:14b"), 512
     # A step reads every weight but the embedding table, of which it reads one row.
-    weights = 2 * (config.num_parameters() - config.vocab_size * config.hidden_size)
+    weights = 2 * (num_parameters(config) - config.vocab_size * config.hidden_size)
 
     def cache_bytes(kv: str) -> float:
-        vectors = 2 * config.num_layers * config.num_kv_heads * context
-        return vectors * formats.get(kv).bytes_per_vector(config.head_dim)
+        vectors = 2 * config.num_layers * config.heads.num_kv_heads * context
+        return vectors * formats.get(kv).bytes_per_vector(config.heads.head_dim)
 
     now, published = weights + cache_bytes("bf16"), 317.7 / 180
     gains = {kv: now / (weights + cache_bytes(kv)) for kv in ("tq4_seed", "tq4")}

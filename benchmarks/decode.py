@@ -27,9 +27,10 @@ from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turn
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -63,7 +64,7 @@ class Request:
     device: str | None = None
     peers: Sequence[str] = (SDPA, TRANSFORMERS)
     llama_kvs: Sequence[LlamaKV] = ()
-    hf_caches: Callable[[DecoderConfig], Sequence[HFCache]] = lambda _: ()
+    hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
@@ -158,7 +159,7 @@ def _call_rows(
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in sides.items():
         held = plan if kind == "step" else KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        token_bytes = held.bytes_per_token(config.num_kv_heads, config.head_dim)
+        token_bytes = held.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
         cost = step_cost(model, case, token_bytes) if kind == "step" else layer_cost(model, case, token_bytes)
         if executor.simulated:
             yield row(kind, who, case, cost, machine, None, SIMULATED)
@@ -171,7 +172,7 @@ def _call_rows(
         costs[who] = cost
     if TRANSFORMERS in request.peers and kind == "step":
         for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(config)):
-            size = config.num_layers * config.num_kv_heads * config.head_dim * 2 * peer.bits / 8
+            size = config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * 2 * peer.bits / 8
             costs[peer.name] = step_cost(model, case, size)
             if peer.run is None:
                 yield row(kind, peer.name, case, costs[peer.name], machine, None, peer.note)

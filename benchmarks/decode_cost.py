@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from haarkv.benchmarks.decode_peers import LLAMA
 from haarkv.benchmarks.timing import Machine, Spread
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 
 Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
 
@@ -98,25 +99,25 @@ class CostRow:
         return {key: value for key, value in values.items() if value not in (None, "")}
 
 
-def attention_cost(config: DecoderConfig, case: Case, kv_bytes: float, item: int) -> Cost:
+def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of one layer.
 
     Args:
         kv_bytes: of one token, K and V of all heads.
         item: bytes of a number of q.
     """
-    rest = 2 * case.batch * config.num_heads * config.head_dim * item
-    flops = 4 * case.batch * config.num_heads * config.head_dim * case.context
+    rest = 2 * case.batch * config.heads.num_heads * config.heads.head_dim * item
+    flops = 4 * case.batch * config.heads.num_heads * config.heads.head_dim * case.context
     return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
 
 
-def store_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
+def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Storing one new token of each sequence in one layer; what the format computes is not counted.
 
     Args:
         kv_bytes: of one stored token, K and V of all heads.
     """
-    return Cost(0, case.batch * kv_bytes, 8 * case.batch * config.num_kv_heads * config.head_dim, 0)
+    return Cost(0, case.batch * kv_bytes, 8 * case.batch * config.heads.num_kv_heads * config.heads.head_dim, 0)
 
 
 def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
@@ -143,7 +144,7 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     config, weights = model.config, model.weights
     matrices = {name: t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name}
     experts = sum(count for name, count in matrices.items() if ".experts." in name)
-    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tie_word_embeddings else 0)
+    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tied else 0)
     share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     attention = attention_cost(config, case, 0, 0).flops * config.num_layers
     nbytes = (others + round(experts * min(1.0, case.batch * share))) * weights.embedding.itemsize
@@ -162,7 +163,7 @@ def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: float) -> Cost
     config, all_at_once = model.config, step_cost(model, Case(tokens, 0), 0)
     heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
     pairs = tokens * (tokens + 1) / 2
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    attention = 4 * config.num_layers * config.heads.num_heads * config.heads.head_dim * pairs
     return Cost(
         all_at_once.weights, tokens * kv_bytes, 4 * config.vocab_size, all_at_once.flops - heads_left_out + attention
     )  # fmt: skip

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 
 Call = Callable[[], object]
 
@@ -170,7 +171,7 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
             yield Peer(name, None, of.bits, f"{type(error).__name__}: {reason}")
 
 
-def transformers_missing(config: DecoderConfig) -> str:
+def transformers_missing(config: ModelConfig) -> str:
     """Why transformers' own model is not measured; empty if it can be."""
     if config.model_type not in ("qwen3", "llama") or config.rope_scaling is not None:
         return f"the peer is a Qwen3 or Llama without scaled RoPE, this is a {config.model_type}"

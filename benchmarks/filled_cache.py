@@ -14,13 +14,14 @@ from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model, read_config
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable, extended
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _FILL = 4096
@@ -55,7 +56,7 @@ class Request:
         return max(self.contexts)
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> ModelConfig:
         """Of the model, extended if its positions are too few."""
         return extended(read_config(self.model, self.layers), self.longest + self.steps + 1)
 
@@ -77,7 +78,7 @@ class Case:
         blocks = blocks_for(context + request.steps + 1)
         self.request, self.executor, self.clock = request, executor, request.clock()
         self.cache = PagedKVCache(
-            plan_for(KVSpec(request.kv), config), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            plan_for(KVSpec(request.kv), config), config.kv_shapes,
             num_blocks=blocks, num_rows=1,
         )  # fmt: skip
         self.paging = PagedSequences(blocks, self.cache.block_size, num_rows=1)
@@ -92,7 +93,7 @@ class Case:
         most = self.cache.most_new_tokens or _FILL
         for begin in range(0, tokens, most):
             batch = self.paging.batch([self.sequence], [min(most, tokens - begin)])
-            shape = (len(batch.positions), config.num_kv_heads, config.head_dim)
+            shape = (len(batch.positions), config.heads.num_kv_heads, config.heads.head_dim)
             k, v = (torch.empty(shape, dtype=torch.bfloat16).normal_(generator=draw) for _ in "kv")
             for layer in range(config.num_layers):
                 ops.store_kv(k, v, self.cache, layer, batch)

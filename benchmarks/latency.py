@@ -22,8 +22,9 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import blocks_for
 
 REPEATS, WARM_UP = 7, 2
 
@@ -102,7 +103,7 @@ def _run(
 def _prompt(executor: Executor, model: DecoderModel, plan: KVPlan, case: Case) -> Callable[[], Tensor]:
     config = model.config
     cache = PagedKVCache(
-        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        plan, config.kv_shapes,
         num_blocks=case.batch * blocks_for(case.context), num_rows=case.batch, device=executor.device,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)

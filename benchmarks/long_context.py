@@ -66,7 +66,7 @@ def steps_line(request: Request, executor: Executor, on_turn: Callable[[str], ob
     rows = []
     for context, taken in times.items():
         row = {f"{name}_ms": statistics.median(step[name] for step in taken) for name in taken[0]}
-        heads = request.config.num_layers * request.config.num_kv_heads
+        heads = request.config.num_layers * request.config.heads.num_kv_heads
         rows.append({"context": context, **row, "attention_ns_per_vector": 1e6 * row["attention_ms"] / context / heads})
     each = [row["attention_ns_per_vector"] for row in rows]
     first, last = (pick(rows, key=lambda row: row["context"]) for pick in (min, max))

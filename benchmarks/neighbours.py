@@ -26,8 +26,9 @@ from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 
 _PROCESSES = multiprocessing.get_context("spawn")
 COMPANIES = ("alone", "busy", "decode")
@@ -39,7 +40,7 @@ def decoder(model_name: str, layers: int | None, kv: str, context: int, threads:
     model = load_model(model_name, "bfloat16", layers)
     config, executor = model.config, CpuExecutor(model)
     cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        KVSpec(kv).plan(config.num_layers), config.kv_shapes,
         num_blocks=blocks_for(context + 1),
     )  # fmt: skip
     paging = PagedSequences(cache.num_blocks, cache.block_size)

@@ -17,9 +17,9 @@ from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.plan import KVPlan
 
 PREFILL_TOKENS = 64
@@ -77,7 +77,7 @@ def measure(
 
 
 def _runs(
-    executor: Executor, plan: KVPlan, config: DecoderConfig, case: Case, new_tokens: int
+    executor: Executor, plan: KVPlan, config: ModelConfig, case: Case, new_tokens: int
 ) -> dict[str, Callable[[], object]]:
     """The ops of one layer for so many new tokens of each sequence; storing writes the same slots again and again."""
     assert executor.ops is not None
@@ -86,7 +86,7 @@ def _runs(
     cache, paging = filled(one, config, Case(case.batch, case.context - new_tokens + 1), k, v, new_tokens)
     batch = paging.batch(range(case.batch), [new_tokens] * case.batch).to(executor.device)
     new_k, new_v = (x[:, :, -new_tokens:].transpose(1, 2).flatten(0, 1).float().contiguous() for x in (k, v))
-    q = torch.randn(len(new_k), config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(len(new_k), config.heads.num_heads, config.heads.head_dim, generator=torch.Generator().manual_seed(1))
     q = q.to(executor.device, torch.bfloat16)
 
     def quantize() -> None:
@@ -97,6 +97,6 @@ def _runs(
     runs: dict[str, Callable[[], object]] = {
         "quantize": quantize,
         "store_kv": partial(executor.ops.store_kv, new_k, new_v, cache, 0, batch),
-        "paged_attention": partial(executor.ops.paged_attention, q, cache, 0, batch, config.softmax_scale),
+        "paged_attention": partial(executor.ops.paged_attention, q, cache, 0, batch, config.attentions[0].scale),
     }
     return {op: torch.inference_mode()(run) for op, run in runs.items()}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from haarkv.benchmarks.attention import MOST_COPIES
 from haarkv.engine.plans import plan_for
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -51,7 +51,7 @@ def plain(kv: str) -> bool:
     return not set(kv) & set("+/")
 
 
-def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
+def plan_of(kv: str, config: ModelConfig) -> KVPlan:
     """The plan of a cache for a model; learned nibbles are of made-up coordinates, other ones in each copy of a layer.
 
     Raises:
@@ -61,7 +61,7 @@ def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
     named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
         return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
-    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), config.num_kv_heads, config.head_dim)
+    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), config.heads.num_kv_heads, config.heads.head_dim)
     parsed = {pair: formats.parse(pair, learned) for pair in pairs}
     return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
 

@@ -19,9 +19,9 @@ from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, row
 from haarkv.benchmarks.decode_peers import SDPA
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.plan import KVPlan
 
 PEER = "sdpa bf16 causal"
@@ -46,22 +46,22 @@ def measure(
     return machine, rows
 
 
-def prompt_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
+def prompt_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Causal attention of every token of a prompt in one layer.
 
     Args:
         kv_bytes: of one token, K and V of all heads.
     """
-    numbers = case.batch * case.context * config.num_heads * config.head_dim
+    numbers = case.batch * case.context * config.heads.num_heads * config.heads.head_dim
     return Cost(0, case.batch * case.context * kv_bytes, 4 * numbers, 2 * numbers * (case.context + 1))
 
 
 def _rows(
-    request: Request, config: DecoderConfig, sides: Sides, case: Case, machine: Machine, device: torch.device, on_turn: OnTurn
+    request: Request, config: ModelConfig, sides: Sides, case: Case, machine: Machine, device: torch.device, on_turn: OnTurn
 ) -> Iterator[CostRow]:
     k, v = random_kv(config, case, device)
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(case.batch, case.context, config.num_heads, config.head_dim, generator=generator).to(
+    q = torch.randn(case.batch, case.context, config.heads.num_heads, config.heads.head_dim, generator=generator).to(
         device, torch.bfloat16
     )
     runs: dict[str, Call] = {}
@@ -69,7 +69,7 @@ def _rows(
     for who, (executor, plan) in sides.items():
         assert executor.ops is not None
         one = KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        costs[who] = prompt_cost(config, case, one.bytes_per_token(config.num_kv_heads, config.head_dim))
+        costs[who] = prompt_cost(config, case, one.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim))
         cache, paging = filled(one, config, Case(case.batch, 1), k, v, case.context)
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
@@ -78,7 +78,7 @@ def _rows(
         batch = paging.batch(range(case.batch), [case.context] * case.batch).to(device)
         new_k, new_v = (x.transpose(1, 2).flatten(0, 1).float().contiguous() for x in (k, v))
         executor.ops.store_kv(new_k, new_v, cache, 0, batch)
-        arguments = (q.flatten(0, 1), cache, 0, batch, config.softmax_scale)
+        arguments = (q.flatten(0, 1), cache, 0, batch, config.attentions[0].scale)
 
         @torch.inference_mode()
         def ours(
@@ -88,13 +88,13 @@ def _rows(
 
         runs[who] = ours
     if SDPA in request.peers:
-        costs[PEER] = prompt_cost(config, case, 4.0 * config.num_kv_heads * config.head_dim)
+        costs[PEER] = prompt_cost(config, case, 4.0 * config.heads.num_kv_heads * config.heads.head_dim)
         rows_of_heads = q.transpose(1, 2).contiguous()
 
         @torch.inference_mode()
         def theirs() -> Tensor:
             return scaled_dot_product_attention(
-                rows_of_heads, k, v, is_causal=True, enable_gqa=True, scale=config.softmax_scale
+                rows_of_heads, k, v, is_causal=True, enable_gqa=True, scale=config.attentions[0].scale
             )  # fmt: skip
 
         runs[PEER] = theirs

@@ -46,7 +46,7 @@ from haarkv.benchmarks.serve_rounds import (
 )
 from haarkv.benchmarks.serve_storages import Storage, names_in, storages
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 _COLUMNS = ("users", "prompt", "KV", "out tok/s", "low … high", "TPOT", "p99", "CPU", "found", "TTFT", "p99", "cold tok/s",
             "cold CPU", "fits", "held", "at once", "preempted", "failed")  # fmt: skip

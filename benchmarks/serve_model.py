@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import TINY, folder_of, read_config
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 
 _WORDS = 4096
@@ -25,7 +25,7 @@ class Served:
     """
 
     folder: Path
-    config: DecoderConfig
+    config: ModelConfig
     said: str
     flags: tuple[str, ...] = ()
 
@@ -60,14 +60,14 @@ def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
     return max(_WORDS, -(-words * layers // (of_layers * 128)) * 128)
 
 
-def hf_config(config: DecoderConfig) -> dict[str, object]:
+def hf_config(config: ModelConfig) -> dict[str, object]:
     """Shapes as the `config.json` of a dense Qwen3 says them."""
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps, "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_word_embeddings, "max_position_embeddings": config.max_position_embeddings,
+        "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads.num_heads,
+        "num_key_value_heads": config.heads.num_kv_heads, "head_dim": config.heads.head_dim, "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
+        "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False, "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip

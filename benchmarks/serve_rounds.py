@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -260,20 +260,20 @@ def ratio(case: Case, one: Rounds, other: Rounds) -> Ratio:
     )  # fmt: skip
 
 
-def step_bytes(config: DecoderConfig, plan: KVPlan, case: Case) -> dict[str, float]:
+def step_bytes(config: ModelConfig, plan: KVPlan, case: Case) -> dict[str, float]:
     """What a decode step of all users must read, and its multiply-adds, on average over the answer.
 
     Returns:
         weight_bytes, kv_bytes; macs: multiply-adds of projections, attention_macs: of both products of attention.
     """
-    layer = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    matrices = config.num_layers * (layer + 3 * config.hidden_size * config.intermediate_size)
+    layer = config.hidden_size * config.heads.head_dim * (2 * config.heads.num_heads + 2 * config.heads.num_kv_heads)
+    matrices = config.num_layers * (layer + 3 * config.hidden_size * config.common.mlp.width)
     matrices += config.vocab_size * config.hidden_size
     stored = case.users * (case.prompt + 1 + case.output / 2)
-    token = plan.bytes_per_token(config.num_kv_heads, config.head_dim)
+    token = plan.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
     return {
         "weight_bytes": 2 * matrices, "kv_bytes": stored * token, "macs": case.users * matrices,
-        "attention_macs": 2 * stored * config.num_layers * config.num_heads * config.head_dim,
+        "attention_macs": 2 * stored * config.num_layers * config.heads.num_heads * config.heads.head_dim,
     }  # fmt: skip
 
 

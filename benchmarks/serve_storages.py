@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from haarkv.engine.plans import shape_of
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -34,7 +34,7 @@ class Storage:
     flags: tuple[str, ...]
     spec: KVSpec
 
-    def plan(self, config: DecoderConfig) -> KVPlan:
+    def plan(self, config: ModelConfig) -> KVPlan:
         """For a model of these shapes."""
         return self.spec.plan(config.num_layers)
 
@@ -55,7 +55,7 @@ def storages(
     names: Sequence[str],
     plans: Sequence[Path],
     calibration: Path | None,
-    config: DecoderConfig,
+    config: ModelConfig,
     scratch: Path,
     *,
     random: bool,
@@ -89,8 +89,8 @@ def storages(
     return found
 
 
-def _made_up(config: DecoderConfig, scratch: Path) -> Path:
-    made = made_up.calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+def _made_up(config: ModelConfig, scratch: Path) -> Path:
+    made = made_up.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
     path = scratch / "made-up.safetensors"
     file = CalibrationFile(calibration_of(made.k, made.v), shape_of(config), _ANY_WEIGHTS)
     path.write_bytes(calibration_file.dumps(file))

@@ -105,7 +105,7 @@ def profile(executor: CpuExecutor, model: DecoderModel, kv: str, context: int, s
         context, 1e3 * statistics.median(alone), {name: 1e3 * statistics.median(times) for name, times in seen.items()},
         {
             "projections": projections, "head": head,
-            "attention": context * int(plan.bytes_per_token(config.num_kv_heads, config.head_dim)),
+            "attention": context * int(plan.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)),
         },
     )  # fmt: skip
 

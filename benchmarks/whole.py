@@ -30,8 +30,9 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -82,12 +83,12 @@ class Ours:
     def __init__(self, name: str, executor: Executor, plan: KVPlan) -> None:
         config = executor.config
         self.name, self._executor, self._plan = name, executor, plan
-        self.token_bytes = plan.bytes_per_token(config.num_kv_heads, config.head_dim)
+        self.token_bytes = plan.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
 
     def open(self, context: int) -> None:
         config = self._executor.config
         self._cache: PagedKVCache | None = PagedKVCache(
-            self._plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks_for(context),
+            self._plan, config.kv_shapes, num_blocks=blocks_for(context),
             num_rows=1, device=self._executor.device,
         )  # fmt: skip
 
@@ -123,7 +124,7 @@ class Transformers:
 
     def __init__(self, model: DecoderModel) -> None:
         config = model.config
-        self.token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        self.token_bytes = 2.0 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * model.dtype.itemsize
         self._ours, self._model, self._cache = model, cast(Any, None), cast(Any, None)
 
     def open(self, context: int) -> None:
@@ -155,7 +156,7 @@ class Llama:
     def __init__(self, process: LlamaProcess, kind: LlamaKV, model: DecoderModel) -> None:
         config = model.config
         self.name, self.about = f"llama.cpp {kind.name}", process.about
-        self.token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kind.bits / 8
+        self.token_bytes = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * kind.bits / 8
         self._process, self._kind = process, kind
 
     def open(self, context: int) -> None:

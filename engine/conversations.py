@@ -147,5 +147,5 @@ class Conversations:
         return self.folder and self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
 
     def _bytes_of(self, tokens: int) -> int:
-        shape = (self.session.config.num_kv_heads, self.session.config.head_dim)
-        return cache_bytes(self.session.plan, tokens, *shape)
+        config = self.session.config
+        return cache_bytes(self.session.plan, tokens, config.kv_shapes, state_bytes=config.state_bytes)

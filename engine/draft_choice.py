@@ -13,11 +13,11 @@ from haarkv.engine.drafts import Draft, Ngram, require_draft_tokens
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
+from haarkv.models.base import tables_of
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Ranks
-from haarkv.models.rope import RopeTable
 from haarkv.models.text import load_tokenizer
 from haarkv.models.weights import EMBEDDING, HEAD, Weights
 from haarkv.tq_ops import formats
@@ -64,7 +64,7 @@ class Drafted:
     """
 
     name: str
-    config: DecoderConfig
+    config: ModelConfig
     plan: KVPlan
     executor: str
     device: str | None
@@ -99,10 +99,10 @@ def choose(
 
 def _coarser(kv: str | None, model: Drafted) -> KVPlan:
     """The plan of a coarser copy: the fewest bytes of what the executor reads, with the newest tokens in BF16 if it can."""
-    shape = (model.config.num_kv_heads, model.config.head_dim)
+    shapes = model.config.kv_shapes
     reasons: list[str] = []
     for plan in _plans(kv, model.config):
-        if plan.bytes_per_token(*shape) >= model.plan.bytes_per_token(*shape):
+        if plan.bytes_per_token(shapes) >= model.plan.bytes_per_token(shapes):
             break
         if (reason := _refused(model, model.config, plan)) is None:
             return plan
@@ -117,7 +117,7 @@ def _coarser(kv: str | None, model: Drafted) -> KVPlan:
     )
 
 
-def _plans(kv: str | None, config: DecoderConfig) -> Iterator[KVPlan]:
+def _plans(kv: str | None, config: ModelConfig) -> Iterator[KVPlan]:
     """Plans of one format, those of fewer bytes first, each with tokens in BF16 and then without."""
     alone = filter(_stands_alone, formats.names())
     names = [kv] if kv is not None else sorted(alone, key=lambda name: _bytes_of(name, config))
@@ -134,14 +134,15 @@ def _stands_alone(name: str) -> bool:
     return all(of.group_tokens == 1 for of in formats.parse(name))
 
 
-def _bytes_of(name: str, config: DecoderConfig) -> float:
+def _bytes_of(name: str, config: ModelConfig) -> float:
     try:
-        return KVSpec(name).plan(1).bytes_per_token(1, config.head_dim)
+        plan = KVSpec(name).plan(config.num_layers)
+        return plan.bytes_per_token(config.kv_shapes) + plan.ring_bytes(config.kv_shapes, 1)
     except InputError:  # it has no layout for this head_dim
         return float("inf")
 
 
-def _refused(model: Drafted, config: DecoderConfig, plan: KVPlan) -> str | None:
+def _refused(model: Drafted, config: ModelConfig, plan: KVPlan) -> str | None:
     try:
         catalog.check(model.executor, config, plan, model.device, model.ranks)
     except InputError as error:
@@ -152,7 +153,7 @@ def _refused(model: Drafted, config: DecoderConfig, plan: KVPlan) -> str | None:
 # -- A smaller model ---------------------------------------------------------------------------------------------------------
 
 
-def _require_same_tokens(name: str, config: DecoderConfig, model: Drafted) -> None:
+def _require_same_tokens(name: str, config: ModelConfig, model: Drafted) -> None:
     ours, theirs = (load_tokenizer(*of).vocabulary() for of in ((model.name, model.config), (name, config)))
     if ours == theirs:
         return
@@ -164,7 +165,7 @@ def _require_same_tokens(name: str, config: DecoderConfig, model: Drafted) -> No
     )
 
 
-def _plan_of(spec: DraftSpec, config: DecoderConfig, model: Drafted) -> KVPlan:
+def _plan_of(spec: DraftSpec, config: ModelConfig, model: Drafted) -> KVPlan:
     """The plan of a draft's own cache."""
     names, reason = (("tq4", "bf16") if spec.kv is None else (spec.kv,)), ""
     for name in names:
@@ -180,7 +181,7 @@ def _plan_of(spec: DraftSpec, config: DecoderConfig, model: Drafted) -> KVPlan:
 
 
 def _loaded(
-    spec: DraftSpec, config: DecoderConfig, plan: KVPlan, model: Drafted, executor: Executor, progress: Progress | None,
+    spec: DraftSpec, config: ModelConfig, plan: KVPlan, model: Drafted, executor: Executor, progress: Progress | None,
     on_program: OnProgram | None,
 ) -> Draft:  # fmt: skip
     """A draft model beside the model's executor, which lends it what is the same."""
@@ -188,7 +189,7 @@ def _loaded(
     loaded = load_model(spec.name, model.dtype, progress=progress, lent=lent)
     balanced = balanced_for(loaded, plan, KVSpec(), model.balance).model
     weights = _sharing(balanced.weights, executor.weights).to(executor.device)
-    of = replace(balanced, weights=weights, rope=RopeTable(config, executor.device))
+    of = replace(balanced, weights=weights, ropes=tables_of(config, executor.device))
     made = catalog.create(model.executor, of, plan, model.device, on_program)
     return ModelDraft(spec.name, made, plan, shared_bytes(made.weights, executor.weights))
 

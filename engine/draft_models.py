@@ -12,10 +12,11 @@ from torch.nn.functional import pad
 from haarkv.engine.drafts import Beginning, Drafter, Proposal
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
-from haarkv.executors.base import Executor
-from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.executors.base import Executor, verify
+from haarkv.models.caches import new_cache
+from haarkv.tq_ops.kv.batch import uploaded
+from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import carry_over
 
 
@@ -38,9 +39,7 @@ class ModelDraft:
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         config = self.executor.config
-        shape = (config.num_kv_heads, config.head_dim)
-        slots = blocks_for(self.context(max_context)) * BLOCK_SIZE
-        return round(sequences * (slots * self.plan.bytes_per_token(*shape) + self.plan.window_bytes(*shape)))
+        return cache_bytes(self.plan, self.context(max_context), config.kv_shapes, sequences, config.state_bytes)
 
     def context(self, max_context: int) -> int:
         """Tokens of a sequence that a drafter stores at most: beyond them it has nothing to say."""
@@ -78,18 +77,16 @@ class _Drafting:
         self._vocab, self._limit = beginning.vocab_size, draft.context(beginning.max_context)
         self._own_vocab = config.vocab_size
         count = len(beginning.prompts)
-        self._cache = PagedKVCache(
-            draft.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            num_blocks=count * blocks_for(self._limit), num_rows=count, device=draft.executor.device,
-        )  # fmt: skip
-        self._paging = PagedSequences(self._cache.num_blocks, self._cache.block_size, num_rows=count)
+        self._cache, self._paging = new_cache(
+            config, draft.plan, sequences=count, tokens=self._limit, device=draft.executor.device
+        )
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
         self._draws = beginning.sampling.temperature > 0
         able = {row: prompt for row, prompt in enumerate(beginning.prompts) if self._can_read(prompt)}
         self._sequences = {row: _Sequence(self._paging.add()) for row in able}
         for row, prompt in able.items() if draft.copies else ():
             carry_over(
-                beginning.cache, *beginning.paging.places(beginning.sequences[row]), len(prompt),
+                beginning.cache, beginning.paging.places(beginning.sequences[row]), len(prompt),
                 self._cache, self._paging, self._sequences[row].id,
             )  # fmt: skip
         if able and not draft.copies:
@@ -150,7 +147,7 @@ class _Drafting:
         device = self._cache.device
         batch = self._paging.batch([self._sequences[row].id for row in tokens], [1] * len(tokens)).to(device)
         ids = uploaded(torch.tensor(list(tokens.values())), device)
-        return self._as_wide(self._executor.decode(ids, batch, self._cache))
+        return self._as_wide(verify(self._executor, ids, batch, self._cache))
 
     def _as_wide(self, logits: Tensor) -> Tensor:
         """As many logits as the model has; some models of one tokenizer round up the size of their vocabulary, some do not."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from haarkv.engine.drafts import Beginning, Draft, DraftCost
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -110,7 +110,7 @@ def prefill_in_chunks(
         pieces = [prompts[row][begin : begin + chunk] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(piece) for piece in pieces]).to(cache.device)
         token_ids = torch.tensor([t for piece in pieces for t in piece], device=cache.device)
-        last.update(zip(rows, executor.prefill(token_ids, batch, cache), strict=True))
+        last.update(zip(rows, prefill(executor, token_ids, batch, cache), strict=True))
         done += len(token_ids)
         if begin + chunk < longest and cache.device.type == "cpu":
             hand_back()  # else the gaps between what a chunk computes with add up from chunk to chunk
@@ -159,7 +159,7 @@ def generate(
     try:
         texts = []
         for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
-            count = reusable(known, prompt, cache.plan) if known else 0
+            count = reusable(known, prompt, cache) if known else 0
             sequences.append(put(known, cache, paging, count) if known and count else paging.add())
             texts.append(_Text(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
@@ -190,7 +190,7 @@ def generate(
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):
                 drawn = torch.tensor([texts[i].token_ids[-1] for i in running])
-            drawn = sampler.next(executor.decode(uploaded(drawn, cache.device), batch, cache), running)
+            drawn = sampler.next(verify(executor, uploaded(drawn, cache.device), batch, cache), running)
             came = [[token] for token in drawn.tolist()]
     finally:
         for sequence in sequences:

@@ -91,7 +91,9 @@ def load(
         on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
     guard = None
     if spec.calibration is None:
-        guard = Guard(plan, dict(enumerate(made.moments)), loaded.config.softmax_scale, not balance, allow_collapse, ranks)
+        guard = Guard(
+            plan, dict(enumerate(made.moments)), loaded.config.attentions[0].scale, not balance, allow_collapse, ranks
+        )
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
     return Session(

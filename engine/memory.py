@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
+from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -27,17 +28,17 @@ class Needed:
         return self.weights + self.kv
 
 
-def needed(config: DecoderConfig, plan: KVPlan, tokens: int, sequences: int = 1, number_bytes: int = 2) -> Needed:
+def needed(config: ModelConfig, plan: KVPlan, tokens: int, sequences: int = 1, number_bytes: int = 2) -> Needed:
     """What sequences of so many tokens each take.
 
     Args:
         number_bytes: of one weight: 2 in bfloat16, 4 in float32.
     """
-    kv = cache_bytes(plan, tokens, config.num_kv_heads, config.head_dim, sequences)
-    return Needed(number_bytes * config.num_parameters(), kv)
+    kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
+    return Needed(number_bytes * num_parameters(config), kv)
 
 
-def longest_context(config: DecoderConfig, plan: KVPlan, memory: int, sequences: int = 1, number_bytes: int = 2) -> int:
+def longest_context(config: ModelConfig, plan: KVPlan, memory: int, sequences: int = 1, number_bytes: int = 2) -> int:
     """The most tokens of each sequence that `memory` has room for, as `needed` counts, in whole blocks; at least 0."""
-    room = memory - number_bytes * config.num_parameters()
-    return tokens_that_fit(plan, room, config.num_kv_heads, config.head_dim, sequences)
+    room = memory - number_bytes * num_parameters(config)
+    return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)

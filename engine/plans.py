@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from haarkv.models import balance as balancing
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Split
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
 
-def shape_of(config: DecoderConfig) -> ModelShape:
+def shape_of(config: ModelConfig) -> ModelShape:
     """The shapes that a plan file names its model by."""
-    return ModelShape(config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size, config.vocab_size)
+    return ModelShape(config.kv_shapes, config.hidden_size, config.vocab_size)
 
 
-def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) -> KVPlan:
+def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:
     """The KV plan that a spec means for a model.
 
     Args:
@@ -28,8 +29,8 @@ def plan_for(spec: KVSpec, config: DecoderConfig, split: Split | None = None) ->
             "take a shorter one"
         )
     plan = spec.plan(config.num_layers, shape_of(config))
-    plan.require_layout(config.head_dim, num_kv_heads=config.num_kv_heads)
-    return spec.heads(split.kv_heads).plan(config.num_layers) if split and spec.calibration else plan
+    plan.require_layout(config.kv_shapes)
+    return spec.heads(split.kv_heads(0)).plan(config.num_layers) if split and spec.calibration else plan
 
 
 def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.Balanced:

@@ -20,13 +20,14 @@ from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.base import DecoderConfig
+from haarkv.models.caches import new_cache
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for, cache_bytes
+from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
@@ -94,7 +95,7 @@ class Session:
     """
 
     name: str
-    config: DecoderConfig
+    config: ModelConfig
     executor: Executor
     tokenizer: Tokenizer
     plan: KVPlan
@@ -118,15 +119,7 @@ class Session:
         """
         self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
-        cache = PagedKVCache(
-            self.plan,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            num_blocks=sequences * blocks_for(max_context),
-            num_rows=sequences,
-            device=self.executor.device,
-        )
-        return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
+        return new_cache(self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device)
 
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
@@ -232,7 +225,9 @@ class Session:
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
         drafting = drafting_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
-        return Result(texts, completions, timing, self._usage(cache), sampling, ranks, tuple(kept), drafting)
+        return Result(
+            texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
+        )
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = False) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
@@ -266,18 +261,17 @@ class Session:
         """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
         if self.executor.device.type != "cpu":
             return
-        shape = (self.config.num_kv_heads, self.config.head_dim)
         what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        needed = cache_bytes(self.plan, max_context, *shape, sequences) + drafts
+        needed = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
         require_memory(needed, what, "take fewer tokens or sequences, or a smaller format")
 
-    def _usage(self, cache: PagedKVCache) -> KVUsage:
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        bf16, ranks = KVSpec("bf16").plan(self.config.num_layers), self.ranks.size
+    def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
+        shapes, ranks = self.config.kv_shapes, self.ranks.size
+        bf16 = KVSpec("bf16").plan(self.config.num_layers)
         return KVUsage(
             format=self.plan.describe(),
-            bytes_per_token=ranks * self.plan.bytes_per_token(*shape),
+            bytes_per_token=ranks * self.plan.bytes_per_token(shapes),
             bytes=ranks * cache.nbytes,
-            bf16_bytes=ranks * round(cache.num_slots * bf16.bytes_per_token(*shape)),
+            bf16_bytes=ranks * cache_bytes(bf16, max_context, shapes, sequences, self.config.state_bytes),
         )

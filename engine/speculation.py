@@ -17,7 +17,7 @@ from torch import Tensor
 
 from haarkv.engine.drafts import DraftCost, Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.rollback import Advance
@@ -90,12 +90,12 @@ class Speculation:
         self.cost.steps += len(rows)
         if len(token_ids) == len(rows):  # a token that was chosen is never taken back
             batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
-            logits = self._executor.decode(token_ids, batch, self._cache)
+            logits = verify(self._executor, token_ids, batch, self._cache)
             found = [[token] for token in self._sampler.next(logits, rows).tolist()]
             self.cost.plain.append((time.perf_counter() - began) / len(rows))
             return found
         self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
-        logits = self._executor.verify(token_ids, self._advance.batch, self._cache)
+        logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
         found = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
         self.cost.checks += sum(bool(drafts.token_ids) for drafts in proposed)
         self.cost.proposed += len(token_ids) - len(rows)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -33,7 +33,7 @@ class Executor(Protocol):
     """
 
     name: str
-    config: DecoderConfig
+    config: ModelConfig
     device: torch.device
     description: str
     simulated: bool
@@ -51,21 +51,37 @@ class Executor(Protocol):
     def ops(self) -> OpTable | None:
         """The op table it runs, so that a recorder can wrap it; None if its layers are fused programs."""
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache."""
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
         """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Logits [B, vocab] fp32 after each sequence's last of T new tokens [T] int64."""
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """Hidden states [T, hidden] after all layers, of T new tokens [T] int64, which all are stored: prefill, decode, and
+        the check of drafted tokens alike. `head` makes logits of the rows that are wanted."""
 
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Logits [B, vocab] fp32 after one new token a sequence, [B] int64."""
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [N, vocab] fp32 of rows [N, hidden] of what the last `forward` gave.
 
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Logits [T, vocab] fp32 after each of T new tokens [T] int64, which all are stored: what drafted tokens are held
-        against."""
+        Raises:
+            NonFiniteError: what the forward, or the head, makes of its weights is not finite; it names the weight.
+        """
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Hidden states [T, hidden] after the layers of `span`; what the validator drives."""
+
+
+def last_rows(hidden: Tensor, batch: Batch) -> Tensor:
+    """Of hidden states [T, hidden] those of each sequence's last new token, [B, hidden]."""
+    return hidden if len(hidden) == len(batch.seq_lens) else hidden[batch.query_start_loc[1:].long() - 1]
+
+
+def prefill(executor: Executor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    """Logits [B, vocab] fp32 after each sequence's last new token: one forward, and the head of those rows."""
+    return executor.head(last_rows(executor.forward(token_ids, batch, cache), batch))
+
+
+def verify(executor: Executor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    """Logits [T, vocab] fp32 after each of T new tokens."""
+    return executor.head(executor.forward(token_ids, batch, cache))

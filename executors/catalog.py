@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -18,7 +19,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
 
-Refuses = Callable[[DecoderConfig, KVPlan], str | None]
+Refuses = Callable[[ModelConfig, KVPlan], str | None]
 OnProgram = Callable[[str], object]
 """Called with the name of a program before it is compiled."""
 
@@ -27,7 +28,7 @@ def _any(_device: str | None) -> None:
     pass
 
 
-def _nothing(_config: DecoderConfig, _plan: KVPlan) -> str | None:
+def _nothing(_config: ModelConfig, _plan: KVPlan) -> str | None:
     return None
 
 
@@ -88,7 +89,7 @@ def _cpu(model: DecoderModel, device: str | None) -> Executor:
     return CpuExecutor(model)
 
 
-def _cpu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+def _cpu_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
     from haarkv.executors.cpu import CpuExecutor
     from haarkv.tq_ops.cpu.library import KernelsMissingError, load
 
@@ -105,7 +106,7 @@ def _cuda(model: DecoderModel, device: str | None) -> Executor:
     return CudaExecutor(model, device)
 
 
-def _cuda_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+def _cuda_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
     from haarkv.executors.cuda import CudaExecutor
 
     return CudaExecutor.unsupported(config, plan)
@@ -135,7 +136,7 @@ def _compile_npu(executor: Any, plan: KVPlan, on_program: OnProgram) -> None:
     executor.compile_ahead(plan, on_program)
 
 
-def _npu_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+def _npu_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
     from haarkv.executors.npu import NpuExecutor
 
     return NpuExecutor.unsupported(config, plan)
@@ -172,7 +173,7 @@ def _onnx(model: DecoderModel, device: str | None) -> Executor:
     return executor
 
 
-def _onnx_refuses(config: DecoderConfig, plan: KVPlan) -> str | None:
+def _onnx_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
     reason: str | None = _onnx_module().OnnxExecutor.unsupported(config, plan)
     return reason
 
@@ -249,7 +250,7 @@ def open_programs(name: str, device: str | None) -> Runner | None:
     return programs(device) if programs else None
 
 
-def check(name: str, config: DecoderConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
+def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
@@ -319,7 +320,7 @@ class Selection:
 
 
 def select(
-    executor: str, config: DecoderConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None
+    executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None
 ) -> Selection:
     """The executor that a name stands for: itself, or for `auto` the fastest that this machine has and that can run all this.
 
@@ -351,7 +352,7 @@ def select(
     raise InputError(f"executor {refused[0]}")
 
 
-def _refusal(name: str, config: DecoderConfig, plans: Sequence[KVPlan], dtype: str | None) -> str | None:
+def _refusal(name: str, config: ModelConfig, plans: Sequence[KVPlan], dtype: str | None) -> str | None:
     """Why an executor cannot run all of this, or None."""
     entry = _ENTRIES[name]
     if dtype and not entry.any_dtype and dtype != entry.dtype:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from haarkv.executors.reference import Forward, ReferenceExecutor
-from haarkv.models import fused
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.layers import DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
@@ -35,7 +36,7 @@ class _InOneCall(DecoderModel):
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         if self.whole is not None and isinstance(ops, CpuOps):
-            done = self.whole.run(hidden, span, batch, cache, self.rope.at)
+            done = self.whole.run(hidden, span, batch, cache, self.rope_at(batch.positions)[self.config.common.attention.rope])
             if done is not None:
                 return done
         return super().layers(hidden, span, batch, cache, ops)
@@ -73,14 +74,14 @@ class CpuExecutor(ReferenceExecutor):
         with self._threads():
             return super().layers(hidden, span, batch, cache)
 
-    def _finite(self, forward: Forward, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    def _finite(self, run: Callable[[OpTable], Tensor]) -> Tensor:
         with self._threads():
-            return super()._finite(forward, token_ids, batch, cache)
+            return super()._finite(run)
 
     def _threads(self) -> AbstractContextManager[None]:
         return self._kernels.alone() if self._kernels else nullcontext()
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 
     @property
@@ -89,18 +90,19 @@ class CpuExecutor(ReferenceExecutor):
         return self._model.whole if isinstance(self._model, _InOneCall) else None
 
     @staticmethod
-    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(READS, plan, config.head_dim)
+        return unsupported(READS, plan, config.kv_shapes)
 
 
 def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:
-    """The same model, its layers in one call if they are dense and it is whole."""
-    if model.ranks.size > 1 or fused.unsupported(model.config):
-        return model
+    """The same model, its layers in one call if `DenseLayers` knows them and it is whole."""
     config = model.config
-    layers = [{field: tensor for field, _, tensor in layer.named()} for layer in model.weights.layers]
-    if not all(t.is_contiguous() and t.dtype == model.dtype for tensors in layers for t in tensors.values()):
+    if model.ranks.size > 1 or len(set(config.layers)) > 1 or unknown_layer(config, ("head_norms", "bias")):
         return model
-    whole = DenseLayers(ops, layers, num_heads=config.num_heads, eps=config.rms_norm_eps, softmax_scale=config.softmax_scale)
-    return _InOneCall(model.config, model.weights, model.rope, model.ranks, whole)
+    layers = model.weights.layers
+    if not all(t.is_contiguous() and t.dtype == model.dtype for layer in layers for t in layer.values()):
+        return model
+    mixer = config.common.attention
+    whole = DenseLayers(ops, layers, num_heads=mixer.num_heads, eps=config.common.norm.eps, softmax_scale=mixer.scale)
+    return _InOneCall(model.config, model.weights, model.ropes, model.ranks, whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
@@ -16,10 +15,11 @@ from torch import Tensor
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderConfig, DecoderModel
-from haarkv.models.weights import LayerWeights, Weights
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import Experts, ModelConfig
+from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
-from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, layout_of
+from haarkv.tq_ops.cuda.layout import NO_FAULT, READS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -28,13 +28,12 @@ from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable, with_ops
 
 
-class _Forwards(NamedTuple):
-    """A model's forwards, their ops chosen."""
+class _Run(NamedTuple):
+    """A model's forward and its head, their ops chosen."""
 
-    prefill: Callable[[Tensor, Batch, PagedKVCache], Tensor]
-    decode: Callable[[Tensor, Batch, PagedKVCache], Tensor]
+    forward: Callable[[Tensor, Batch, PagedKVCache], Tensor]
+    head: Callable[[Tensor], Tensor]
     layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
-    verify: Callable[[Tensor, Batch, PagedKVCache], Tensor]
 
 
 class CudaExecutor:
@@ -49,23 +48,19 @@ class CudaExecutor:
     Args:
         model: weights and shapes.
         device: `cuda` or `cuda:N`; the first GPU unless given.
-        folded: a plan whose V rotations are multiplied into the output projections as the model is loaded, which saves the
-            rotation back at the end of attention and rounds those weights once more. Only its caches can be run then.
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
         ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
         step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
     Raises:
-        InputError: no GPU, no such GPU, or no Triton; or a folded plan whose V has learned coordinates.
+        InputError: no GPU, no such GPU, or no Triton.
     """
 
     name = "cuda"
     batches_alike = False
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
-    def __init__(
-        self, model: DecoderModel, device: str | None = None, *, folded: KVPlan | None = None, interpreted: bool = False
-    ) -> None:
+    def __init__(self, model: DecoderModel, device: str | None = None, *, interpreted: bool = False) -> None:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
@@ -78,20 +73,17 @@ class CudaExecutor:
         slower = None if interpreted else nvrtc.missing()
         self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
         self.simulated = interpreted
-        self._folded = folded
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        self._careful_ops = with_ops(self.ops, {"paged_attention": ops.attend_rotated} if folded else {})
-        self.step_ops: OpTable = with_ops(self._careful_ops, {"store_kv": partial(ops.append, fault=self._fault)})
+        self.step_ops: OpTable = with_ops(self.ops, {"store_kv": partial(ops.append, fault=self._fault)})
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device)
-            self._model = fold_rotations(whole.model, folded) if folded else whole.model
-            self._run = _bound(replace(whole, model=self._model), CudaFused(self._fault, rotate_back=not folded))
+            self._model = whole.model
+            self._run = _bound(whole, CudaFused(self._fault))
         else:
             self._model = model.to(self.device)
-            if folded:
-                self._model = fold_rotations(self._model, folded)
             self._run = _bound(self._model, self.step_ops)
+        self._rerun: Callable[[OpTable], object] = lambda _: None  # the last forward, should its head find that it went wrong
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -101,44 +93,53 @@ class CudaExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
-        if self._folded and [v for _, v in plan.layers] != [v for _, v in self._folded.layers]:
-            return "its output projections hold the rotations of another plan"
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 
     @staticmethod
-    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        if config.num_experts:
+        if any(isinstance(layer.mlp, Experts) for layer in config.layers):
             return "its decode steps are graphs, which cannot choose experts as they run"
-        return unsupported(READS, plan, config.head_dim)
+        if len(config.attentions) < config.num_layers:
+            return "its decode steps are graphs, which were tried with no other layers than attention"
+        return unsupported(READS, plan, config.kv_shapes)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        cache.require_room(batch)
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        """As `Executor.forward`; nothing waits for the device, and `head` finds what went wrong. Of one new token a sequence
+        the result is a graph's own memory, valid until the next forward."""
+        self._rerun = partial(self._model.forward, token_ids, batch, cache)
         with self._current():
-            logits = self._run.prefill(token_ids, batch, cache)
-            return self._checked(logits, self._all_sound(logits), partial(self._model.prefill, token_ids, batch, cache))
-
-    @torch.inference_mode()
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        cache.require_room(batch)
-        with self._current():
-            logits = self._run.verify(token_ids, batch, cache)
-            return self._checked(logits, self._all_sound(logits), partial(self._model.verify, token_ids, batch, cache))
-
-    @torch.inference_mode()
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        steps = self._steps.setdefault(cache, {})
-        size = bucket_of(len(token_ids))
-        with self._current():
+            if len(token_ids) > len(batch.seq_lens):
+                cache.require_room(batch)
+                return self._run.forward(token_ids, batch, cache)
+            steps, size = self._steps.setdefault(cache, {}), bucket_of(len(token_ids))
             if size not in steps:
                 steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
-            logits, sound = steps[size](token_ids, batch)
-            return self._checked(logits.clone(), sound, partial(self._model.decode, token_ids, batch, cache))
+            return steps[size](token_ids, batch)
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        with self._current():
+            logits = self._run.head(hidden)
+            # The one wait for the device of a step.
+            if bool((self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()):
+                return logits
+            self._fault.fill_(NO_FAULT)
+            if self._model.ranks.size > 1:
+                raise not_finite_among_ranks()
+            raise blame(self._model.weights, self.ops, self._again)
+
+    def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
+        return lambda token_ids, batch: self._run.forward(token_ids, batch, cache)
+
+    def _again(self, ops: OpTable) -> object:
+        """The last forward and its head, op by op."""
+        return self._model.head(cast(Tensor, self._rerun(ops)), ops)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -151,29 +152,10 @@ class CudaExecutor:
         """Its GPU as the current one meanwhile: Triton's launches, streams and graphs are the current one's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = self._run.decode(token_ids, batch, cache)
-            return logits, self._all_sound(logits)
 
-        return step
-
-    def _all_sound(self, logits: Tensor) -> Tensor:
-        return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
-
-    def _checked(self, logits: Tensor, sound: Tensor, rerun: Callable[[OpTable], object]) -> Tensor:
-        """The logits of a step that is over, or the error that names what is not finite in it."""
-        if bool(sound):
-            return logits
-        self._fault.fill_(NO_FAULT)
-        if self._model.ranks.size > 1:
-            raise not_finite_among_ranks()
-        raise blame(self._model.weights, self._careful_ops, rerun)
-
-
-def _bound(model: Any, ops: Any) -> _Forwards:
-    """The forwards of a `DecoderModel` over an op table, or of a `FusedModel` over fused ops."""
-    return _Forwards(*(partial(getattr(model, name), ops=ops) for name in _Forwards._fields))
+def _bound(model: Any, ops: Any) -> _Run:
+    """The forward of a `DecoderModel` over an op table, or of a `FusedModel` over fused ops."""
+    return _Run(*(partial(getattr(model, name), ops=ops) for name in _Run._fields))
 
 
 def open_gpu(device: str | None) -> torch.device:
@@ -191,32 +173,3 @@ def open_gpu(device: str | None) -> torch.device:
     if int(number or 0) >= count:
         raise InputError(f"there is no cuda:{number}; this machine has {count} GPU{'s' * (count > 1)}")
     return torch.device("cuda", int(number or 0))
-
-
-def fold_rotations(model: DecoderModel, plan: KVPlan) -> DecoderModel:
-    """The model whose output projections rotate V back: `o_proj_h @ rotation` for each query head h.
-
-    Attention's rotated output y stands for `y @ rotation.T`, so `(y @ rotation.T) @ o_proj_h.T = y @ (o_proj_h @ rotation).T`.
-
-    Rounding points: the product in FP32, rounded once to the weight's dtype: 2**-9 of each BF16 weight. The rotation's own
-    BF16 entries are not exactly orthogonal, which it inherits as the rotation back does.
-
-    Raises:
-        InputError: V of a layer is in learned coordinates, whose way back has a mean as well.
-    """
-    config = model.config
-
-    def folded(layer: LayerWeights, index: int) -> LayerWeights:
-        of_v = layout_of(plan.v(index), index, config.head_dim, layer.o_proj.device)
-        if of_v.learned:
-            raise InputError(
-                f"layer {index}: V in {plan.v(index).name} has learned coordinates, which output projections cannot hold; "
-                "run this plan with projections as they are"
-            )
-        rotation = of_v.rotation.float()
-        heads = layer.o_proj.float().view(-1, config.num_heads, config.head_dim)
-        o_proj = (heads @ rotation).flatten(1).to(layer.o_proj.dtype)
-        return layer.changed(lambda field, tensor: o_proj if field == "o_proj" else tensor)
-
-    layers = tuple(folded(layer, index) for index, layer in enumerate(model.weights.layers))
-    return replace(model, weights=replace(model.weights, layers=layers))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
 
-Step = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""From token ids [B] and their places to logits [B, vocab] fp32 and whether all went well, a bool [] on the device."""
+Step = Callable[[Tensor, Batch], Tensor]
+"""From token ids [B] and their places to hidden states [B, hidden]."""
 
 _LARGEST_POWER = 64
 
@@ -48,29 +49,33 @@ class DecodeStep:
             query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
             rows=torch.zeros(size, dtype=torch.int64, device=device),
         )
-        self._windowed = cache.plan.windowed
-        self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._batch)
+        self._has_rows = cache.keeps_rows
+        self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
 
-    def _captured(self, step: Step, pool: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _captured(self, step: Step, pool: Any) -> Callable[[], Tensor]:
         # What compiles or allocates once does so before; all sequences are dead, so nothing is stored.
         aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(2):
-                step(self._token_ids, self._batch)
+                step(self._token_ids, self._fresh())
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            result = step(self._token_ids, self._batch)
+            result = step(self._token_ids, self._fresh())
 
-        def replay() -> tuple[Tensor, Tensor]:
+        def replay() -> Tensor:
             graph.replay()
             return result
 
         return replay
 
-    def __call__(self, token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [B, vocab] and whether all went well, of a batch of one new token a sequence; valid until the next call."""
+    def _fresh(self) -> Batch:
+        """The batch, with nothing remembered that was computed from its tensors: a graph computes it each time."""
+        return Batch(**self._batch.tensors)
+
+    def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
+        """Hidden states [B, hidden] of a batch of one new token a sequence; valid until the next call."""
         count, blocks = len(token_ids), min(batch.block_table.shape[1], self._batch.block_table.shape[1])
         self._token_ids[:count] = token_ids
         self._batch.positions[:count] = batch.positions
@@ -78,7 +83,6 @@ class DecodeStep:
         self._batch.seq_lens.zero_()[:count] = batch.seq_lens
         # Padding of a shorter table is -1, which nobody reads; what lies beyond it is another sequence's, nor that.
         self._batch.block_table[:count, :blocks] = batch.block_table[:, :blocks]
-        if self._windowed:
+        if self._has_rows:
             self._batch.rows[:count] = batch.rows
-        logits, sound = self._run()
-        return logits[:count], sound
+        return self._run()[:count]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.models.weights import Weights
@@ -73,13 +74,13 @@ class NpuExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 
     @staticmethod
-    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(READS, plan, config.head_dim) or programs.unsupported(config)
+        return programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes)
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
@@ -92,31 +93,24 @@ class NpuExecutor:
         self._runner.on_program = on_program
         if not self._runner.keeps_programs:
             return
-        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
-        cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=head_dim, num_blocks=1, num_rows=1, device=self.device)
+        cache = PagedKVCache(plan, self.config.kv_shapes, num_blocks=1, num_rows=1, device=self.device)
         paging = PagedSequences(1, cache.block_size, num_rows=1)
         sequence = paging.add()
-        for forward, tokens in ((self.prefill, 2), (self.decode, 1)):
+        for tokens in (2, 1):
             batch = paging.batch([sequence], [tokens]).to(self.device)
-            forward(torch.zeros(tokens, dtype=torch.int64, device=self.device), batch, cache)
+            self.head(self.forward(torch.zeros(tokens, dtype=torch.int64, device=self.device), batch, cache))
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         with self._runner.refusals():
-            hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
-            return self._logits(hidden[batch.query_start_loc[1:].long() - 1])
+            return self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self.verify(token_ids, batch, cache)
-
-    @torch.inference_mode()
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         with self._runner.refusals():
-            hidden = self.layers(self._model.embed(token_ids), range(self.config.num_layers), batch, cache)
             return self._logits(hidden)
 
     @torch.inference_mode()
@@ -125,7 +119,9 @@ class NpuExecutor:
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
         build = programs.decode_program if one_each else programs.prefill_program
-        tiling = inputs.tile(batch, build(self.config), self._model.rope.at(batch.positions))
+        tiling = inputs.tile(
+            batch, build(self.config), self._model.rope_at(batch.positions)[self.config.common.attention.rope]
+        )
         state = tiling.spread(hidden)
         for index in span:
             state = self._layer(build(self.config, *sides_of(cache.plan, index)), index, state, tiling, cache)

@@ -17,7 +17,8 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.learned import coordinate_values, learned_levels, mixed
 from haarkv.models.qwen3_14b.onnx.model import (
     DEFAULT_OPSET,
@@ -120,28 +121,37 @@ class OnnxExecutor:
         self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self.unsupported(config, plan)
 
     @staticmethod
-    def unsupported(config: DecoderConfig, plan: KVPlan) -> str | None:
+    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
         """As `supports`, before there is a model."""
-        return unsupported(READS, plan, config.head_dim) or graphs_unsupported(config) or mixed(plan, config.head_dim)
+        reason = graphs_unsupported(config) or unsupported(READS, plan, config.kv_shapes)
+        return reason or mixed(plan, config.heads.head_dim)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._forward(token_ids, batch, cache, Sizes())
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        token, _, valid = pad_queries(batch)
+        every = range(self.config.num_layers)
+        sizes = Sizes(tokens=1) if token.shape[1] == 1 else Sizes()
+        levels = self._levels(cache, every)
+        graph = GraphSpec(every, embed=True, head=False, opset=DEFAULT_OPSET, sizes=sizes, levels=levels)
+        hidden = torch.empty(*token.shape, self.config.hidden_size, dtype=self.weights.embedding.dtype, device=self.device)
+        self._run(graph, {"input_ids": token_ids[token]}, {"hidden_out": hidden}, batch, cache)
+        return hidden[valid]
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._forward(token_ids, batch, cache, Sizes(tokens=1))
-
-    @torch.inference_mode()
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._forward(token_ids, batch, cache, Sizes(predictions="predictions"))
+    def head(self, hidden: Tensor) -> Tensor:
+        graph = GraphSpec(range(0), embed=False, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=1))
+        logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
+        self._call(self._session(graph), {"hidden": hidden.unsqueeze(1)}, {"logits": logits})
+        if not torch.isfinite(logits).all():
+            raise NonFiniteError("logits are not finite on onnx; --executor reference on the same prompt names the tensor")
+        return logits
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -153,25 +163,6 @@ class OnnxExecutor:
             self._run(plan, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
-
-    def _forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, sizes: Sizes) -> Tensor:
-        """Logits after each sequence's last token, or after every token where the sizes have a name for so many."""
-        token, _, valid = pad_queries(batch)
-        every = range(self.config.num_layers)
-        levels = self._levels(cache, every)
-        plan = GraphSpec(every, embed=True, head=True, opset=DEFAULT_OPSET, sizes=sizes, levels=levels)
-        inputs = {"input_ids": token_ids[token]}
-        if sizes.predictions is None:
-            rows = torch.arange(token.shape[0], device=self.device) * token.shape[1] + valid.sum(-1) - 1
-        else:
-            rows = valid.flatten().nonzero().flatten()
-        if sizes.tokens != 1:
-            inputs["last_rows"] = rows.int()
-        logits = torch.empty(len(rows), self.config.vocab_size, device=self.device)
-        self._run(plan, inputs, {"logits": logits}, batch, cache)
-        if not torch.isfinite(logits).all():
-            raise NonFiniteError("logits are not finite on onnx; --executor reference on the same prompt names the tensor")
-        return logits
 
     def _run(
         self, plan: GraphSpec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
@@ -185,7 +176,7 @@ class OnnxExecutor:
         for layer in plan.span:
             for stored, field in _fields(cache, layer).items():
                 given[cache_name(layer, stored)] = field
-                shape = (*valid.shape, cache.num_kv_heads, *field.shape[3:])
+                shape = (*valid.shape, cache.shape(layer).num_kv_heads, *field.shape[3:])
                 new[new_name(layer, stored)] = torch.empty(shape, dtype=field.dtype, device=self.device)
         self._call(self._session(plan), given | self._coordinates_of(plan, cache), {**outputs, **new})
         slots = batch.slot_mapping
@@ -199,7 +190,7 @@ class OnnxExecutor:
 
     def _levels(self, cache: PagedKVCache, span: range) -> tuple[tuple[int, int], ...]:
         """Learned nibbles of K and V in each layer, as a `GraphSpec` has them."""
-        return learned_levels(cache.plan, span, self.config.head_dim)
+        return learned_levels(cache.plan, span, self.config.heads.head_dim)
 
     def _coordinates_of(self, plan: GraphSpec, cache: PagedKVCache) -> dict[str, Tensor]:
         """Learned coordinates of the layers of a graph, where it wants them; another cache may have others."""
@@ -210,7 +201,7 @@ class OnnxExecutor:
             for side, kv_format in zip("kv", cache.plan.layers[layer], strict=True):
                 key = (kv_format, layer)
                 if key not in self._coordinates:
-                    values = coordinate_values(layer, side, kv_format, self.config.head_dim)
+                    values = coordinate_values(layer, side, kv_format, self.config.heads.head_dim)
                     self._coordinates[key] = {name: tensor.to(self.device) for name, tensor in values}
                 found |= self._coordinates[key]
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from haarkv.executors.base import Executor
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
@@ -20,8 +22,6 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-
-Forward = Callable[[Tensor, Batch, PagedKVCache, OpTable], Tensor]
 
 
 class ReferenceExecutor:
@@ -48,7 +48,7 @@ class ReferenceExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return None
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor:
@@ -57,36 +57,33 @@ class ReferenceExecutor:
         return wrapped
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._finite(self._model.prefill, token_ids, batch, cache)
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        run = partial(self._model.forward, token_ids, batch, cache)
+        return self._finite(run)
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._finite(self._model.decode, token_ids, batch, cache)
-
-    @torch.inference_mode()
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._finite(self._model.verify, token_ids, batch, cache)
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._finite(partial(self._model.head, hidden))
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._model.layers(hidden, span, batch, cache, self.ops)
 
-    def _finite(self, forward: Forward, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Run a forward and refuse a result that is not finite, naming the weight that made it so.
+    def _finite(self, run: Callable[[OpTable], Tensor]) -> Tensor:
+        """Run a part of a forward and refuse a result that is not finite, naming the weight that made it so.
 
         One of several ranks says what it saw and no more: it cannot run the forward again without the others.
         """
         shared = self._model.ranks.size > 1
         try:
-            logits = forward(token_ids, batch, cache, self.ops)
-            # A NaN is both the least and the largest. One pass that writes nothing: ten times as fast as asking every logit.
-            if torch.isfinite(torch.stack(logits.aminmax())).all():
-                return logits
+            result = run(self.ops)
+            # A NaN is both the least and the largest. One pass that writes nothing: ten times as fast as asking every number.
+            if torch.isfinite(torch.stack(result.aminmax())).all():
+                return result
         except NonFiniteError:
             if shared:
                 raise
             # K or V, too, is named by the weight behind it
         if shared:
             raise not_finite_among_ranks()
-        raise blame(self._model.weights, self.ops, lambda ops: forward(token_ids, batch, cache, ops)) from None
+        raise blame(self._model.weights, self.ops, run) from None

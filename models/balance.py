@@ -126,7 +126,7 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
         layer, field = places[tensor_name]
         read[field] = tensor
         if tensor_name == last[layer]:  # one layer at a time is held
-            heads, dim = config.num_kv_heads, config.head_dim
+            heads, dim = config.heads.num_kv_heads, config.heads.head_dim
             found[layer] = key_moments(read, heads, dim), value_moments(read, heads, dim)
             read = {}
     return found
@@ -150,7 +150,7 @@ def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_:
     for index, weights in enumerate(model.weights.layers):
         layer, now = weights, []
         for side, moments_of in (("K", key_moments), ("V", value_moments)):
-            of = moments_of(by_field(weights), config.num_kv_heads, config.head_dim)
+            of = moments_of(by_field(weights), config.heads.num_kv_heads, config.heads.head_dim)
             scales, ratio = scales_of(of) if wanted(index, side) else (torch.ones(()), 1.0)
             if ratio > 1:
                 layer = folded(layer, side, scales)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import NOTHING_LENT, Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.config import ModelConfig
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
-from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
@@ -69,7 +68,7 @@ def _downloaded(hub_id: str) -> Path | None:
         return None
 
 
-def read_config(name: str | Path, layers: int | None = None) -> DecoderConfig:
+def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
@@ -92,7 +91,7 @@ def read_config(name: str | Path, layers: int | None = None) -> DecoderConfig:
         return config
     if not 1 <= layers <= config.num_layers:
         raise InputError(f"{name} has {config.num_layers} layers; --layers must lie in 1 … {config.num_layers}")
-    return replace(config, num_layers=layers)
+    return config.with_layers(layers)
 
 
 def load_model(
@@ -122,10 +121,10 @@ def load_model(
     else:
         weights = load_weights(folder, config, DTYPES[dtype], progress, split, lent)
     part = split.part if split else config
-    return DecoderModel(part, weights, RopeTable(part), ranks)
+    return DecoderModel.of(part, weights, ranks)
 
 
-def stream_tensors(name: str | Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stream_tensors(name: str | Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
     Args:

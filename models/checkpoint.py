@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.models.large_pages import LargePages
 from haarkv.models.parallel import Split
-from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_axes, checkpoint_shapes
+from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors, num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json, size_of
 from haarkv.tq_ops.kv.safetensors_header import Header, header_in
@@ -36,7 +36,7 @@ _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 def random_weights(
-    config: DecoderConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     seed: int = 0,
     progress: Progress | None = None,
@@ -52,15 +52,15 @@ def random_weights(
     on_host = torch.device(device).type == "cpu"
     tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
     if on_host:
-        _require_room(dtype.itemsize * config.num_parameters(), split)
+        _require_room(dtype.itemsize * num_parameters(config), split)
     if split:
-        axes, of = checkpoint_axes(config), split
-        tensors = ((name, tensor[of.of(axes[name])].clone()) for name, tensor in tensors)
+        stored, of = checkpoint_tensors(config), split
+        tensors = ((name, tensor[of.of(stored[name].axes)].clone()) for name, tensor in tensors)
     return _gathered(config, tensors, progress)
 
 
 def random_tensors(
-    config: DecoderConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -72,9 +72,10 @@ def random_tensors(
         empty: makes room for each on the host; torch on `device` unless given.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in checkpoint_shapes(config).items():
+    for name, tensor in checkpoint_tensors(config).items():
+        shape = tensor.shape
         if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=dtype, device=device)
+            yield name, torch.ones(shape, dtype=torch.float32 if tensor.plus_one else dtype, device=device)
         else:
             room = torch.empty(shape, dtype=dtype, device=device) if empty is None else empty(shape, dtype)
             yield name, room.normal_(0.0, 0.02, generator=generator)
@@ -82,7 +83,7 @@ def random_tensors(
 
 def load_weights(
     folder: Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     progress: Progress | None = None,
     split: Split | None = None,
@@ -113,7 +114,7 @@ def _require_room(count: int, split: Split | None) -> None:
 
 def stored_tensors(
     folder: Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
     wanted: Callable[[str], bool] | None = None,
@@ -135,7 +136,7 @@ def stored_tensors(
     files = _files_of_tensors(folder)
     lent = {name: tensor for name, tensor in lent.items() if name not in files and tensor.shape == shapes.get(name)}
     shapes = {name: shape for name, shape in shapes.items() if name not in lent}
-    _compare_names(folder, shapes, files, tied=config.tie_word_embeddings)
+    _compare_names(folder, shapes, files, tied=config.tied)
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for name, shape in shapes.items():
         _check_tensor(name, shape, files[name], headers[files[name]])
@@ -144,24 +145,24 @@ def stored_tensors(
         before(sum(dtype.itemsize * math.prod(shapes[name]) for name in shapes if _DTYPES[stored[name]] != dtype))
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in headers}
-        for name, axes in checkpoint_axes(config).items():
+        for name, tensor in checkpoint_tensors(config).items():
             if wanted and not wanted(name):
                 continue
             if name in lent:
                 yield name, lent[name]
                 continue
             file = opened[files[name]]
-            if split is None:
-                found = file.get_tensor(name)
-                if empty is None or found.dtype == dtype:
-                    yield name, found.to(dtype)
-                else:
-                    yield name, empty(found.shape, dtype).copy_(found)
+            if split is not None:
+                yield name, tensor.in_memory(file.get_slice(name)[split.of(tensor.axes)], dtype).contiguous()
+                continue
+            found = file.get_tensor(name)
+            if empty is None or tensor.plus_one or found.dtype == dtype:
+                yield name, tensor.in_memory(found, dtype)
             else:
-                yield name, file.get_slice(name)[split.of(axes)].to(dtype).contiguous()
+                yield name, empty(found.shape, dtype).copy_(found)
 
 
-def _gathered(config: DecoderConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
     """A whole model of a stream of its tensors."""
     total, found = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.base import DecoderConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
+from haarkv.models.hf_rope import FoundRope
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
@@ -33,16 +33,17 @@ _MOST = {
 """What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _MOST_EXPERTS = 2**16
 """Of all layers together."""
 
 
-def read_hf_config(path: Path) -> DecoderConfig:
+def read_hf_config(path: Path) -> ModelConfig:
     """Read a `config.json`.
 
     Raises:
         InputError: no such file, not JSON, of an unknown `model_type`, an entry that cannot be, or a feature that is not built
-            (such as a sliding window), by name.
+            (such as an activation), by name.
     """
     file = HFConfig(path, _read_json(path))
     model_type = file.raw.get("model_type")
@@ -51,15 +52,24 @@ def read_hf_config(path: Path) -> DecoderConfig:
         name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
         raise InputError(f"{path} is a {name} model; this project runs model_type {known}")
     config = family_of(model_type).read_config(file)
-    if config.num_heads % config.num_kv_heads:
-        raise InputError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
+    for layer in dict.fromkeys(config.layers):
+        _require_possible(path, layer)
     if config.max_position_embeddings > _MOST["max_position_embeddings"]:
         raise InputError(f"{path}: its RoPE scaling reaches more than {_MOST['max_position_embeddings']:,} positions")
-    if config.num_layers * config.num_experts > _MOST_EXPERTS:
-        raise InputError(f"{path}: {config.num_layers} layers of {config.num_experts} experts are more than any model has")
-    if config.head_dim % 2:
-        raise InputError(f"{path}: head_dim {config.head_dim} is odd; rotary embedding needs an even one")
+    experts = max(layer.mlp.count if isinstance(layer.mlp, Experts) else 0 for layer in config.layers)
+    if config.num_layers * experts > _MOST_EXPERTS:
+        raise InputError(f"{path}: {config.num_layers} layers of {experts} experts are more than any model has")
     return config
+
+
+def _require_possible(path: Path, layer: Layer) -> None:
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention):
+        return
+    if mixer.num_heads % mixer.num_kv_heads:
+        raise InputError(f"{path}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} KV heads evenly")
+    if mixer.head_dim % 2:
+        raise InputError(f"{path}: head_dim {mixer.head_dim} is odd; rotary embedding needs an even one")
 
 
 @dataclass(frozen=True)
@@ -113,41 +123,75 @@ class HFConfig:
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
-    def windowed(self) -> bool:
-        """Whether `layer_types` asks for anything but full attention."""
-        kinds = self.raw.get("layer_types") or []
-        return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-
-    def decoder(self, *, head_dim: int, num_kv_heads: int | None, max_positions: int, qkv_bias: bool = False) -> DecoderConfig:
-        """What all families say alike.
+    def windows(self, window: object, is_local: Sequence[bool]) -> list[int | None]:
+        """The sliding window of each layer: `window` where `layer_types`, or else `is_local`, says so.
 
         Args:
-            head_dim, max_positions: the family's own defaults.
+            window: tokens, or null for none.
+            is_local: by the family's own rule, where the config does not name the kind of each layer.
+        Raises:
+            InputError: a window or a kind of layer that cannot be.
+        """
+        kinds = self.raw.get("layer_types")
+        if kinds is not None:
+            if not isinstance(kinds, list) or len(kinds) != len(is_local):
+                raise InputError(f"{self.path}: layer_types does not name the kind of each of {len(is_local)} layers")
+            if unknown := next((kind for kind in kinds if kind not in (_FULL, _SLIDING)), None):
+                self.refuse({f"layers of the type {shown(unknown)}": True})
+            is_local = [kind == _SLIDING for kind in kinds]
+        if not any(is_local) or window is None:
+            return [None] * len(is_local)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise InputError(f"{self.path}: sliding_window {shown(window)} is no number of tokens")
+        return [window if local else None for local in is_local]
+
+    def attention(self, rope: FoundRope, *, head_dim: int, num_kv_heads: int | None, **more: Any) -> Attention:
+        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim).
+
+        Args:
+            head_dim: the family's own default.
             num_kv_heads: the family's own default where the entry is absent; None: as many as heads. An entry that is null
                 means as many as heads in every family.
-            qkv_bias: as in `DecoderConfig`.
+            more: what else the family declares.
         """
-        raw, act = self.raw, self.raw.get("hidden_act", "silu")
+        heads, dim = self.count("num_attention_heads"), self.count("head_dim", head_dim)
+        default = heads if "num_key_value_heads" in self.raw else num_kv_heads or heads
+        given = {"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
+        return Attention(heads, self.count("num_key_value_heads", default), dim, **given)
+
+    def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
+        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone.
+
+        Args:
+            windows: of each layer; none has one unless given.
+        """
+        act = self.raw.get("hidden_act", "silu")
         self.refuse({f"activation {shown(act)}": act != "silu"})
-        heads, positions = self.count("num_attention_heads"), self.count("max_position_embeddings", max_positions)
-        rope = read_rope(self, positions)
-        return DecoderConfig(
-            model_type=str(raw["model_type"]),
-            hidden_size=self.count("hidden_size"),
-            num_layers=self.count("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=self.count("num_key_value_heads", heads if "num_key_value_heads" in raw else num_kv_heads or heads),
-            head_dim=self.count("head_dim", head_dim),
-            intermediate_size=self.count("intermediate_size"),
-            vocab_size=self.count("vocab_size"),
-            rope_theta=rope.theta,
-            rope_scaling=rope.scaling,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=self.flag("tie_word_embeddings"),
-            max_position_embeddings=rope.positions,
-            eos_token_ids=eos_token_ids(raw, self.path),
-            qkv_bias=qkv_bias,
-        )
+        layer = Layer(attention, Dense(self.count("intermediate_size")), Norm(self.number("rms_norm_eps", 1e-6)))
+        count = self.count("num_hidden_layers")
+        return tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows or [None] * count)
+
+    def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
+        """What all families say alike of a whole model. A window that is as wide as the context hides nothing and is dropped.
+
+        Args:
+            positions: that it may be run with.
+            more: what else the family declares.
+        """
+
+        def seen(layer: Layer) -> Layer:
+            mixer = layer.mixer
+            if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= positions:
+                return replace(layer, mixer=replace(mixer, window=None))
+            return layer
+
+        layers = tuple(map(seen, layers))
+        given = {
+            "final_norm": layers[0].norm, "tied": self.flag("tie_word_embeddings"), "max_position_embeddings": positions,
+            "eos_token_ids": eos_token_ids(self.raw, self.path), **more,
+        }  # fmt: skip
+        model_type = str(self.raw["model_type"])
+        return ModelConfig(model_type, layers, self.count("hidden_size"), self.count("vocab_size"), **given)
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import TYPE_CHECKING
 
-from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_attention_factor
+from haarkv.models.config import Rope, RopeScaling
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rope:
+class FoundRope:
     """What a config says of RoPE.
 
     Attributes:
@@ -26,22 +27,29 @@ class Rope:
     scaling: RopeScaling | None
     positions: int
 
+    def on(self, dims: int) -> Rope:
+        """The embedding of the first `dims` coordinates of a head."""
+        return Rope(self.theta, dims, self.scaling)
 
-def read_rope(file: HFConfig, positions: int) -> Rope:
+
+def read_rope(file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "") -> FoundRope:
     """Read rotary parameters. transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
 
     Args:
         positions: the config's `max_position_embeddings`. YaRN is often switched on without raising it, and transformers
             then runs longer texts all the same: the result has as many positions as the factor reaches.
+        kind_of_layer: whose part of `rope_parameters` is meant, where these are told apart by `layer_types`.
     Raises:
         InputError: a scaling that is not built, by name, or an entry of it that cannot be.
     """
     old, new = file.part("rope_scaling"), file.part("rope_parameters")
+    if kind_of_layer and kind_of_layer in new.raw:
+        new = new.part(kind_of_layer)
     rope = old if old.raw else new
     kind = next((rope.raw[key] for key in ("rope_type", "type") if rope.raw.get(key) is not None), "default")
     if not isinstance(kind, str):
         raise InputError(f"{file.path}: rope_type {shown(kind)} is not a string")
-    theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", 1e4)
+    theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", default_theta)
     partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or 1
     file.refuse(
         {
@@ -50,7 +58,7 @@ def read_rope(file: HFConfig, positions: int) -> Rope:
         }
     )
     if kind == "default":
-        return Rope(theta, None, positions)
+        return FoundRope(theta, None, positions)
     # A config may state the trained length beside its rotary parameters; transformers then prefers that one.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
@@ -59,7 +67,7 @@ def read_rope(file: HFConfig, positions: int) -> Rope:
         if theta <= 1:
             raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
         positions = max(positions, round(scaling.factor * original))
-    return Rope(theta, scaling, positions)
+    return FoundRope(theta, scaling, positions)
 
 
 def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001

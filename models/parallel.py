@@ -15,7 +15,8 @@ from haarkv.tq_ops.errors import InputError
 if TYPE_CHECKING:  # a command asks for `ALONE` before it imports torch
     from torch import Tensor
 
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import Layer, ModelConfig
+    from haarkv.models.tensors import Axis
 
 T = TypeVar("T")
 
@@ -104,59 +105,63 @@ class Split:
         InputError: the model cannot be cut into so many parts, with what cannot.
     """
 
-    whole: DecoderConfig
+    whole: ModelConfig
     rank: int = 0
     size: int = 1
 
     def __post_init__(self) -> None:
-        config, size = self.whole, self.size
-        if size < 1 or not 0 <= self.rank < size:
-            raise InputError(f"there is no rank {self.rank} of {size}")
-        if config.num_heads % size:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise InputError(f"there is no rank {self.rank} of {self.size}")
+        if self.size == 1:
+            return
+        for layer in dict.fromkeys(self.whole.layers):
+            self._require_parts(layer)
+        if self.whole.vocab_size < self.size:
+            raise InputError(f"a vocabulary of {self.whole.vocab_size} cannot be split over {self.size} ranks")
+
+    def _require_parts(self, layer: Layer) -> None:
+        size, shape = self.size, layer.mixer.kv_shape
+        if shape is None or layer.mixer.state_shape is not None:
+            raise InputError("a layer with a recurrent state cannot be split over ranks; leave out --tensor-parallel")
+        heads = layer.attention.num_heads
+        if heads % size:
+            raise InputError(f"{heads} heads cannot be split evenly over {size} ranks; --tensor-parallel must divide them")
+        if shape.num_kv_heads % size and size % shape.num_kv_heads:
             raise InputError(
-                f"{config.num_heads} heads cannot be split evenly over {size} ranks; --tensor-parallel must divide them"
-            )
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            raise InputError(
-                f"{config.num_kv_heads} KV heads can be neither split evenly over {size} ranks nor held by as many each; "
+                f"{shape.num_kv_heads} KV heads can be neither split evenly over {size} ranks nor held by as many each; "
                 "--tensor-parallel must divide them or be a multiple of them"
             )
-        inner = "moe_intermediate_size" if config.num_experts else "intermediate_size"
-        if getattr(config, inner) % size:
-            raise InputError(f"{inner} {getattr(config, inner)} cannot be split evenly over {size} ranks")
-        if config.vocab_size < size:
-            raise InputError(f"a vocabulary of {config.vocab_size} cannot be split over {size} ranks")
+        if layer.mlp.width % size:
+            raise InputError(f"an MLP of {layer.mlp.width} columns cannot be split evenly over {size} ranks")
+
+    def kv_heads(self, layer: int) -> slice:
+        """The rank's KV heads among a layer's."""
+        shape = self.whole.kv_shapes[layer]
+        return kv_heads_of(shape.num_kv_heads if shape else 0, self.rank, self.size)
 
     @property
-    def kv_heads(self) -> slice:
-        """The rank's KV heads among the model's."""
-        return kv_heads_of(self.whole.num_kv_heads, self.rank, self.size)
+    def part(self) -> ModelConfig:
+        """The rank's part of each layer; `vocab_size` stays the model's, since every rank gets all logits."""
+        if self.size == 1:
+            return self.whole
+        return replace(self.whole, layers=tuple(map(self._part_of, self.whole.layers)))
 
-    @property
-    def part(self) -> DecoderConfig:
-        """Shapes of the rank's layers; `vocab_size` stays the model's, since every rank gets all logits."""
-        whole, size = self.whole, self.size
+    def _part_of(self, layer: Layer) -> Layer:
+        mixer, size = layer.attention, self.size
+        heads = mixer.num_heads // size, max(1, mixer.num_kv_heads // size)
         return replace(
-            whole,
-            num_heads=whole.num_heads // size,
-            num_kv_heads=max(1, whole.num_kv_heads // size),
-            intermediate_size=whole.intermediate_size // size,
-            moe_intermediate_size=whole.moe_intermediate_size // size,
-        )
+            layer, mixer=replace(mixer, num_heads=heads[0], num_kv_heads=heads[1]),
+            mlp=replace(layer.mlp, width=layer.mlp.width // size),
+        )  # fmt: skip
 
-    def axis(self, name: str) -> slice:
-        """The rank's part of one axis of a weight, by the name of its size in `DecoderConfig`."""
-        if name == "kv_size":
-            heads = self.kv_heads
-            return slice(heads.start * self.whole.head_dim, heads.stop * self.whole.head_dim)
-        if name in _SPLIT:
-            return even_share(getattr(self.whole, name), self.rank, self.size)
-        return slice(0, getattr(self.whole, name))
+    def axis(self, axis: Axis) -> slice:
+        """The rank's part of one axis of a weight."""
+        if not axis.cut:
+            return slice(0, axis.size)
+        share = kv_heads_of if axis.shared else even_share
+        units = share(axis.size // axis.unit, self.rank, self.size)
+        return slice(units.start * axis.unit, units.stop * axis.unit)
 
-    def of(self, axes: Sequence[str]) -> tuple[slice, ...]:
+    def of(self, axes: Sequence[Axis]) -> tuple[slice, ...]:
         """The rank's part of a weight with these axes."""
-        return tuple(self.axis(name) for name in axes)
-
-
-_SPLIT = ("q_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
-"""Axes that are cut evenly; those of K and V are cut by whole heads."""
+        return tuple(map(self.axis, axes))

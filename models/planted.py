@@ -18,7 +18,7 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import TINY
-from haarkv.models.weights import LayerWeights
+from haarkv.models.weights import LayerWeights, tensors_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -37,7 +37,7 @@ def outlier_channels(
         pairs: of K's channels that RoPE rotates together, the i-th and the (D/2 + i)-th.
         channels: of V, of each KV head.
     """
-    dim = model.config.head_dim
+    dim = model.config.heads.head_dim
     k = torch.ones(dim)
     k[[c + half for c in pairs for half in (0, dim // 2)]] = factor
     v = torch.ones(dim)
@@ -45,8 +45,8 @@ def outlier_channels(
 
     def change(field: str, tensor: Tensor) -> Tensor:
         scale = {
-            "k_norm": k, "q_norm": 1 / k, "v_proj": v.repeat(model.config.num_kv_heads)[:, None],
-            "o_proj": 1 / v.repeat(model.config.num_heads),
+            "k_norm": k, "q_norm": 1 / k, "v_proj": v.repeat(model.config.heads.num_kv_heads)[:, None],
+            "o_proj": 1 / v.repeat(model.config.heads.num_heads),
         }.get(field)  # fmt: skip
         return tensor if scale is None else (tensor.float() * scale).to(tensor.dtype)
 
@@ -67,15 +67,17 @@ def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_r
         query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
         key_rms: [layers, num_kv_heads] of K.
     """
-    config = replace(model.config, model_type=model_type, qkv_bias=True)
+    declared = tuple(replace(of, mixer=replace(of.attention, head_norms=False, bias=True)) for of in model.config.layers)
+    config = replace(model.config, model_type=model_type, layers=declared)
     layers = []
-    for layer, of_q, of_k in zip(model.weights.layers, query_rms, key_rms, strict=True):
-        tensors = {field: tensor for field, _, tensor in layer.named()}
+    for index, (layer, of_q, of_k) in enumerate(zip(model.weights.layers, query_rms, key_rms, strict=True)):
+        tensors = dict(layer)
         for name, rms in (("q", of_q), ("k", of_k)):
             rows = (tensors.pop(f"{name}_norm") / rms[:, None]).flatten()
             tensors[f"{name}_proj"] = (tensors[f"{name}_proj"] * rows[:, None]).to(model.dtype)
         biases = {f"{name}_bias": tensors[f"{name}_proj"].new_zeros(len(tensors[f"{name}_proj"])) for name in "qkv"}
-        layers.append(config.family.LayerWeights(**tensors, **biases))
+        names = {field: tensor.name for field, tensor in tensors_of(declared[index], config.hidden_size).items()}
+        layers.append(LayerWeights(tensors | biases, names))
     return replace(model, config=config, weights=replace(model.weights, layers=tuple(layers)))
 
 
@@ -89,9 +91,9 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
         norm: of the bias of each KV head.
         pairs: of channels that RoPE rotates together.
     """
-    dim = model.config.head_dim
+    dim = model.config.heads.head_dim
     places = [c + half for c in pairs for half in (0, dim // 2)]
-    bias = torch.zeros(model.config.num_kv_heads, dim)
+    bias = torch.zeros(model.config.heads.num_kv_heads, dim)
     bias[:, places] = norm / len(places) ** 0.5
 
     def change(index: int, layer: LayerWeights) -> LayerWeights:
@@ -104,8 +106,8 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
 
 def dead_head(model: DecoderModel, head: int = 0) -> DecoderModel:
     """A KV head whose V is 0 in every layer: its query heads give nothing. The function differs."""
-    dim = model.config.head_dim
-    rows = torch.ones(model.config.kv_size)
+    dim = model.config.heads.head_dim
+    rows = torch.ones(model.config.heads.kv_size)
     rows[head * dim : (head + 1) * dim] = 0.0
 
     def change(field: str, tensor: Tensor) -> Tensor:
@@ -129,11 +131,11 @@ def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor,
 
     config = model.config
     plan = KVSpec("bf16").plan(config.num_layers)
-    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=1)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=1)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [len(token_ids)])
     with torch.inference_mode():
-        model.prefill(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
+        model.forward(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
     return torch.stack(found[0::2]).clone(), torch.stack(found[1::2]).clone()
 
 
@@ -168,7 +170,7 @@ def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, loo
         looked_at: what queries are multiplied with there, so that logits stay what they may be.
     """
     config = replace(model.config, hidden_size=model.config.hidden_size + 1)
-    dim, heads, wider = config.head_dim, config.num_kv_heads, config.hidden_size**0.5
+    dim, heads, wider = config.heads.head_dim, config.heads.num_kv_heads, config.hidden_size**0.5
     # A mean over one channel more is smaller by as much as these are larger: what is normed stays the same.
     grown = (model.config.hidden_size / config.hidden_size) ** 0.5
 
@@ -183,7 +185,7 @@ def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, loo
             by_head = x.view(heads, dim, -1)
             by_head[:, pair, -1] = norm / wider
         if field == "q_proj":
-            x.view(config.num_heads, dim, -1)[:, [pair, pair + dim // 2]] *= looked_at
+            x.view(config.heads.num_heads, dim, -1)[:, [pair, pair + dim // 2]] *= looked_at
         return x
 
     weights = model.weights

@@ -6,27 +6,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from haarkv.models.config import Attention, Layer, ModelConfig, Rope
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import require_memory
-
-if TYPE_CHECKING:
-    from haarkv.models.base import DecoderConfig
-
-
-class RopeScaling(Protocol):
-    """A change to the frequencies of RoPE, by which a model reads more tokens than it was trained on."""
-
-    @property
-    def attention_factor(self) -> float:
-        """What cos and sin are multiplied with, so that scores grow by its square; 1 changes nothing."""
-
-    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
-        """The frequencies [D/2] fp32 of a config, scaled."""
 
 
 @dataclass(frozen=True)
@@ -109,27 +95,36 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
 
 
-def inverse_frequencies(config: DecoderConfig) -> Tensor:
-    """What a position is multiplied with to be an angle, scaling included: [D/2] fp32."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inv_freq: Tensor = 1.0 / (config.rope_theta**exponent)
-    return config.rope_scaling.scaled(inv_freq, config.rope_theta) if config.rope_scaling else inv_freq
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """What a position is multiplied with to be an angle, scaling included: [dims / 2] fp32."""
+    exponent = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
+    inv_freq: Tensor = 1.0 / (rope.theta**exponent)
+    return rope.scaling.scaled(inv_freq, rope.theta) if rope.scaling else inv_freq
 
 
-def extended(config: DecoderConfig, positions: int) -> DecoderConfig:
+def extended(config: ModelConfig, positions: int) -> ModelConfig:
     """The same model with room for so many positions, by YaRN from those it has; itself if it has them.
 
+    Layers with a sliding window never look further than that, and stay as they are.
+
     Raises:
-        InputError: it is scaled already.
+        InputError: a layer is scaled already.
     """
     trained = config.max_position_embeddings
     if positions <= trained:
         return config
-    if config.rope_scaling is not None:
-        raise InputError(f"the model's {trained:,} positions are scaled already, and {positions:,} are asked for")
     factor = positions / trained
     scaling = YarnScaling(factor, trained, yarn_attention_factor(factor))
-    return replace(config, rope_scaling=scaling, max_position_embeddings=positions)
+
+    def stretched(layer: Layer) -> Layer:
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention) or mixer.window is not None:
+            return layer
+        if mixer.rope.scaling is not None:
+            raise InputError(f"the model's {trained:,} positions are scaled already, and {positions:,} are asked for")
+        return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, scaling=scaling)))
+
+    return replace(config, layers=tuple(map(stretched, config.layers)), max_position_embeddings=positions)
 
 
 _SPAN = 1024
@@ -140,14 +135,15 @@ _SPANS_KEPT = 8
 class RopeTable:
     """cos and sin of any position, FP32, from the host: every executor is handed the same numbers.
 
-        inv_freq_i = theta ** (-2i/D);   angle = position * inv_freq
+        inv_freq_i = theta ** (-2i/dims);   angle = position * inv_freq
 
     Scaling is in them, its attention factor too: whoever is given them needs to know nothing of it. On the host they are
     computed as they are asked for, always whole spans of positions, so that no bit depends on who asks; the spans used last
     are kept. A device's positions are known to the device alone: there, the table is whole.
 
     Args:
-        config: theta, head_dim, scaling and the number of positions.
+        rope: theta, turned dimensions and scaling.
+        positions: of the model.
         device: where the results live.
     Attributes:
         positions: so many, from 0.
@@ -155,10 +151,10 @@ class RopeTable:
         InputError: this machine has no room for a whole table, where one is needed.
     """
 
-    def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
-        self.positions, self.device = config.max_position_embeddings, torch.device(device)
-        self._inv_freq = inverse_frequencies(config)
-        self._factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    def __init__(self, rope: Rope, positions: int, device: torch.device | str = "cpu") -> None:
+        self.positions, self.device = positions, torch.device(device)
+        self._inv_freq = inverse_frequencies(rope)
+        self._factor = rope.scaling.attention_factor if rope.scaling else 1.0
         self._spans: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()  # the one used last at the end
         self._on_device = None if self.device.type == "cpu" else self.whole()
 

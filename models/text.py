@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of, tokenizer_folder_of
 from haarkv.models.chat_template import render
+from haarkv.models.config import ModelConfig
 from haarkv.models.hf_config import eos_token_ids
 from haarkv.models.limited import TooMuchError, answer
 from haarkv.tq_ops.errors import InputError
@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """`tokenizer.json` of a checkpoint folder, with its chat template where it has one."""
 
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{folder} has no tokenizer.json; text cannot be turned into tokens")
@@ -212,7 +212,7 @@ class ByteTokenizer:
         return f"<{token_id}>"
 
 
-def load_tokenizer(name: str | Path, config: DecoderConfig) -> Tokenizer:
+def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
     """Tokenizer of a model by name.
 
     Raises:

@@ -1,129 +1,53 @@
-"""A model's weights: what every family's are alike, and the Hugging Face name of each tensor."""
+"""A model's weights: which tensors a declared layer has, their names in a checkpoint, and how they are cut between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from haarkv.models.base import DecoderConfig
+from haarkv.models.config import Dense, Layer, ModelConfig
+from haarkv.models.mixers import kind_of
+from haarkv.models.tensors import Axis, StoredTensor
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}"
 
 
-def stored(name: str, *axes: str, only_if: str = "") -> Any:
-    """Declare one tensor of a layer, as a field of its dataclass; those with `only_if` stand last.
+class LayerWeights(Mapping[str, Tensor]):
+    """One layer's tensors by field, such as `q_proj` or `experts.3.up_proj`; projections are [out, in].
 
     Args:
-        name: Hugging Face's name within the layer, such as `self_attn.q_proj.weight`.
-        axes: for each axis, the attribute of `DecoderConfig` that holds its size.
-        only_if: an attribute of `DecoderConfig`; where it is false there is no such tensor, and the field is None.
-    """
-    metadata = {"name": name, "axes": axes, "only_if": only_if}
-    return field(default=None, metadata=metadata) if only_if else field(metadata=metadata)
-
-
-def repeated(name: str, of: type[TensorGroup], count: str) -> Any:
-    """Declare a tuple of equal groups of tensors, such as experts.
-
-    Args:
-        name: Hugging Face's name of the list within the layer, such as `mlp.experts`.
-        of: the class of one group.
-        count: the attribute of `DecoderConfig` that holds how many there are.
-    """
-    return field(metadata={"name": name, "of": of, "count": count})
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor that a layer's checkpoint must hold: its Hugging Face name within the layer, and its shape.
-
-    Attributes:
-        axes: for each axis, the attribute of `DecoderConfig` that holds its size.
+        tensors: by field.
+        names: the Hugging Face name of each within the layer.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._tensors, self._names = dict(tensors), names
 
+    def __getitem__(self, field: str) -> Tensor:
+        return self._tensors[field]
 
-class TensorGroup:
-    """Tensors by field: a family's are frozen dataclasses of `stored` tensors, and of `repeated` groups such as experts."""
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
-    @classmethod
-    def tensors_of(cls, config: DecoderConfig) -> dict[str, StoredTensor]:
-        """Every tensor that there is of this config, by its field; `experts.3.up_proj` in a repeated group."""
-        found: dict[str, StoredTensor] = {}
-        for of in fields(cls):  # type: ignore[arg-type]
-            name, count = of.metadata["name"], of.metadata.get("count")
-            if count is not None:
-                group = of.metadata["of"].tensors_of(config)
-                for index in range(getattr(config, count)):
-                    for path, part in group.items():
-                        found[f"{of.name}.{index}.{path}"] = StoredTensor(f"{name}.{index}.{part.name}", part.shape, part.axes)
-            elif not of.metadata["only_if"] or getattr(config, of.metadata["only_if"]):
-                axes = of.metadata["axes"]
-                found[of.name] = StoredTensor(name, tuple(getattr(config, axis) for axis in axes), axes)
-        return found
-
-    @classmethod
-    def assembled(cls, config: DecoderConfig, get: Callable[[str], Tensor]) -> Self:
-        """The group, from a lookup by Hugging Face name within it."""
-        values: dict[str, Any] = {}
-        for of in fields(cls):  # type: ignore[arg-type]
-            name, count = of.metadata["name"], of.metadata.get("count")
-            if count is not None:
-                group: type[TensorGroup] = of.metadata["of"]
-                values[of.name] = tuple(
-                    group.assembled(config, lambda part, prefix=f"{name}.{index}": get(f"{prefix}.{part}"))  # type: ignore[misc]
-                    for index in range(getattr(config, count))
-                )
-            elif not of.metadata["only_if"] or getattr(config, of.metadata["only_if"]):
-                values[of.name] = get(name)
-        return cls(**values)
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     def named(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(field, Hugging Face name within the layer, tensor) of each tensor that is there."""
-        for of in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, of.name)
-            if isinstance(value, Tensor):
-                yield of.name, of.metadata["name"], value
-            for index, group in enumerate(value if isinstance(value, tuple) else ()):
-                for path, name, tensor in group.named():
-                    yield f"{of.name}.{index}.{path}", f"{of.metadata['name']}.{index}.{name}", tensor
+        """(field, Hugging Face name within the layer, tensor) of each."""
+        for field, tensor in self._tensors.items():
+            yield field, self._names[field], tensor
 
-    def changed(self, change: Callable[[str, Tensor], Tensor]) -> Self:
-        """A copy in which each tensor is what `change` makes of its field's name and of itself."""
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> LayerWeights:
+        """A copy in which each tensor is what `change` makes of its field and of itself."""
+        return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names)
 
-        def of(path: str, value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return change(path, value)
-            if isinstance(value, tuple):
-                return tuple(
-                    group.changed(lambda name, tensor, prefix=f"{path}.{index}": change(f"{prefix}.{name}", tensor))
-                    for index, group in enumerate(value)
-                )
-            return value
-
-        values = {f.name: of(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
-        return replace(self, **values)  # type: ignore[type-var]
-
-
-class LayerWeights(TensorGroup):
-    """One decoder layer's weights; projections are [out, in], as Hugging Face stores them.
-
-    Every family's layer has the attribute below; the others are between a family's weights and its layer.
-
-    Attributes:
-        o_proj: [hidden, num_heads * head_dim], what attention's output is multiplied with.
-    """
-
-    o_proj: Tensor
+    def within(self, prefix: str) -> Mapping[str, Tensor]:
+        """The tensors of a part, such as one expert, by their fields behind `prefix`."""
+        return {field.removeprefix(prefix): t for field, t in self._tensors.items() if field.startswith(prefix)}
 
 
 @dataclass(frozen=True)
@@ -183,53 +107,80 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def layer_tensors(config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
+# -- What a declaration asks for -----------------------------------------------------------------------------------------------
+
+
+def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
+    """Every tensor of a layer, by its field, under its Hugging Face name within the layer."""
+
+    def norm(name: str) -> StoredTensor:
+        return StoredTensor(f"{name}.weight", (Axis(hidden_size),), plus_one=layer.norm.plus_one)
+
+    tensors = {"input_norm": norm("input_layernorm")}
+    tensors |= kind_of(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
+    if layer.norms_behind:
+        tensors |= {
+            "mixer_out_norm": norm("post_attention_layernorm"), "post_norm": norm("pre_feedforward_layernorm"),
+            "mlp_out_norm": norm("post_feedforward_layernorm"),
+        }  # fmt: skip
+    else:
+        tensors["post_norm"] = norm("post_attention_layernorm")
+    return tensors | _mlp_tensors(layer, hidden_size)
+
+
+def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
+    mlp, hidden = layer.mlp, Axis(hidden_size)
+    inner = Axis(mlp.width, cut=True)
+    gated = {
+        f"{name}_proj": (f"{name}_proj.weight", (hidden, inner) if name == "down" else (inner, hidden))
+        for name in ("gate", "up", "down")
+    }
+    if isinstance(mlp, Dense):
+        return {field: StoredTensor(f"mlp.{name}", axes) for field, (name, axes) in gated.items()}
+    router = {"router": StoredTensor("mlp.gate.weight", (Axis(mlp.count), hidden))}
+    return router | {
+        f"experts.{expert}.{field}": StoredTensor(f"mlp.experts.{expert}.{name}", axes)
+        for expert in range(mlp.count)
+        for field, (name, axes) in gated.items()
+    }
+
+
+def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
     """Every tensor of one layer, by its field, under its full Hugging Face name."""
-    of_one = config.family.LayerWeights.tensors_of(config)
-    return {path: StoredTensor(_LAYER.format(index, part.name), part.shape, part.axes) for path, part in of_one.items()}
+    tensors = tensors_of(config.layers[index], config.hidden_size)
+    return {field: tensor.renamed(_LAYER.format(index, tensor.name)) for field, tensor in tensors.items()}
 
 
-def needs_other_tensors(config: DecoderConfig, built: type[LayerWeights], optional: Collection[str] = ()) -> str | None:
-    """For a builder of whole layers: what sets a config's layer apart from the one it builds, such as "has q_bias"; or None.
-
-    It names the first three fields, and a repeated group such as experts by its own field, once.
-
-    Args:
-        built: the weights of the layer that is built.
-        optional: fields that it can do with and without.
-    """
-    ours, theirs = built.tensors_of(config), config.family.LayerWeights.tensors_of(config)
-    more, less = (
-        dict.fromkeys(path.partition(".")[0] for path in a if path not in b and path not in optional)
-        for a, b in ((theirs, ours), (ours, theirs))
-    )
-    apart = [f"has {field}" for field in more] + [f"has no {field}" for field in less]
-    return ", ".join(apart[:3] + ["…"] * (len(apart) > 3)) or None
-
-
-def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor that a checkpoint of this config must hold."""
-    return {name: tuple(getattr(config, axis) for axis in axes) for name, axes in checkpoint_axes(config).items()}
-
-
-def checkpoint_axes(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """The same, and for each axis the attribute of `DecoderConfig` that holds its size: what tells how a tensor is split."""
-    axes: dict[str, tuple[str, ...]] = {EMBEDDING: ("vocab_size", "hidden_size")}
+def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
+    outer = Axis(config.vocab_size, cut=True), Axis(config.hidden_size)
+    tensors = {EMBEDDING: StoredTensor(EMBEDDING, outer)}
     for index in range(config.num_layers):
-        axes |= {part.name: part.axes for part in layer_tensors(config, index).values()}
-    axes[FINAL_NORM] = ("hidden_size",)
-    if not config.tie_word_embeddings:
-        axes[HEAD] = ("vocab_size", "hidden_size")
-    return axes
+        tensors |= {tensor.name: tensor for tensor in layer_tensors(config, index).values()}
+    tensors[FINAL_NORM] = StoredTensor(FINAL_NORM, outer[1:], plus_one=config.final_norm.plus_one)
+    if not config.tied:
+        tensors[HEAD] = StoredTensor(HEAD, outer)
+    return tensors
 
 
-def assemble(config: DecoderConfig, get: Callable[[str], Tensor]) -> Weights:
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each."""
+    return {name: tensor.shape for name, tensor in checkpoint_tensors(config).items()}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Weights of the model, a tied head counted once."""
+    return sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
+
+
+def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> Weights:
     """Build `Weights` from a lookup by Hugging Face name."""
-    embedding, of = get(EMBEDDING), config.family.LayerWeights
+    embedding = get(EMBEDDING)
 
     def layer(index: int) -> LayerWeights:
-        return of.assembled(config, lambda name: get(_LAYER.format(index, name)))
+        tensors = tensors_of(config.layers[index], config.hidden_size)
+        names = {field: tensor.name for field, tensor in tensors.items()}
+        return LayerWeights({field: get(_LAYER.format(index, name)) for field, name in names.items()}, names)
 
     layers = tuple(layer(index) for index in range(config.num_layers))
-    final_norm = get(FINAL_NORM)
-    return Weights(embedding, layers, final_norm, embedding if config.tie_word_embeddings else get(HEAD))
+    return Weights(embedding, layers, get(FINAL_NORM), embedding if config.tied else get(HEAD))

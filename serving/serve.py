@@ -25,6 +25,7 @@ from haarkv.serving.vllm_plugin import (
 from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_from
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""
@@ -158,8 +159,8 @@ def _stored_as(config: Any) -> str:
     if sliding := sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    heads, dim = model.get_total_num_kv_heads(), model.get_head_size()
-    taken, bf16 = plan.bytes_per_token(heads, dim), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(heads, dim)
+    shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
+    taken, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
     return f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16"
 
 

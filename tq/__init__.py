@@ -17,7 +17,7 @@ KVPlan          The formats of each layer's K and V, with tail and sinks.
 PagedKVCache    The packed K and V of many sequences, in blocks.
 PagedSequences  The blocks that each sequence holds; makes batches.
 Batch           The new tokens of one forward, and where they are stored.
-DecoderConfig   The shapes of a model.
+ModelConfig   The shapes of a model.
 InputError      An error that the caller can correct; its one line says how.
 TQCache         A cache for a model of transformers; needs haarkv[hf].
 generate        Generate with a model of transformers and a TQCache; needs haarkv[hf].
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from haarkv.engine.loading import load
     from haarkv.engine.sampling import Sampling
     from haarkv.engine.session import Session
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import ModelConfig
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -61,7 +61,7 @@ _PUBLIC = {
     "PagedKVCache": "haarkv.tq_ops.kv.cache",
     "PagedSequences": "haarkv.tq_ops.kv.batch",
     "Batch": "haarkv.tq_ops.kv.batch",
-    "DecoderConfig": "haarkv.models.base",
+    "ModelConfig": "haarkv.models.base",
     "InputError": "haarkv.tq_ops.errors",
     "TQCache": "tq.hf.cache",
     "generate": "tq.hf.generate",
@@ -72,10 +72,10 @@ _NEEDS_TRANSFORMERS = ("TQCache", "generate", "calibrate")
 # Without those of transformers, so that `from tq import *` needs no extra.
 __all__ = [
     "Batch",
-    "DecoderConfig",
     "InputError",
     "KVPlan",
     "KVSpec",
+    "ModelConfig",
     "PagedKVCache",
     "PagedSequences",
     "Sampling",

@@ -101,8 +101,9 @@ class Composed:
     ) -> Tensor:
         if heads.bias is not None:
             qkv = qkv + heads.bias
-        split = [heads.num_heads, cache.num_kv_heads, cache.num_kv_heads]
-        q, k, v = torch.split(qkv.view(len(qkv), -1, cache.head_dim), split, dim=1)
+        shape = cache.shape(layer)
+        split = [heads.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, shape.head_dim), split, dim=1)
         if heads.q_norm is not None:
             q = self._ops.rms_norm(q, heads.q_norm, heads.eps)
         if heads.k_norm is not None:

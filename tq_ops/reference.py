@@ -73,6 +73,14 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     return (functional.silu(gate) * up).to(dtype)
 
 
+def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """GeGLU's product `gelu(gate) * up`, gelu by its tanh: `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3)))`.
+
+    Args, rounding points: as `silu_mul`.
+    """
+    return (functional.gelu(gate, approximate="tanh") * up).to(dtype)
+
+
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
     """Quantize K and V and store them, each once, at their slots.
 
@@ -89,7 +97,8 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     """Causal attention of new tokens over everything stored of their sequences, themselves included.
 
     The oracle of the rotated-domain kernels: it de-quantizes, then attends. KV head g serves the query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `Window.seen` says.
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `Kept.seen` says. In a
+    layer with a sliding window of W tokens a query at p sees those at p - W + 1 … p alone.
 
     Args:
         q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -99,17 +108,21 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
     of the rounded ones; blocks merged in FP32; the output to BF16.
     """
+    batch, shape = cache.placed(layer, batch), cache.shape(layer)
     blocks = -(-int(batch.seq_lens.max()) // cache.block_size)
     k, v = cache.read(layer, batch.block_table[:, :blocks])
     token, position, valid = pad_queries(batch)
-    queries, group = _group_heads(q[token].float(), cache.num_kv_heads), q.shape[1] // cache.num_kv_heads
-    k_window, v_window = cache.windows(layer)
+    queries, group = _group_heads(q[token].float(), shape.num_kv_heads), q.shape[1] // shape.num_kv_heads
+    k_kept, v_kept = cache.kept(layer)
     scores = queries @ k.transpose(-1, -2)
-    if k_window:
-        exact = queries @ k_window.read(batch, k.shape[2]).transpose(-1, -2)
-        scores = torch.where(_for_heads(k_window.seen(position, k.shape[2]), group), exact, scores)
+    if k_kept:
+        exact = queries @ k_kept.read(batch, k.shape[2]).transpose(-1, -2)
+        scores = torch.where(_for_heads(k_kept.seen(position, k.shape[2]), group), exact, scores)
     stored = torch.arange(k.shape[2], device=q.device)
-    hidden = _for_heads(stored > position.unsqueeze(-1), group)
+    unseen = stored > position.unsqueeze(-1)
+    if shape.window is not None:
+        unseen |= stored <= position.unsqueeze(-1) - shape.window
+    hidden = _for_heads(unseen, group)
     scores = (scores * softmax_scale).masked_fill(hidden, -torch.inf)
     # What lies behind a sequence's end is someone's leftover: probability 0 does not silence an infinity there.
     v = v.masked_fill((stored >= batch.seq_lens.unsqueeze(1))[:, None, :, None], 0.0)
@@ -117,9 +130,9 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
         weights, total = torch.softmax(scores, dim=-1), torch.ones((), device=q.device)
     else:
         weights, total = _rounded_softmax(scores, cache.block_size, q.dtype)
-    if v_window:
-        seen = _for_heads(v_window.seen(position, v.shape[2]), group)
-        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_window.read(batch, v.shape[2])
+    if v_kept:
+        seen = _for_heads(v_kept.seen(position, v.shape[2]), group)
+        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_kept.read(batch, v.shape[2])
     else:
         out = weights @ v
     out = out / total

@@ -90,7 +90,7 @@ class Attention:
                 held = data.stored(plan, k, v, count)
 
                 def call(number: int) -> Tensor:
-                    return attend(q, held.cache, 0, held.batches[number % count], self.config.softmax_scale)
+                    return attend(q, held.cache, 0, held.batches[number % count], self.config.attentions[0].scale)
 
                 return call, self._of_reference(q, held.cache, held.batches[0], 1)
 
@@ -123,12 +123,12 @@ class Attention:
         k, v = data.kv_of(config, 1, length, self.device)
         q = data.queries(config, 1, prompt.new, self.device)
         seen = prompt.new * prompt.stored + prompt.new * (prompt.new + 1) // 2
-        shape = {**vars(prompt), "flops": 4.0 * config.num_heads * config.head_dim * seen}
+        shape = {**vars(prompt), "flops": 4.0 * config.heads.num_heads * config.heads.head_dim * seen}
         last = q[-_TRUE_ROWS:]
 
         def ours() -> tuple[Call, Tensor | str]:
             held = data.stored(KVSpec(FORMAT).plan(1), k, v, 1, prompt.new)
-            call = partial(self.ops.paged_attention, q, held.cache, 0, held.batches[0], config.softmax_scale)
+            call = partial(self.ops.paged_attention, q, held.cache, 0, held.batches[0], config.attentions[0].scale)
             return (lambda _number: call()[-len(last) :]), self._of_reference(last, held.cache, held.batches[0], len(last))
 
         self._time(f"{name} {FORMAT}", ours, 1, {**shape, "who": FORMAT, "side": "ours"})
@@ -235,7 +235,7 @@ class Attention:
             rows=batch.rows[:few],
         )
         try:
-            scale = self.config.softmax_scale
+            scale = self.config.attentions[0].scale
             return reference.paged_attention(q[: few * new].float(), cache, 0, part, scale)
         except Exception as error:  # a figure without this column is better than none
             return f"{type(error).__name__}: {error}"
@@ -244,7 +244,7 @@ class Attention:
         """Attention in FP32, [B * new, Hq, D]: q [B, new, Hq, D], whose tokens are the last of those in K and V."""
         new, length, group = q.shape[1], k.shape[2], q.shape[2] // k.shape[1]
         rows = q.float().transpose(1, 2).reshape(len(q), -1, group, new, q.shape[3])
-        logits = torch.einsum("bhgtd,bhsd->bhgts", rows, k.float()) * self.config.softmax_scale
+        logits = torch.einsum("bhgtd,bhsd->bhgts", rows, k.float()) * self.config.attentions[0].scale
         hidden = torch.ones(new, length, dtype=torch.bool, device=q.device).triu(length - new + 1)
         out = torch.einsum("bhgts,bhsd->bhgtd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v.float())
         return out.flatten(1, 2).transpose(1, 2).flatten(0, 1)
@@ -253,7 +253,7 @@ class Attention:
         """Formats that the kernels read, `tq4` first."""
         yield FORMAT
         for name in formats.names():
-            if name != FORMAT and not unsupported(layout.READS, KVSpec(name).plan(1), self.config.head_dim):
+            if name != FORMAT and not unsupported(layout.READS, KVSpec(name).plan(1), self.config.heads.head_dim):
                 yield name
 
     def _free(self) -> None:

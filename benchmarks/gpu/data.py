@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 
 DISTINCT = 2
 """Sequences with numbers of their own; further ones repeat these, which no time depends on."""
@@ -28,19 +29,19 @@ class Stored:
     batches: list[Batch]
 
 
-def kv_of(config: DecoderConfig, batch: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def kv_of(config: ModelConfig, batch: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """K and V [B, Hkv, context, D] bf16, drawn for the first `DISTINCT` sequences and repeated."""
     generator = torch.Generator(device=device).manual_seed(0)
-    shape = (min(batch, DISTINCT), config.num_kv_heads, context, config.head_dim)
+    shape = (min(batch, DISTINCT), config.heads.num_kv_heads, context, config.heads.head_dim)
     drawn = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator) for _ in "kv")
     k, v = (x[torch.arange(batch, device=device) % len(x)] for x in drawn)
     return k, v
 
 
-def queries(config: DecoderConfig, batch: int, new: int, device: torch.device) -> Tensor:
+def queries(config: ModelConfig, batch: int, new: int, device: torch.device) -> Tensor:
     """[B * new, Hq, D] bf16, repeated from sequence to sequence as K and V are."""
     generator = torch.Generator(device=device).manual_seed(1)
-    shape = (min(batch, DISTINCT), new, config.num_heads, config.head_dim)
+    shape = (min(batch, DISTINCT), new, config.heads.num_heads, config.heads.head_dim)
     drawn = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     return drawn[torch.arange(batch, device=device) % len(drawn)].flatten(0, 1)
 
@@ -56,9 +57,7 @@ def stored(plan: KVPlan, k: Tensor, v: Tensor, copies: int, new: int = 1) -> Sto
     sequences, heads, context, head_dim = k.shape
     each, device = blocks_for(context), k.device
     blocks = copies * sequences * each
-    cache = PagedKVCache(
-        plan, num_kv_heads=heads, head_dim=head_dim, num_blocks=blocks, num_rows=copies * sequences, device=device
-    )
+    cache = PagedKVCache(plan, KVShape(heads, head_dim), num_blocks=blocks, num_rows=copies * sequences, device=device)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2)).tolist()
     paging = PagedSequences(blocks, cache.block_size, order=order, num_rows=copies * sequences)
     whole = [paging.batch([paging.add()], [context]) for _ in range(copies * sequences)]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from haarkv.benchmarks.decode_cost import Case
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import read_config
+from haarkv.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sizes:
         dry: in Triton's interpreter, on the CPU.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     attention: Sequence[Case]
     append: Sequence[Case]
     prefill: Sequence[Prompt]

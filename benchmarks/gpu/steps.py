@@ -26,8 +26,9 @@ from haarkv.benchmarks.gpu.log import Log, Row
 from haarkv.benchmarks.gpu.sizes import Sizes
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
+from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops
@@ -45,22 +46,33 @@ Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, D], K and V [B, Hkv, context, D] to [B, Hq, D]."""
 
 
-def random_model(config: DecoderConfig, device: torch.device) -> DecoderModel:
+def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device."""
     weights = random_weights(config, torch.bfloat16, device=device)
     return DecoderModel(config, weights, RopeTable(config, device))
 
 
-def layers_that_fit(config: DecoderConfig, cases: list[Case], device: torch.device) -> int:
+def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device) -> int:
     """All layers, or a few where weights, packed and dense K and V of the largest case do not fit on the device."""
     if device.type != "cuda":
         return config.num_layers
     free, _ = torch.cuda.mem_get_info(device)
-    layer = 2 * config.hidden_size * (2 * config.num_heads * config.head_dim + 2 * config.num_kv_heads * config.head_dim)
-    layer += 2 * 3 * config.hidden_size * config.intermediate_size
+    layer = (
+        2
+        * config.hidden_size
+        * (2 * config.heads.num_heads * config.heads.head_dim + 2 * config.heads.num_kv_heads * config.heads.head_dim)
+    )
+    layer += 2 * 3 * config.hidden_size * config.common.mlp.width
     layer += layer // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
-    kv = max(case.batch * case.context for case in cases) * 2 * config.num_kv_heads * config.head_dim * (16 + 5) // 8
+    kv = (
+        max(case.batch * case.context for case in cases)
+        * 2
+        * config.heads.num_kv_heads
+        * config.heads.head_dim
+        * (16 + 5)
+        // 8
+    )
     tables = 2 * 2 * config.vocab_size * config.hidden_size
     return config.num_layers if config.num_layers * (layer + kv) + tables + _SPARE_BYTES < free else _FEW_LAYERS
 
@@ -108,8 +120,8 @@ class Steps:
             step = DenseStep(self.fused, kv, cache, batch, tokens, attend)
             return step.run, {"attention": best}
 
-        bf16_bytes = 4.0 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
-        packed_bytes = plan.bytes_per_token(self.config.num_kv_heads, self.config.head_dim)
+        bf16_bytes = 4.0 * self.config.num_layers * self.config.heads.num_kv_heads * self.config.heads.head_dim
+        packed_bytes = plan.bytes_per_token(self.config.heads.num_kv_heads, self.config.heads.head_dim)
         for who, make, kv_bytes in ((FORMAT, packed, packed_bytes), (DENSE, dense, bf16_bytes)):
             key = f"{name} {who}"
             if not self.log.wants(key):
@@ -126,7 +138,7 @@ class Steps:
 
     def _fastest_sdpa(self, k: Tensor, v: Tensor) -> tuple[Sdpa, str]:
         """How torch attends fastest to K and V of this shape, and its name."""
-        q = torch.randn(len(k), self.config.num_heads, self.config.head_dim, device=self.device).to(torch.bfloat16)
+        q = torch.randn(len(k), self.config.heads.num_heads, self.config.heads.head_dim, device=self.device).to(torch.bfloat16)
         taken = {}
         for peer in decode_peers.attention(q, k, v):
             if "bf16" in peer.name and "sdpa" in peer.name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -32,54 +31,42 @@ class Packed:
 class FusedModel:
     """A dense model of whatever family, run in 4 products and 5 other ops a layer; `models.fused.fuse` makes one.
 
-    Its layers compute what the families' own `decoder_layer` computes, rounded at the same points.
+    Its layers compute what `models.layer.decoder_layer` computes, rounded at the same points.
 
     Attributes:
-        model: shapes, weights and tables; its projections are views of `packed`.
+        model: declaration, weights and tables; its projections are views of `packed`.
         packed: by layer.
     """
 
     model: DecoderModel
     packed: tuple[Packed, ...]
 
-    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.layers`."""
-        return self._run(hidden, span, batch, cache, ops)[0]
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.forward`."""
+        return self.layers(self.model.embed(token_ids), range(self.model.config.num_layers), batch, cache, ops)
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.prefill`."""
-        return self._head(self._normed(token_ids, batch, cache, ops)[batch.query_start_loc[1:].long() - 1], ops)
-
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.decode`."""
-        return self.verify(token_ids, batch, cache, ops)
-
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.verify`."""
-        return self._head(self._normed(token_ids, batch, cache, ops), ops)
-
-    def _normed(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        span = range(self.model.config.num_layers)
-        return self._run(self.model.embed(token_ids), span, batch, cache, ops)[1]
-
-    def _head(self, normed: Tensor, ops: FusedOps) -> Tensor:
+    def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.head`."""
+        normed = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
         return ops.linear(normed, self.model.weights.lm_head)
 
-    def _run(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> tuple[Tensor, Tensor]:
-        """Hidden states after the layers of `span`, and their norm by what comes next: a layer's first norm, or the final one.
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.layers`.
 
         A layer begins with the norm of its input, which stands at the end of the layer before, in one op with its residual.
         """
-        config, weights, rope = self.model.config, self.model.weights, self.model.rope.at(batch.positions)
-        layers: Any = weights.layers  # of a family, whose fields `LayerWeights` does not declare
-        norms = [*(layer.input_norm for layer in layers), weights.final_norm]
-        x = ops.rms_norm(hidden, norms[span.start], config.rms_norm_eps)
+        config, weights = self.model.config, self.model.weights
+        ropes = self.model.rope_at(batch.positions)
+        norms = [*(layer["input_norm"] for layer in weights.layers), weights.final_norm]
+        x = ops.rms_norm(hidden, norms[span.start], config.layers[span.start].norm.eps) if span else hidden
         for index in span:
-            layer, packed = layers[index], self.packed[index]
+            layer, packed, declared = weights.layers[index], self.packed[index], config.layers[index]
+            mixer, eps = declared.attention, declared.norm.eps
             qkv = ops.linear(x, packed.qkv_proj)
-            attended = ops.attention(qkv, packed.heads, rope, cache, index, batch, config.softmax_scale)
-            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.o_proj), layer.post_norm, config.rms_norm_eps)
+            attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
+            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer["o_proj"]), layer["post_norm"], eps)
             gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
             product = ops.silu_mul(gate, up, hidden.dtype)
-            hidden, x = ops.add_norm(hidden, ops.linear(product, layer.down_proj), norms[index + 1], config.rms_norm_eps)
-        return hidden, x
+            next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
+            hidden, x = ops.add_norm(hidden, ops.linear(product, layer["down_proj"]), norms[index + 1], next_eps)
+        return hidden

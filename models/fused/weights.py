@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel, tables_of
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.models.fused.model import FusedModel, Packed
-from haarkv.models.qwen3_14b.weights import LayerWeights
-from haarkv.models.rope import RopeTable
-from haarkv.models.weights import TensorGroup, needs_other_tensors
+from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.fused import Heads
 
-OPTIONAL = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
-"""Tensors that a layer may have or lack: Qwen3 norms each head of Q and K, Qwen2 adds a bias to Q, K and V."""
+_KNOWS = ("head_norms", "bias")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
 
 
-def unsupported(config: DecoderConfig) -> str | None:
-    """In one sentence why such a model has no fused layer, or None."""
-    if other := needs_other_tensors(config, LayerWeights, OPTIONAL):
-        return f"its layer is a dense one, and a {config.model_type} layer {other}"
-    return None
+def unsupported(config: ModelConfig) -> str | None:
+    """In one sentence why such a model has no fused layers, or None."""
+    return unknown_layer(config, _KNOWS)
 
 
 def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
@@ -39,13 +34,12 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
         model: of one rank and a family for which `unsupported` returns None.
     """
     weights, layers, packed = model.weights, [], []
-    for layer in weights.layers:
+    for declared, layer in zip(model.config.layers, weights.layers, strict=True):
         moved, wholes = _packed(layer, device)
         layers.append(moved)
-        tensors = {field: tensor for field, _, tensor in moved.named()}
         heads = Heads(
-            model.config.num_heads, model.dtype, wholes.get("q_bias"), tensors.get("q_norm"), tensors.get("k_norm"),
-            model.config.rms_norm_eps,
+            declared.attention.num_heads, model.dtype, wholes.get("q_bias"), moved.get("q_norm"), moved.get("k_norm"),
+            declared.norm.eps,
         )  # fmt: skip
         packed.append(Packed(wholes["q_proj"], wholes["gate_proj"], heads))
     embedding = weights.embedding.to(device)
@@ -54,18 +48,17 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
         weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
     )
     same = weights.embedding.device == device
-    rope = model.rope if same else RopeTable(model.config, device)
-    return FusedModel(replace(model, weights=moved_weights, rope=rope), tuple(packed))
+    ropes = model.ropes if same else tables_of(model.config, device)
+    return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
 
 
-def _packed(layer: TensorGroup, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+def _packed(layer: LayerWeights, device: torch.device) -> tuple[LayerWeights, dict[str, Tensor]]:
     """A layer on a device, and what is packed of it by the field of its first part."""
-    tensors = {field: tensor for field, _, tensor in layer.named()}
     views: dict[str, Tensor] = {}
     wholes: dict[str, Tensor] = {}
     for fields in _TOGETHER:
-        if fields[0] in tensors:
-            wholes[fields[0]], parts = _below_one_another([tensors[field] for field in fields], device)
+        if fields[0] in layer:
+            wholes[fields[0]], parts = _below_one_another([layer[field] for field in fields], device)
             views.update(zip(fields, parts, strict=True))
     return layer.changed(lambda field, tensor: views[field] if field in views else tensor.to(device)), wholes
 

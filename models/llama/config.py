@@ -1,60 +1,54 @@
-"""Shapes of a Llama, Mistral or Qwen2, read from its `config.json`."""
+"""A Llama, Mistral or Qwen2, from its `config.json`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig, Norm, dense_layers
 from haarkv.models.hf_config import HFConfig
+from haarkv.models.hf_rope import read_rope
+from haarkv.models.qwen3_14b.config import late_windows
 
-_LLAMA_8B = DecoderConfig(
-    model_type="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336,
-    vocab_size=128256, rope_theta=5e5, rms_norm_eps=1e-5, max_position_embeddings=131072,
-)  # fmt: skip
 
-SIZES: dict[str, DecoderConfig] = {
-    "llama-1b": replace(
-        _LLAMA_8B, hidden_size=2048, num_layers=16, head_dim=64, intermediate_size=8192, tie_word_embeddings=True
-    ),
-    "llama-3b": replace(
-        _LLAMA_8B, hidden_size=3072, num_layers=28, num_heads=24, intermediate_size=8192, tie_word_embeddings=True
-    ),
-    "llama-8b": _LLAMA_8B,
+def _member(
+    layers: int, hidden_size: int, intermediate_size: int, num_heads: int = 32, head_dim: int = 128, tied: bool = True
+) -> ModelConfig:
+    of_layers = dense_layers(
+        layers, num_heads=num_heads, num_kv_heads=8, head_dim=head_dim, intermediate_size=intermediate_size, rope_theta=5e5,
+        rms_norm_eps=1e-5,
+    )  # fmt: skip
+    return ModelConfig(
+        "llama", of_layers, hidden_size, vocab_size=128256, final_norm=Norm(1e-5), tied=tied, max_position_embeddings=131072
+    )
+
+
+SIZES: dict[str, ModelConfig] = {
+    "llama-1b": _member(16, 2048, 8192, head_dim=64),
+    "llama-3b": _member(28, 3072, 8192, num_heads=24),
+    "llama-8b": _member(32, 4096, 14336, tied=False),
 }
 """Llama 3.1 and 3.2, by the word that `random:SIZE` takes; their scaled RoPE is left out, which costs nothing."""
 
 
-def read_config(file: HFConfig) -> DecoderConfig:
-    """Shapes from a `config.json`; defaults are those of transformers' config of the same `model_type`.
+def read_config(file: HFConfig) -> ModelConfig:
+    """The declaration of a model, from its `config.json`; defaults are those of transformers' config of the same `model_type`.
 
     Raises:
-        InputError: an entry that cannot be, or a feature that is not built (sliding windows, biases of Llama), by name.
+        InputError: an entry that cannot be, or a feature that is not built (biases of Llama), by name.
     """
     model_type = file.raw["model_type"]
-    config = file.decoder(
-        head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
-        num_kv_heads={"llama": None, "mistral": 8, "qwen2": 32}[model_type],
-        max_positions={"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type],
-        qkv_bias=model_type == "qwen2",
+    file.refuse({"attention biases": file.flag("attention_bias"), "MLP biases": file.flag("mlp_bias")})
+    rope = read_rope(
+        file, file.count("max_position_embeddings", {"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type])
     )
-    file.refuse(
-        {
-            "sliding-window attention": _slides(file, config.max_position_embeddings) or file.windowed(),
-            "attention biases": file.flag("attention_bias"),
-            "MLP biases": file.flag("mlp_bias"),
-        }
-    )
-    return config
+    attention = file.attention(
+        rope, head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
+        num_kv_heads={"llama": None, "mistral": 8, "qwen2": 32}[model_type], bias=model_type == "qwen2",
+    )  # fmt: skip
+    return file.model(file.plain_layers(attention, _windows(file)), rope.positions)
 
 
-def _slides(file: HFConfig, positions: int) -> bool:
-    """Whether some token would not see all before it. A window as wide as the context hides nothing.
-
-    Args:
-        positions: that the model may be run with, YaRN's included.
-    """
-    if file.raw["model_type"] == "mistral":
-        window = file.raw.get("sliding_window", 4096)
-    else:
-        window = file.raw.get("sliding_window", 4096) if file.flag("use_sliding_window") else None
-    return window is not None and not (isinstance(window, int) and window >= positions)
+def _windows(file: HFConfig) -> list[int | None]:
+    """Of each layer: Mistral's are in all layers, Qwen2's in the late ones, Llama has none."""
+    layers, model_type = file.count("num_hidden_layers"), file.raw["model_type"]
+    if model_type == "qwen2":
+        return late_windows(file)
+    return file.windows(file.raw.get("sliding_window", 4096), [model_type == "mistral"] * layers)

@@ -1,6 +1,5 @@
 """Qwen3 with experts: the attention of a dense Qwen3, and a router that sends each token through a few of many MLPs."""
 
 from haarkv.models.qwen3_moe.config import SIZES, read_config
-from haarkv.models.qwen3_moe.layer import LayerWeights, decoder_layer
 
-__all__ = ["SIZES", "LayerWeights", "decoder_layer", "read_config"]
+__all__ = ["SIZES", "read_config"]

@@ -1,38 +1,46 @@
-"""Shapes of a Qwen3 with experts, read from its `config.json` or by the name of a family member."""
+"""A Qwen3 with experts, from its `config.json` or by the name of a family member."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import Experts, Layer, ModelConfig, Norm, dense_layers
 from haarkv.models.hf_config import HFConfig
+from haarkv.models.hf_rope import read_rope
 from haarkv.tq_ops.errors import InputError
 
-SIZES: dict[str, DecoderConfig] = {
-    "30b-a3b": DecoderConfig(
-        model_type="qwen3_moe", hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
-        intermediate_size=6144, vocab_size=151936, eos_token_ids=(151645, 151643), num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=768, norm_topk_prob=True,
-    ),
-    "235b-a22b": DecoderConfig(
-        model_type="qwen3_moe", hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128,
-        intermediate_size=12288, vocab_size=151936, eos_token_ids=(151645, 151643), num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=1536, norm_topk_prob=True,
-    ),
-}  # fmt: skip
+
+def _member(layers: int, hidden_size: int, num_heads: int, expert_size: int) -> ModelConfig:
+    of_layers = dense_layers(
+        layers, num_heads=num_heads, num_kv_heads=4, head_dim=128, intermediate_size=expert_size, head_norms=True
+    )
+    experts = Experts(128, 8, expert_size, normalized=True)
+    return ModelConfig(
+        "qwen3_moe", _with_experts(of_layers, experts), hidden_size, vocab_size=151936, final_norm=Norm(1e-6),
+        eos_token_ids=(151645, 151643),
+    )  # fmt: skip
+
+
+def _with_experts(layers: tuple[Layer, ...], experts: Experts) -> tuple[Layer, ...]:
+    return tuple(replace(layer, mlp=experts) for layer in layers)
+
+
+SIZES: dict[str, ModelConfig] = {
+    "30b-a3b": _member(48, 2048, 32, 768),
+    "235b-a22b": _member(94, 4096, 64, 1536),
+}
 """Published members, by the word that `random:SIZE` takes."""
 
 
-def read_config(file: HFConfig) -> DecoderConfig:
-    """Shapes from a `config.json`.
+def read_config(file: HFConfig) -> ModelConfig:
+    """The declaration of a model, from its `config.json`.
 
     Raises:
-        InputError: an entry that cannot be, or a feature that is not built (sliding windows, biases, dense layers among those
-            with experts), by name.
+        InputError: an entry that cannot be, or a feature that is not built (biases, dense layers among those with experts), by
+            name.
     """
     file.refuse(
         {
-            "sliding-window attention": file.flag("use_sliding_window") or file.windowed(),
             "attention biases": file.flag("attention_bias"),
             "dense layers among those with experts": file.raw.get("mlp_only_layers")
             or file.raw.get("decoder_sparse_step", 1) != 1,
@@ -43,11 +51,10 @@ def read_config(file: HFConfig) -> DecoderConfig:
     chosen = file.count("num_experts_per_tok", 8)
     if chosen > experts:
         raise InputError(f"{file.path}: a token cannot go through {chosen} of {experts} experts")
+    rope = read_rope(file, file.count("max_position_embeddings", 32768))
     head_dim = file.count("hidden_size") // file.count("num_attention_heads")
-    return replace(
-        file.decoder(head_dim=head_dim, num_kv_heads=4, max_positions=32768),
-        num_experts=experts,
-        num_experts_per_tok=chosen,
-        moe_intermediate_size=file.count("moe_intermediate_size"),
-        norm_topk_prob=file.flag("norm_topk_prob"),
-    )
+    attention = file.attention(rope, head_dim=head_dim, num_kv_heads=4, head_norms=True)
+    window = file.raw.get("sliding_window", 4096) if file.flag("use_sliding_window") else None
+    layers = file.plain_layers(attention, file.windows(window, [True] * file.count("num_hidden_layers")))
+    mlp = Experts(experts, chosen, file.count("moe_intermediate_size"), normalized=file.flag("norm_topk_prob"))
+    return file.model(_with_experts(layers, mlp), rope.positions)

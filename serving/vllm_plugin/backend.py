@@ -34,7 +34,8 @@ from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape
 
 
 @dataclass
@@ -241,7 +242,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
                     f"--worker-cls {CPU_WORKER if kv_cache.device.type == 'cpu' else GPU_WORKER}"
                 )
             self._cache = PagedKVCache(
-                KVPlan((self._pair,) * (index + 1)), num_kv_heads=heads, head_dim=self.head_size, num_blocks=num_blocks,
+                KVPlan((self._pair,) * (index + 1)), KVShape(heads, self.head_size), num_blocks=num_blocks,
                 block_size=block_size, device=kv_cache.device,
                 pages={index: kv_cache.as_strided((num_blocks, needed), (kv_cache.stride(0), 1))},
             )  # fmt: skip

@@ -114,7 +114,7 @@ def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
 def shape_of(vllm_config: VllmConfig) -> ModelShape:
     """The shapes that a plan names its model by."""
     model = vllm_config.model_config
-    return ModelShape(
+    return ModelShape.uniform(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size(), model.get_hidden_size(),
         model.get_vocab_size(),
     )  # fmt: skip
@@ -128,7 +128,7 @@ def _plan_here(vllm_config: VllmConfig) -> KVPlan:
         return _plan(asked, shape, None)
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    heads = kv_heads_of(shape.num_kv_heads, get_tensor_model_parallel_rank(), size)
+    heads = kv_heads_of(vllm_config.model_config.get_total_num_kv_heads(), get_tensor_model_parallel_rank(), size)
     return _plan(asked, shape, (heads.start, heads.stop))
 
 
@@ -172,5 +172,5 @@ def _plan(asked: _Asked, shape: ModelShape, heads: tuple[int, int] | None) -> KV
     """
     spec = _spec(asked)
     plan = spec.plan(shape.num_layers, shape)
-    plan.require_layout(shape.head_dim, num_kv_heads=shape.num_kv_heads)
+    plan.require_layout(shape.layers)
     return spec.heads(slice(*heads)).plan(shape.num_layers) if heads and spec.calibration else plan

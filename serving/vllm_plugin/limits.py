@@ -86,7 +86,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     model, plan = vllm_config.model_config, plan_of(vllm_config)
     if groups := [of for of in plan.formats if of.group_tokens > 1]:
         return f"{groups[0].name} stores {groups[0].group_tokens} tokens together, and vLLM's pages take each as it comes"
-    if plan.windowed:
+    if plan.keeps_tokens:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
     if reason := unsupported(reads_here(), plan, model.get_head_size()):
         return reason.removesuffix(ELSEWHERE)

@@ -108,7 +108,7 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     monkeypatch.setattr(attention, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)
+    q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
     attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), model, case, q, k, v, attention.copies(1))
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
     found = [attend(number) for number in range(4)]

@@ -17,7 +17,7 @@ from haarkv.benchmarks.gpu import checks, data, drawing, page, peers
 from haarkv.benchmarks.gpu.attention import Attention, off
 from haarkv.benchmarks.gpu.log import DeviceLostError, Log, drop_half_row, is_result, outcomes, read_rows, unfinished
 from haarkv.benchmarks.gpu.sizes import DRY, FULL
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -225,7 +225,7 @@ def test_the_checks_that_a_card_runs_are_whole():
 
 
 # -- The data, and others' attention ---------------------------------------------------------------------------------------
-CONFIG: DecoderConfig = DRY.config
+CONFIG: ModelConfig = DRY.config
 
 
 def dry_attention(folder, ops=reference):

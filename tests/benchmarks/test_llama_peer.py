@@ -17,8 +17,9 @@ from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.temporary import TemporaryFolder
 from tq.cli import main
 
@@ -41,7 +42,7 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
     read = GGUFReader(tmp_path / "m.gguf")
     found = {t.name: t for t in read.tensors}
     config = model.config
-    assert len(found) == 11 * config.num_layers + 2 + (not config.tie_word_embeddings)
+    assert len(found) == 11 * config.num_layers + 2 + (not config.tied)
     of = {"blk.1.attn_k.weight": model.weights.layers[1].k_proj, "blk.2.ffn_norm.weight": model.weights.layers[2].post_norm}
     of |= {"token_embd.weight": model.weights.embedding, "output_norm.weight": model.weights.final_norm}
     for key, weight in of.items():
@@ -51,7 +52,7 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
         stored = raw.view(torch.bfloat16) if kind == "BF16" else raw
         assert torch.equal(stored.to(weight.dtype), weight)
     value = {key: field.contents() for key, field in read.fields.items()}
-    assert value["qwen3.attention.key_length"] == config.head_dim
+    assert value["qwen3.attention.key_length"] == config.heads.head_dim
     assert value["qwen3.rope.freq_base"] == config.rope_theta
     assert (value["qwen3.vocab_size"], value["tokenizer.ggml.model"]) == (config.vocab_size, "no_vocab")
 
@@ -68,7 +69,7 @@ def our_logits(model, ids, kv):
     """[tokens, vocab]: after each token of a prompt, step by step behind the first."""
     config, executor = model.config, ReferenceExecutor(model)
     cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        KVSpec(kv).plan(config.num_layers), config.kv_shapes,
         num_blocks=blocks_for(len(ids)), num_rows=1,
     )  # fmt: skip
     paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=1)

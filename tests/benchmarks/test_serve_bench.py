@@ -123,7 +123,7 @@ def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
     served = model_folder("random:0.6b", 4, tmp_path)
     read, whole = read_hf_config(served.folder / "config.json"), read_config("random:0.6b")
     assert (read.num_layers, read.num_heads, read.num_kv_heads, read.head_dim) == (4, 16, 8, 128)
-    assert (read.hidden_size, read.intermediate_size) == (whole.hidden_size, whole.intermediate_size)
+    assert (read.hidden_size, read.intermediate_size) == (whole.hidden_size, whole.common.mlp.width)
     assert read.vocab_size == 21760
     assert "4 of 28 layers" in served.said
     assert "21,760 of 151,936 words" in served.said
@@ -136,7 +136,7 @@ def test_the_head_keeps_its_share_of_a_step():
     assert scaled_vocabulary(151936, 28, 28) == 151936
     assert scaled_vocabulary(151936, 14, 28) == 76032  # 75,968 in whole 128s
     assert scaled_vocabulary(151936, 1, 64) == 4096  # the tokenizer's own
-    assert hf_config(QWEN3_14B)["num_key_value_heads"] == QWEN3_14B.num_kv_heads
+    assert hf_config(QWEN3_14B)["num_key_value_heads"] == QWEN3_14B.heads.num_kv_heads
 
 
 def test_bytes_and_operations_of_a_step():

@@ -47,7 +47,7 @@ def test_the_promise_is_near_what_gaussian_vectors_lose():
 def test_the_figure_is_the_same_each_time(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs the plot extra")
     made_up = calibration(2, 2, 32)
-    file = CalibrationFile(calibration_of(made_up.k, made_up.v), ModelShape(2, 2, 32, 64, 257), "f")
+    file = CalibrationFile(calibration_of(made_up.k, made_up.v), ModelShape.uniform(2, 2, 32, 64, 257), "f")
     (tmp_path / "it.safetensors").write_bytes(dumps(file))
     drawn = []
     for _ in range(2):

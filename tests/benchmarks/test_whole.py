@@ -170,7 +170,7 @@ def test_transformers_side_holds_the_same_tokens():
     side.prompt(list(range(16)))
     side.steps([16, 17])
     assert side._cache.get_seq_length() == 18
-    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4  # FP32, as the model
+    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4  # FP32, as the model
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):

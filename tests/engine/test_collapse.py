@@ -139,9 +139,9 @@ class TestLoss:
         moments = dict(enumerate(balance(model, lambda *_: False).moments))
         expected = {
             (loss.layer, loss.side): loss.amount
-            for loss in collapse.expected_losses(plan, moments, model.config.softmax_scale)
+            for loss in collapse.expected_losses(plan, moments, model.config.attentions[0].scale)
         }
-        guard = collapse.Guard(plan, moments, model.config.softmax_scale, allow=True)
+        guard = collapse.Guard(plan, moments, model.config.attentions[0].scale, allow=True)
         run(model, token_ids(128), guard.table(reference), "tq4")
         assert expected.keys() == guard._probed.keys()
         for key, loss in guard._probed.items():

@@ -49,7 +49,7 @@ def test_together_they_are_one_process(size, config):
         # To the last bit: else tokens and experts could be chosen apart.
         assert torch.equal(rank["logits"], many[0]["logits"])
         assert torch.equal(rank["hidden"], many[0]["hidden"])
-    shares = max(1, size // config.num_kv_heads)
+    shares = max(1, size // config.heads.num_kv_heads)
     for layer in range(config.num_layers):
         for side in "kv":
             whole = one["fields"][layer][side]
@@ -63,10 +63,10 @@ def test_together_they_are_one_process(size, config):
 def test_a_rank_holds_its_part_and_no_more(size, config):
     args = ("reference", config, torch.bfloat16, "tq4", (5,), 0)
     one, many = alone(*args), on_ranks(size, run_small, *args)
-    assert [rank["kv"] for rank in many] == [one["kv"] // min(size, config.num_kv_heads)] * size
-    d, hidden, wide = config.head_dim, config.hidden_size, config.intermediate_size
+    assert [rank["kv"] for rank in many] == [one["kv"] // min(size, config.heads.num_kv_heads)] * size
+    d, hidden, wide = config.heads.head_dim, config.hidden_size, config.common.mlp.width
     norms = 2 * hidden + 2 * d
-    heads, kv_heads = config.num_heads // size, max(1, config.num_kv_heads // size)
+    heads, kv_heads = config.heads.num_heads // size, max(1, config.heads.num_kv_heads // size)
     layer = norms + hidden * (2 * heads * d + 2 * kv_heads * d + 3 * wide // size)
     for rank, held in enumerate(many):
         rows = even_share(config.vocab_size, rank, size)

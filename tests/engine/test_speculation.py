@@ -22,6 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 # -- Looking up --------------------------------------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ PLAN = KVSpec("bf16").plan(1)
 
 def counted(model, draft, sampling, new_tokens, prompt, count=MANY):
     """How often each continuation came, of many sequences."""
-    cache = PagedKVCache(PLAN, num_kv_heads=1, head_dim=64, num_blocks=count, num_rows=count, block_size=8)
+    cache = PagedKVCache(PLAN, KVShape(1, 64), num_blocks=count, num_rows=count, block_size=8)
     paging = PagedSequences(count, 8, num_rows=count)
     done, timing = generate(
         model, cache, paging, [prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft,

@@ -26,6 +26,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
@@ -74,7 +75,7 @@ def test_a_shared_prefix_is_not_computed_again(session):
         assert reused == reusable(stored, ids, session.plan)
         assert ids[:reused] == list(stored.token_ids[:reused])
         assert shared.timing.prefill_tokens == len(ids) - reused
-        assert reused or session.plan.windowed or text == "spam"
+        assert reused or session.plan.keeps_tokens or text == "spam"
 
 
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_a_shared_prefix_is_not_computed_again(session):
 
 def stored_of(plan, tokens=300):
     generator = torch.Generator().manual_seed(1)
-    cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=4, num_rows=2)
+    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=2)
     paging = PagedSequences(4, 128, order=[2, 0, 3, 1], num_rows=2)
     paging.add()
     sequence = paging.add()
@@ -104,7 +105,7 @@ def test_a_prefix_stores_what_the_whole_did(spec):
         common = reusable(stored, other, plan)
         assert common in (0, length)
         allowed += [length] * bool(common)
-        cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=4, num_rows=1)
+        cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=1)
         paging = PagedSequences(4, 128, num_rows=1)
         sequence = put(stored, cache, paging, common)
         for begin in range(common, 300, 50):
@@ -112,7 +113,7 @@ def test_a_prefix_stores_what_the_whole_did(spec):
             cache.write(0, x[batch.positions], -x[batch.positions], batch)
         assert same(take(cache, paging, sequence, range(300)), stored)
     # The ring has 64 tokens beside the tail, and the group that the next token is in must be whole.
-    least = 300 - 64 + plan.k(0).group_tokens if plan.windowed else 0
+    least = 300 - 64 + plan.k(0).group_tokens if plan.keeps_tokens else 0
     assert allowed == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
 
 
@@ -126,7 +127,7 @@ def test_only_the_last_token_is_left_of_a_prompt_that_is_stored():
 
 def test_what_others_left_in_a_block_is_not_taken():
     plan = KVSpec("tq4", tail=4, sink=2).plan(1)
-    cache = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=1, num_rows=1)
+    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=1, num_rows=1)
     paging = PagedSequences(1, 128, num_rows=1)
     taken = []
     for tokens in (60, 9):
@@ -144,7 +145,7 @@ def test_what_others_left_in_a_block_is_not_taken():
 def test_a_sequence_that_does_not_fit_begins_nothing():
     plan = KVSpec("tq4").plan(1)
     _, stored = stored_of(plan)
-    cache, paging = PagedKVCache(plan, num_kv_heads=1, head_dim=64, num_blocks=2), PagedSequences(2, 128)
+    cache, paging = PagedKVCache(plan, KVShape(1, 64), num_blocks=2), PagedSequences(2, 128)
     with pytest.raises(CacheFullError):
         put(stored, cache, paging)
     assert put(stored, cache, paging, 256) is not None
@@ -170,7 +171,7 @@ def test_requantizing_keeps_what_is_known_best():
 
 # -- The file --------------------------------------------------------------------------------------------------------------
 
-SHAPE = ModelShape(1, 1, 64, 32, 400)
+SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])

@@ -75,7 +75,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
     """Every candidate that it takes, beside any other, with a tail, sinks and layers in BF16."""
     machine("cpu", "reference")
     config = replace(TINY, head_dim=head_dim)
-    learned = made_up.calibration(config.num_layers, config.num_kv_heads, head_dim)
+    learned = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
     names = []
     for name in (*formats.names(), *(f"lr{nibbles}" for nibbles in range(32, 2 * head_dim + 1, 16))):
         with suppress(InputError):

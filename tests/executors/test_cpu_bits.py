@@ -10,8 +10,9 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 
 MODELS = {dtype: load_model("tiny", dtype) for dtype in ("bfloat16", "float32")}
 CONFIG = MODELS["bfloat16"].config
@@ -23,7 +24,7 @@ def logits(dtype, kv, tokens, chunks, threads, companions=()):
     """[vocab] after `tokens`, which come in pieces of these sizes beside companions that come in others."""
     sequences, longest = [tokens, *companions], max(len(tokens), *map(len, companions), 1)
     cache = PagedKVCache(
-        kv.plan(CONFIG.num_layers), num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim,
+        kv.plan(CONFIG.num_layers), KVShape(CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim),
         num_blocks=len(sequences) * blocks_for(longest), num_rows=len(sequences),
     )  # fmt: skip
     paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=len(sequences))
@@ -54,7 +55,7 @@ def drawn(count, seed):
     return [generator.randrange(CONFIG.vocab_size) for _ in range(count)]
 
 
-LEARNED = made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+LEARNED = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 CASES = [
     ("bfloat16", KVSpec("tq4"), LONG),
     ("bfloat16", KVSpec("tq4", tail=128), LONG),

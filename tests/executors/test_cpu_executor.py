@@ -21,6 +21,7 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 MODEL = small_model(SMALL)
@@ -78,7 +79,7 @@ def test_chunks_of_a_prompt_and_rows_of_others_change_nothing_in_a_tail(table):
     tokens, found = random_tokens(SMALL, 13), []
     for ops, chunk in ((reference, 13), (table.open(), 4), (table.open(), 1)):
         cache = PagedKVCache(
-            TAIL.plan(SMALL.num_layers), num_kv_heads=SMALL.num_kv_heads, head_dim=SMALL.head_dim, num_blocks=8, block_size=8,
+            TAIL.plan(SMALL.num_layers), KVShape(SMALL.heads.num_kv_heads, SMALL.heads.head_dim), num_blocks=8, block_size=8,
             chunk=max(4, chunk),
         )  # fmt: skip
         one, paging = ReferenceExecutor(MODEL, ops), new_paging(cache)

@@ -121,7 +121,7 @@ def test_a_cache_of_one_layer_is_served_op_by_op():
         paging = new_paging(cache)
         prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 9)])
         fields = cache.k_fields(1), cache.v_fields(1)
-        other = PagedKVCache.over(cache.plan.layers[1], 1, fields, (None, None), SMALL.head_dim)
+        other = PagedKVCache.over(cache.plan.layers[1], 1, fields, (None, None), SMALL.heads.head_dim)
         found.append(executor.layers(hidden, range(1, 2), paging.batch([0], [1]), other))
     assert torch.equal(*found)
 

@@ -18,6 +18,7 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
@@ -28,7 +29,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
-MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 LEARNED = KVSpec("k=lr80,v=lr48", tail=2, sink=1, calibration=MADE_UP)
 PLAN = TQ4.plan(CONFIG.num_layers)
 
@@ -43,7 +44,7 @@ class OnHost:
     def __init__(self, inner, cache) -> None:
         self.inner, self.device = inner, inner.device
         self.cache = PagedKVCache(
-            cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+            cache.plan, KVShape(cache.num_kv_heads, cache.head_dim), num_blocks=cache.num_blocks,
             block_size=cache.block_size, device=self.device,
         )  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_prompts_in_chunks_and_rows_of_others_change_nothing_in_a_tail():
     tokens = random_tokens(CONFIG, 13)
     for make in (ReferenceExecutor, executor):
         cache = PagedKVCache(
-            KVSpec("tq4", tail=3, sink=2).plan(1), num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim, num_blocks=8,
+            KVSpec("tq4", tail=3, sink=2).plan(1), KVShape(CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim), num_blocks=8,
             block_size=8, chunk=4, num_rows=2, device=DEVICE if make is executor else "cpu",
         )  # fmt: skip
         one, paging = make(model), PagedSequences(8, 8, num_rows=2)
@@ -201,7 +202,7 @@ def test_memory_of_a_decode_step_does_not_grow_with_the_context():
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        cache = PagedKVCache(KVSpec("tq4").plan(2), num_kv_heads=2, head_dim=128, num_blocks=blocks, device=ours.device)
+        cache = PagedKVCache(KVSpec("tq4").plan(2), KVShape(2, 128), num_blocks=blocks, device=ours.device)
         paging = PagedSequences(blocks, cache.block_size)
         ids = [paging.add()]
         paging.batch(ids, [blocks * cache.block_size - 2])

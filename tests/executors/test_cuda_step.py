@@ -51,7 +51,7 @@ def added_by_a_layer(config, monkeypatch, prompts, spec=TQ4, **options) -> tuple
     for layers in (1, 2):
         model = small_model(replace(config, num_layers=layers), dtype=BF16)
         if spec.calibration:
-            spec = replace(spec, calibration=made_up.calibration(layers, config.num_kv_heads, config.head_dim))
+            spec = replace(spec, calibration=made_up.calibration(layers, config.heads.num_kv_heads, config.heads.head_dim))
         options = dict.fromkeys(options, spec.plan(layers))
         steps.append(launches(executor_on_meta(model, monkeypatch, **options), spec, prompts, monkeypatch)[1])
     one, two = steps
@@ -92,7 +92,7 @@ def test_learned_nibbles_launch_what_others_do(monkeypatch, kept, kv, attention)
     """Some numbers of them `decode.takes` leaves to Triton."""
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
     config = config_of("qwen3")
-    spec = KVSpec(kv, calibration=made_up.calibration(2, config.num_kv_heads, 64), **kept)
+    spec = KVSpec(kv, calibration=made_up.calibration(2, config.heads.num_kv_heads, 64), **kept)
     layer, _ = added_by_a_layer(config, monkeypatch, [40, 7, 1], spec)
     before = ["mm", "prologue_kernel", *(["window_kernel"] if kept else []), *attention]
     assert layer[: len(before)] == before
@@ -190,7 +190,7 @@ def given_to_attention(case: Case, dtype: torch.dtype, biased: bool, normed: boo
     block, offset = batch.slot_mapping // case.block_size, batch.slot_mapping % case.block_size
     for _, _, name, tensor in cache_tensors(made):
         tensor[block, :, offset] = float("nan") if name == "scale" else 255
-    for window in filter(None, made.windows(LAYER)):
+    for window in filter(None, made.kept(LAYER)):
         window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
     copy = poisoned_cache(case, DEVICE)
     for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
@@ -286,7 +286,7 @@ def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, kept):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
-    _, window = copy.windows(LAYER)
+    _, window = copy.kept(LAYER)
     kept_before = window.vectors[batch.rows[1]].view(torch.uint8).clone() if window is not None else None
     ops.rotate_and_append(qkv.to(DEVICE), moved(heads), *rest, batch.to(DEVICE), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
@@ -373,7 +373,7 @@ def test_a_fault_before_attention_is_found_where_it_stores_k(monkeypatch):
 def test_torch_sees_no_wait_in_a_step(dtype):
     """Torch's own watch over calls that wait, once what is made once is made."""
     model = small_model(config_of("qwen2"), dtype=dtype)
-    shape = {"num_kv_heads": model.config.num_kv_heads, "head_dim": model.config.head_dim}
+    shape = {"num_kv_heads": model.config.heads.num_kv_heads, "head_dim": model.config.heads.head_dim}
     ours, cache = CudaExecutor(model), PagedKVCache(KVSpec("tq4").plan(2), num_blocks=6, device=DEVICE, **shape)
     paging = PagedSequences(6, cache.block_size)
     ids = [paging.add(), paging.add()]

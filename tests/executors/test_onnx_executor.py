@@ -45,7 +45,7 @@ def test_every_layer_is_within_bf16_of_the_references():
 
 @pytest.mark.parametrize("kv", ["k=lr160,v=lr64", "lr96"])
 def test_learned_nibbles_are_the_references(kv):
-    made_up = calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     plan = KVSpec(kv, calibration=made_up).plan(CONFIG.num_layers)
     assert validated(CONFIG, torch.float32, plan) >= 0.99999
     assert validated(CONFIG, torch.bfloat16, plan) >= 0.9999
@@ -54,7 +54,7 @@ def test_learned_nibbles_are_the_references(kv):
 def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
     """One executor, two caches: each is read by its own coordinates."""
     model = small_model(CONFIG)
-    shape = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    shape = (CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     executor, prompts = OnnxExecutor(model), [random_tokens(CONFIG, 20, 1)]
     for seed in (0, 9):
         spec = KVSpec("lr64", layers={1: "k=lr128,v=lr96"}, calibration=calibration(*shape, seed=seed))
@@ -63,7 +63,7 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
 
 
 def test_learned_and_fixed_places_in_one_plan_are_refused():
-    made_up = calibration(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim)
+    made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     plan = KVSpec("k=lr64,v=tq4", calibration=made_up).plan(CONFIG.num_layers)
     assert OnnxExecutor.unsupported(CONFIG, plan) == "its graphs take learned nibbles at every place or at none"
 

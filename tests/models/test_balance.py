@@ -107,7 +107,7 @@ class TestModel:
         # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.
         config = replace(CONFIGS["gqa5_d128"], model_type="llama")
         model = small_model(config)
-        outlier = torch.ones(config.num_kv_heads, config.head_dim)
+        outlier = torch.ones(config.heads.num_kv_heads, config.heads.head_dim)
         outlier[1, [5, 69]] = 64.0
         of_queries = outlier.repeat_interleave(5, dim=0).flatten()
 
@@ -123,7 +123,7 @@ class TestModel:
         assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
         for layer, moments in zip(made.model.weights.layers, made.moments, strict=True):
             for of_side, of in zip((key_moments, value_moments), moments, strict=True):
-                now = of_side(fields_of(layer), config.num_kv_heads, config.head_dim)
+                now = of_side(fields_of(layer), config.heads.num_kv_heads, config.heads.head_dim)
                 assert torch.allclose(now.use, of.use, rtol=1e-4)
                 assert torch.allclose(now.size, of.size, rtol=1e-4)
 
@@ -136,7 +136,7 @@ class TestModel:
         made = balance(planted.dead_head(planted.outlier_channels(tiny(), 30)))
         assert all(torch.isfinite(x).all() for layer in made.model.weights.layers for _, _, x in layer.named())
         whole = balance(planted.outlier_channels(tiny(), 30))
-        dim = tiny().config.head_dim
+        dim = tiny().config.heads.head_dim
         for ours, theirs in zip(made.model.weights.layers, whole.model.weights.layers, strict=True):
             assert torch.equal(ours.v_proj[dim:], theirs.v_proj[dim:])
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_pat
     for layer, pair in of_file.items():
         tensors = fields_of(model.weights.layers[layer])
         for of, moments in zip(pair, (key_moments, value_moments), strict=True):
-            expected = moments(tensors, config.num_kv_heads, config.head_dim)
+            expected = moments(tensors, config.heads.num_kv_heads, config.heads.head_dim)
             assert torch.allclose(of.use, expected.use, rtol=0.02)
             assert torch.allclose(of.size, expected.size, rtol=0.02)
             assert torch.allclose(of.constant, expected.constant, rtol=0.02)

@@ -34,7 +34,7 @@ def test_query_heads_lie_with_the_kv_head_they_read():
         split = Split(config, rank, 4)
         heads = range(split.axis("q_size").start // 128, split.axis("q_size").stop // 128)
         assert {head // 4 for head in heads} == {split.kv_heads.start}
-        assert (split.part.num_heads, split.part.num_kv_heads) == (2, 1)
+        assert (split.part.heads.num_heads, split.part.heads.num_kv_heads) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from transformers import Qwen3Config as HFConfig
 from transformers import Qwen3ForCausalLM
 from transformers_judge import draw_weights, worst_error
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import TINY, load_model
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble
 from haarkv.validation import bounds
@@ -32,7 +33,7 @@ def build(heads, kv_heads, head_dim, tied, theta):
     )  # fmt: skip
     theirs = Qwen3ForCausalLM(hf_config).eval()
     draw_weights(theirs)
-    config = DecoderConfig(
+    config = ModelConfig(
         model_type="qwen3", hidden_size=192, num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         intermediate_size=320, vocab_size=300, rope_theta=theta, tie_word_embeddings=tied, max_position_embeddings=1024,
     )  # fmt: skip

@@ -22,12 +22,12 @@ from checkpoints import (
 )
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights, read_header
+from haarkv.models.config import ModelConfig
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
-from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -41,7 +41,7 @@ def first_logits(model, kv="tq4", prompt=BYTES):
     """Logits [vocab] after a prompt."""
     config = model.config
     plan = KVSpec(kv).plan(config.num_layers)
-    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=1)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=1)
     paging = PagedSequences(1, cache.block_size)
     batch = paging.batch([paging.add()], [len(prompt)])
     return ReferenceExecutor(model).prefill(torch.tensor(prompt), batch, cache)[0]
@@ -61,7 +61,7 @@ def read_config(tmp_path, content):
 
 
 def test_a_config_is_read_field_by_field(tmp_path):
-    assert read_config(tmp_path, CONFIG) == DecoderConfig(
+    assert read_config(tmp_path, CONFIG) == ModelConfig(
         model_type="qwen3", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
         vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
         eos_token_ids=(256,),
@@ -173,7 +173,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
 
 
 def test_published_sizes_have_their_published_parameters():
-    millions = {size: config.num_parameters() / 1e6 for size, config in SIZES.items() if size != "narrow"}
+    millions = {size: num_parameters(config) / 1e6 for size, config in SIZES.items() if size != "narrow"}
     assert {size: round(n) for size, n in millions.items()} == {
         "0.6b": 596, "1.7b": 1721, "4b": 4022, "8b": 8191, "14b": 14768, "32b": 32762,
     }  # fmt: skip
@@ -191,7 +191,7 @@ def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apar
         assert checkpoint_shapes(config) == shapes_of(raw)
         weights = random_weights(config, torch.float32)
         assert {name: tuple(tensor.shape) for name, tensor in weights.named()} == shapes_of(raw)
-        assert config.num_parameters() == sum(tensor.numel() for _, tensor in weights.named())
+        assert num_parameters(config) == sum(tensor.numel() for _, tensor in weights.named())
     assert len(checkpoint_shapes(QWEN3_14B)) == 40 * 11 + 3
 
 

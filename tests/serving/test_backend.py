@@ -21,6 +21,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import fields_in, page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytestmark = pytest.mark.vllm_short
@@ -114,7 +115,7 @@ def own_cache(worker: Worker, index: int) -> PagedKVCache:
     """A cache of our own, in memory of its own, that begins with what the pages hold."""
     shape, plan = worker.shape, KVSpec("tq4").plan(index + 1)
     made = PagedKVCache(
-        plan, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, num_blocks=shape.num_blocks, block_size=shape.block_size
+        plan, KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks, block_size=shape.block_size
     )
     for ours, theirs in zip((made.k_fields(index), made.v_fields(index)), in_pages(worker, index), strict=True):
         for name, tensor in ours.items():

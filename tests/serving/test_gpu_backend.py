@@ -22,6 +22,7 @@ from haarkv.serving.vllm_plugin.kernels import GpuKernels
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -103,7 +104,7 @@ def forward(worker: Worker, runner: Runner, common: CommonAttentionMetadata, ten
 @pytest.mark.parametrize("dtypes", [(torch.int64, torch.int32), (torch.int32, torch.int64)], ids=str)
 def test_prompts_and_decode_steps_are_near_the_reference(dtype, dtypes):
     worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.BLHNC), Runner(slots=dtypes[0], lengths=dtypes[1])
-    cache = PagedKVCache(KVSpec("tq4").plan(LAYER + 1), num_kv_heads=2, head_dim=64, num_blocks=12, block_size=16)
+    cache = PagedKVCache(KVSpec("tq4").plan(LAYER + 1), KVShape(2, 64), num_blocks=12, block_size=16)
     wide = torch.float32 if dtype == torch.float16 else dtype
     limit = (bounds.LAYER_FP32 if wide == torch.float32 else bounds.LAYER_BF16).attention
     for step, new in enumerate(({0: 17, 2: 5}, {0: 1, 1: 9, 2: 1}, {2: 1, 1: 1, 0: 1})):

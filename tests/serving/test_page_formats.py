@@ -32,11 +32,12 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.pages import fields_in
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.shapes import KVShape
 
 pytestmark = pytest.mark.vllm_short
 
 SHAPE, LAYERS = Shape(), 6
-OF_SHAPE = ModelShape(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
+OF_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
 ONE_BY_ONE = (
     "tq2", "tq3", "tq5", "tq6", "tq8", "tq4_seed", "tbq4_0", "tq3_0", "manthan3", "q4_0", "q8_0", "fp8_e4m3", "bf16",
     "k=q8_0,v=tq3", "k=bf16,v=lr64", "k=lr128,v=lr64",
@@ -68,7 +69,7 @@ def metadata_of(batch) -> RotatedMetadata:
 
 def own_cache(pair, index: int) -> PagedKVCache:
     return PagedKVCache(
-        KVPlan((pair,) * (index + 1)), num_kv_heads=SHAPE.kv_heads, head_dim=SHAPE.head_dim, num_blocks=SHAPE.num_blocks,
+        KVPlan((pair,) * (index + 1)), KVShape(SHAPE.kv_heads, SHAPE.head_dim), num_blocks=SHAPE.num_blocks,
         block_size=SHAPE.block_size,
     )  # fmt: skip
 
@@ -296,7 +297,7 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
         return real_config(additional_config={"haarkv_kv": "lr128", "haarkv_calibration": str(path)}, **options)
 
     with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
-        asked(ModelShape(LAYERS, 2, 128, 99, 4096))
+        asked(ModelShape.uniform(LAYERS, 2, 128, 99, 4096))
     with pytest.raises(ValueError, match="up to 127 tokens, and this server takes up to 128; give --max-model-len 127,"):
         asked(context=127)
     asked(context=128)  # made-up weights fit any

@@ -20,7 +20,7 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
     """
     loaded = load_model(str(model), "bfloat16")
     config, shape = loaded.config, shape_of(loaded.config)
-    made = made_up(config.num_layers, config.num_kv_heads, seed, config.head_dim)
+    made = made_up(config.num_layers, config.heads.num_kv_heads, seed, config.heads.head_dim)
     file = CalibrationFile(calibration_of(made.k, made.v), shape, weights or fingerprint(loaded.weights.named()))
     if plan:
         chosen = replace(file.spec, **plan).plan(config.num_layers)

@@ -86,7 +86,7 @@ def clean_run(number, executors=("cpu", "onnx", "reordered"), most_tokens=40, in
     model = _model(name, dtype, draw.randrange(3))
     config = model.config
     kv, executor = draw.choice(FORMATS), draw.choice(executors)
-    made_up = calibration(config.num_layers, config.num_kv_heads, config.head_dim) if "lr" in kv else None
+    made_up = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim) if "lr" in kv else None
     spec, longer = _windows(number, kv)
     plan = replace(spec, calibration=made_up).plan(config.num_layers)
     if executor != "reordered" and (reason := _refusal(executor, config, plan, model)):

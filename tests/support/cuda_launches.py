@@ -131,7 +131,7 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
     config, plan = model.config, spec.plan(model.config.num_layers)
     blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)
     cache = PagedKVCache(
-        plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size,
+        plan, config.kv_shapes, num_blocks=blocks, block_size=block_size,
         chunk=max(prompts),
     )  # fmt: skip
     paging = PagedSequences(blocks, block_size)
@@ -145,7 +145,9 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
         tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
         executor.decode(tokens, batch, cache)
         executor._model.decode(tokens, batch, cache, executor.step_ops)
-    executor.ops.store_kv(*torch.zeros(2, 1, config.num_kv_heads, config.head_dim), cache, 1, paging.batch(ids[:1], [1]))
+    executor.ops.store_kv(
+        *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache, 1, paging.batch(ids[:1], [1])
+    )
 
 
 SHAPES = {64: (3, 3), 128: (10, 2), 256: (4, 2)}

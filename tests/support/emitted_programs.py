@@ -42,4 +42,4 @@ def compile_all(model):
     """Program -> path -> text, for a model's programs and for the store program with its KV heads."""
     config = read_config(model)
     programs = {c.name: c.sources for c in compile_programs(config, tuple(PROGRAMS), lambda _: None)}
-    return programs | {"store": compile_store(StoreProgram(config.num_kv_heads))}
+    return programs | {"store": compile_store(StoreProgram(config.heads.num_kv_heads))}

@@ -17,6 +17,7 @@ from haarkv.tq_ops.formats.made_up import basis, vectors
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 GAINS = (1, 7 / 8, 19 / 16)
 GOLDEN = {"heads": 2, "dim": 64, "seed": 3}
@@ -103,7 +104,7 @@ def other_than_golden(ops, data, nibbles, device="cpu"):
     plan = KVSpec(f"lr{nibbles}", calibration=Calibration((of,), (of,), "golden")).plan(1)
     x = torch.from_numpy(data[f"x{nibbles}"]).transpose(0, 1).contiguous().to(device)
     tokens, heads, dim = x.shape
-    cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=dim, num_blocks=tokens // 8, block_size=8, device=device)
+    cache = PagedKVCache(plan, KVShape(heads, dim), num_blocks=tokens // 8, block_size=8, device=device)
     paging = PagedSequences(tokens // 8, 8)
     ops.store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]).to(device))
     found = []

@@ -26,7 +26,7 @@ def filled(config, spec, lengths, seed):
         if length:
             batch = paging.batch([sequence], [length])
             for layer in range(config.num_layers):
-                k, v = (torch.randn(length, config.num_kv_heads, 128, generator=generator) for _ in "kv")
+                k, v = (torch.randn(length, config.heads.num_kv_heads, 128, generator=generator) for _ in "kv")
                 cache.write(layer, k, v, batch)
     return cache, paging, sequences
 

@@ -16,4 +16,4 @@ def made_up(layers=2, heads=2, seed=0, dim=128):
 
 def learned_spec(config, kv=KV, seed=0):
     """Of a model of that shape."""
-    return KVSpec(kv, calibration=made_up(config.num_layers, config.num_kv_heads, seed))
+    return KVSpec(kv, calibration=made_up(config.num_layers, config.heads.num_kv_heads, seed))

@@ -40,9 +40,7 @@ def run(model, ids, ops=reference, kv="bf16"):
     """Logits [T, vocab] after each of some tokens."""
     config = model.config
     blocks = -(-len(ids) // 128)
-    cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks
-    )
+    cache = PagedKVCache(KVSpec(kv).plan(config.num_layers), config.kv_shapes, num_blocks=blocks)
     paging = PagedSequences(blocks, 128)
     batch = paging.batch([paging.add()], [len(ids)])
     with torch.inference_mode():

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 
-CONFIG = DecoderConfig(
+CONFIG = ModelConfig(
     model_type="qwen3", hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
     vocab_size=512, max_position_embeddings=256,
 )  # fmt: skip
@@ -84,7 +86,7 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
         layers: what runs them.
     """
     model = mini_model(data, norms)
-    cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), num_kv_heads=2, head_dim=128, num_blocks=4)
+    cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), KVShape(2, 128), num_blocks=4)
     seen = {}
 
     class Watching:

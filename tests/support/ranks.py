@@ -19,7 +19,8 @@ from haarkv.benchmarks.timing import Machine
 from haarkv.engine.ranks import Place, join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Alone, Ranks, Split
 from haarkv.models.weights import Weights, assemble, checkpoint_axes
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -78,7 +79,7 @@ def part_of(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
 
 
 def run_small(
-    ranks: Ranks, executor: str, config: DecoderConfig, dtype: torch.dtype, kv: str, lengths: Sequence[int], steps: int
+    ranks: Ranks, executor: str, config: ModelConfig, dtype: torch.dtype, kv: str, lengths: Sequence[int], steps: int
 ) -> dict[str, Any]:
     """Prefill prompts of these lengths and decode some fixed tokens, with a rank's part of a small random model.
 
@@ -147,7 +148,7 @@ class Faulty:
 
 
 def validated(
-    ranks: Ranks, executor: str, config: DecoderConfig, dtype: torch.dtype, lengths: Sequence[int], steps: int, fault: str = ""
+    ranks: Ranks, executor: str, config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int], steps: int, fault: str = ""
 ) -> Any:
     """The report of `validate` on a small random model with a `tq4` cache; None on other ranks than 0."""
     whole, plan = small_model(config, seed=3, dtype=dtype), KVSpec("tq4").plan(config.num_layers)

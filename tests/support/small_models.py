@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -24,14 +26,14 @@ KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
 
 # hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
-_BASE = DecoderConfig(
+_BASE = ModelConfig(
     model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
     vocab_size=61, rope_theta=1e4, max_position_embeddings=512,
 )  # fmt: skip
-CONFIGS: dict[str, DecoderConfig] = {
+CONFIGS: dict[str, ModelConfig] = {
     "gqa5_d128": _BASE,
     "gqa5_one_kv_head_d128_tied": replace(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
-    "mha_d64": replace(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
+    "mha_d64": replace(_BASE, num_heads=3, KVShape(3, 64)),
     "gqa2_d256_tied": replace(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
 }
 """Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
@@ -39,7 +41,7 @@ SMALL = CONFIGS["gqa5_d128"]
 """The small shape that resembles Qwen3-14B most: five query heads a KV head, head_dim 128, three rotations."""
 
 
-def small_model(config: DecoderConfig = SMALL, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
+def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
     """A random model with logits of size 1, attention that looks at some tokens far more than at others, uneven norms."""
     raw = random_weights(config, torch.float32, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -62,7 +64,7 @@ def small_model(config: DecoderConfig = SMALL, seed: int = 0, dtype: torch.dtype
         embedding=embedding,
         layers=tuple(layer(weights) for weights in raw.layers),
         final_norm=norm(raw.final_norm),
-        lm_head=embedding if config.tie_word_embeddings else matrix(raw.lm_head),
+        lm_head=embedding if config.tied else matrix(raw.lm_head),
     )
     return DecoderModel(config, weights, RopeTable(config))
 
@@ -82,18 +84,17 @@ def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
     }
 
 
-def random_tokens(config: DecoderConfig, count: int, seed: int = 0) -> list[int]:
+def random_tokens(config: ModelConfig, count: int, seed: int = 0) -> list[int]:
     """Token ids of one prompt."""
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def new_cache(config: DecoderConfig, kv: str | KVSpec = "tq4", num_blocks: int = 12, block_size: int = 8) -> PagedKVCache:
+def new_cache(config: ModelConfig, kv: str | KVSpec = "tq4", num_blocks: int = 12, block_size: int = 8) -> PagedKVCache:
     """An empty cache for a model; `kv` as `formats.parse` takes it, or a whole spec."""
     spec = KVSpec(kv) if isinstance(kv, str) else kv
     return PagedKVCache(
         spec.plan(config.num_layers),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        config.kv_shapes,
         num_blocks=num_blocks,
         block_size=block_size,
     )

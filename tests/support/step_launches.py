@@ -85,7 +85,7 @@ def launches(
     config = executor.config
     blocks = sum(n // 16 + 1 for n in prompts)
     cache = PagedKVCache(
-        spec.plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks,
+        spec.plan(config.num_layers), config.kv_shapes, num_blocks=blocks,
         block_size=16, device=META,
     )  # fmt: skip
     paging = PagedSequences(blocks, 16)

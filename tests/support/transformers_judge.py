@@ -56,7 +56,7 @@ def worst_error(theirs, ours, kv, prompt):
     executor = ReferenceExecutor(ours)
     blocks = -(-(prompt.shape[1] + STEPS) // 128)
     cache = PagedKVCache(
-        KVSpec(kv).plan(ours.config.num_layers), num_kv_heads=ours.config.num_kv_heads, head_dim=ours.config.head_dim,
+        KVSpec(kv).plan(ours.config.num_layers), ours.config.kv_shapes,
         num_blocks=blocks,
     )  # fmt: skip
     paging = PagedSequences(blocks, 128)

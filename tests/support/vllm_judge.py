@@ -17,8 +17,9 @@ from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation import bounds
 
 DTYPE = "bfloat16"
@@ -105,7 +106,7 @@ class Judge:
     def _score(self, prompt: Sequence[int], answer: Answer) -> Score:
         config, fed = self.model.config, torch.tensor([*prompt, *answer.token_ids[:-1]])
         cache = PagedKVCache(
-            (self.spec or KVSpec(self.kv)).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            (self.spec or KVSpec(self.kv)).plan(config.num_layers), config.kv_shapes,
             num_blocks=blocks_for(len(fed)),
         )  # fmt: skip
         paging = PagedSequences(cache.num_blocks, cache.block_size)

@@ -30,7 +30,7 @@ from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
 
-SHAPE = ModelShape(2, 2, 32, 64, 257)
+SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
 LIMIT_S = 60
 MOST_GROWTH = 2**20  # KiB of resident memory
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n"

@@ -18,7 +18,7 @@ from tq.cli import main
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
 SHORT = ("--candidates", "tq2,tq4", "--tails", "0", "--context", "60", "--tokens", "60", "--verify-tokens", "60")
-SHAPE = ModelShape(2, 2, 32, 64, 257)
+SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def tq(capsys, tmp_path, monkeypatch, checkpoint):
     (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
     (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
     (tmp_path / "other.json").write_text(
-        plan_file.dumps(KVSpec("tq4").plan(2), ModelShape(2, 2, 32, 80, 257)), encoding="utf-8"
+        plan_file.dumps(KVSpec("tq4").plan(2), ModelShape.uniform(2, 2, 32, 80, 257)), encoding="utf-8"
     )
     (tmp_path / "plan.json").write_text(
         plan_file.dumps(KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3).plan(2), SHAPE), encoding="utf-8"

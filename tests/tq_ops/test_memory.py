@@ -9,6 +9,7 @@ from on_large_pages import needs_large_pages, on_large_pages
 from haarkv.tq_ops.formats import parse
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.memory import LARGE_PAGE, ask_for_large_pages
 
 
@@ -16,7 +17,7 @@ from haarkv.tq_ops.memory import LARGE_PAGE, ask_for_large_pages
 def test_a_cache_lies_on_large_pages():
     before = on_large_pages()
     plan = KVPlan.uniform(*parse("bf16"), 1)
-    cache = PagedKVCache(plan, num_kv_heads=8, head_dim=128, num_blocks=160)
+    cache = PagedKVCache(plan, KVShape(8, 128), num_blocks=160)
     codes = [field for _, _, fields, _ in cache.fields() for field in fields.values()]
     for field in codes:
         field.fill_(1)

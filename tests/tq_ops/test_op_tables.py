@@ -20,6 +20,7 @@ from haarkv.tq_ops.formats.rotated import RotatedFormat
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
@@ -154,7 +155,7 @@ def test_a_table_refuses_what_it_says_it_cannot_read():
         if reason is None:
             continue
         refused += 1
-        made = PagedKVCache(case.plan, num_kv_heads=2, head_dim=128, num_blocks=2, num_rows=1)
+        made = PagedKVCache(case.plan, KVShape(2, 128), num_blocks=2, num_rows=1)
         q, _, _, batch, scale = Attention(replace(case, kv="tq4"), torch.float32).arguments(table.device)
         with pytest.raises(InputError) as error:
             ops.paged_attention(q, made, LAYER, batch, scale)
@@ -345,7 +346,7 @@ def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     middle = replace(tq4, boundaries=(*tq4.boundaries[:7], 0.0, *tq4.boundaries[8:]))
     kv_format = RotatedFormat("tq4_middle", "", 4, lambda _: middle)
     plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
-    ours = PagedKVCache(plan, num_kv_heads=STORES[1].kv_heads, head_dim=128, num_blocks=5)
+    ours = PagedKVCache(plan, KVShape(STORES[1].kv_heads, 128), num_blocks=5)
     table.open().store_kv(torch.zeros_like(k), torch.zeros_like(v), ours, LAYER, batch)
     block, offset = batch.slot_mapping // ours.block_size, batch.slot_mapping % ours.block_size
     assert (ours.k_fields(LAYER)["codes"][block, :, offset] == 0x88).all()

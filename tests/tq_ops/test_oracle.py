@@ -36,7 +36,9 @@ def tables(layer: int, head_dim: int) -> oracles.Tables:
 
 
 def shapes_of(config) -> oracles.Shapes:
-    return oracles.Shapes(config.num_heads, config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps)
+    return oracles.Shapes(
+        config.heads.num_heads, config.heads.num_kv_heads, config.heads.head_dim, config.rope_theta, config.final_norm.eps
+    )
 
 
 @dataclass
@@ -450,7 +452,7 @@ def test_linear(out, dtype):
 @pytest.mark.parametrize("config", [SMALL, CONFIGS["gqa2_d256_tied"]], ids=["theta 1e4", "theta 1e6"])
 def test_rope(config):
     positions = torch.tensor([0, 1, 2, 17, 100, 511])
-    x = normal(len(positions), 3, config.head_dim)
+    x = normal(len(positions), 3, config.heads.head_dim)
     ours = reference.rope(x, *RopeTable(config).at(positions))
     expected = [
         [oracles.rope(head, position, config.rope_theta) for head in token]
@@ -479,7 +481,7 @@ def attention_case(config, lengths, new_tokens, block_size, order=None):
     cache = new_cache(config, "fp32", blocks, block_size)
     paging = new_paging(cache, order or torch.randperm(blocks, generator=torch.Generator().manual_seed(8)).tolist())
     sequences = [paging.add() for _ in lengths]
-    k, v = (normal(sum(lengths), config.num_kv_heads, config.head_dim, seed=seed) for seed in (1, 2))
+    k, v = (normal(sum(lengths), config.heads.num_kv_heads, config.heads.head_dim, seed=seed) for seed in (1, 2))
     before = [n - new for n, new in zip(lengths, new_tokens, strict=True)]
     old_slots = [
         paging.batch([s], [n]).slot_mapping if n else torch.zeros(0).long() for s, n in zip(sequences, before, strict=True)
@@ -488,7 +490,7 @@ def attention_case(config, lengths, new_tokens, block_size, order=None):
     new_slots = batch.slot_mapping.split(list(new_tokens))
     slots = torch.cat([torch.cat(pair) for pair in zip(old_slots, new_slots, strict=True)])
     reference.store_kv(k, v, cache, 1, at_slots(slots))
-    q = normal(sum(new_tokens), config.num_heads, config.head_dim, seed=3)
+    q = normal(sum(new_tokens), config.heads.num_heads, config.heads.head_dim, seed=3)
     return (
         cache,
         batch,
@@ -499,11 +501,13 @@ def attention_case(config, lengths, new_tokens, block_size, order=None):
 
 
 def expected_attention(attend, config, lengths, new_tokens, q, k, v):
-    rows, group = iter(q.double().numpy()), config.num_heads // config.num_kv_heads
+    rows, group = iter(q.double().numpy()), config.heads.num_heads // config.heads.num_kv_heads
     return np.array(
         [
             [
-                attend(query, k[i][: position + 1, head // group], v[i][: position + 1, head // group], config.softmax_scale)
+                attend(
+                    query, k[i][: position + 1, head // group], v[i][: position + 1, head // group], config.attentions[0].scale
+                )
                 for head, query in enumerate(next(rows))
             ]
             for i, (length, new) in enumerate(zip(lengths, new_tokens, strict=True))
@@ -529,7 +533,7 @@ ATTENTION = {
 def test_paged_attention(name, case):
     config, (lengths, new_tokens, block_size) = CONFIGS[name], ATTENTION[case]
     cache, batch, q, k, v = attention_case(config, lengths, new_tokens, block_size)
-    ours = reference.paged_attention(q, cache, 1, batch, config.softmax_scale)
+    ours = reference.paged_attention(q, cache, 1, batch, config.attentions[0].scale)
     close(ours, expected_attention(oracles.attend, config, lengths, new_tokens, q, k, v))
 
 
@@ -540,7 +544,7 @@ def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(cas
     config, (lengths, new_tokens, block_size) = SMALL, ATTENTION[case]
     cache, batch, q, k, v = attention_case(config, lengths, new_tokens, block_size)
     q = q.bfloat16()
-    ours = reference.paged_attention(q, cache, 1, batch, config.softmax_scale).double().numpy()
+    ours = reference.paged_attention(q, cache, 1, batch, config.attentions[0].scale).double().numpy()
 
     def rounded(*args):
         return oracles.attend_rounded(*args, block_size)

@@ -25,7 +25,7 @@ RUN = {"model": "m", "text": "t"}
 
 
 def metric_of(layer):
-    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.num_kv_heads, CONFIG.head_dim)
+    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
     for begin, end in ((0, 1), (1, 50), (50, 120)):
         sums.add_kv(seen["k"][begin:end], seen["v"][begin:end])
         sums.add_q(seen["q"][begin:end])
-    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
     o_proj = MODEL.weights.layers[layer].o_proj.double()
-    for head in range(CONFIG.num_kv_heads):
+    for head in range(CONFIG.heads.num_kv_heads):
         columns = [o_proj[:, (head * group + g) * 128 : (head * group + g + 1) * 128] for g in range(group)]
         metric_v = sum(w.T @ w for w in columns)
         torch.testing.assert_close(sums.metric_v[head], metric_v)
@@ -95,8 +95,8 @@ def test_recording_changes_nothing():
     hidden, sums = MODEL.embed(WINDOWS[0]), Sums(metric_of(0))
     plain, recorded = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, sums)))
     assert torch.equal(plain, recorded)
-    assert sums.k.weight.tolist() == [40.0] * CONFIG.num_kv_heads
-    assert sums.q.weight.tolist() == [40.0 * CONFIG.num_heads / CONFIG.num_kv_heads] * CONFIG.num_kv_heads
+    assert sums.k.weight.tolist() == [40.0] * CONFIG.heads.num_kv_heads
+    assert sums.q.weight.tolist() == [40.0 * CONFIG.heads.num_heads / CONFIG.heads.num_kv_heads] * CONFIG.heads.num_kv_heads
 
 
 def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
@@ -106,7 +106,7 @@ def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
     costs = {}
     for kv_format in (calibration.format("k", 128), formats.get("tq4")):
         error = (kv_format.dequantize(kv_format.quantize(k, 1), 1) - k).double()
-        by_head = q.view(len(q), CONFIG.num_kv_heads, -1, 128).transpose(0, 1).flatten(1, 2)
+        by_head = q.view(len(q), CONFIG.heads.num_kv_heads, -1, 128).transpose(0, 1).flatten(1, 2)
         costs[kv_format.name] = float((by_head @ error.mT).square().mean())
     assert costs["lr128"] < 0.6 * costs["tq4"]
 
@@ -218,8 +218,8 @@ def test_what_is_learned_for_a_context_serves_keys_at_its_end():
         late = Sums(metric_of(0))
         for part in ("q", "k"):
             late_part = getattr(late, part)
-            heads, x = CONFIG.num_kv_heads, seen_by_attention(0)[part]
-            late_part.add(x.view(len(x), heads, -1, CONFIG.head_dim).transpose(0, 1).flatten(1, 2))
+            heads, x = CONFIG.heads.num_kv_heads, seen_by_attention(0)[part]
+            late_part.add(x.view(len(x), heads, -1, CONFIG.heads.head_dim).transpose(0, 1).flatten(1, 2))
             setattr(late, part, over_positions(late_part, inv_freq, torch.tensor([float(shift)])))
         spread = basis.forward.double().mT @ late.k.spread(basis.mean.double()) @ basis.forward.double()
         back = basis.back.double()

@@ -11,8 +11,9 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 from haarkv.validation.fidelity import peers
 from haarkv.validation.fidelity.as_it_comes import AsItComes, without_waiting
 from haarkv.validation.fidelity.evaluation import FidelityRow
@@ -42,7 +43,7 @@ class Side:
 def test_the_bytes_are_those_that_the_product_allocates(spec):
     plan = plan_for(spec, CONFIG)
     cache = PagedKVCache(
-        plan, num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim, num_blocks=blocks_for(4096), num_rows=1
+        plan, KVShape(CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim), num_blocks=blocks_for(4096), num_rows=1
     )
     row = peers._counted(ROW, Side(plan), 4096)
     assert row.bytes_per_token == cache.nbytes / 4096
@@ -68,7 +69,7 @@ def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
     plan = without_waiting(waiting)
     assert waiting.windowed
-    assert not plan.windowed
+    assert not plan.keeps_tokens
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
     assert plan.bytes_per_token(2, 128) == waiting.bytes_per_token(2, 128)
 

@@ -10,6 +10,7 @@ from bases import calibration
 from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
@@ -68,7 +69,7 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     was = run.report.first_divergence
     file = written(run)
     assert file.case.tokens <= 4
-    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.intermediate_size < SMALL.intermediate_size
+    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.common.mlp.width < SMALL.common.mlp.width
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
     seconds, *same = found(file.case, make)
     assert same == [was.stage, was.reason]
@@ -81,7 +82,7 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
 
 def test_a_fault_in_learned_coordinates_takes_them_along():
     config = MODEL.config
-    learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
     table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "a mean left out of K").table()
     make = faulty(lambda _: table)
     run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
@@ -99,7 +100,7 @@ def test_what_needs_a_third_block_keeps_it():
         return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    model = small_model(replace(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
+    model = small_model(replace(SMALL, num_layers=1, num_heads=2, KVShape(1, 64)))
     run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
     assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
@@ -152,7 +153,7 @@ def test_every_family_can_be_cut_and_written(model_type):
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
     assert file.case.config.rope_scaling == model.config.rope_scaling
-    assert (file.case.tokens, file.case.config.num_heads, file.case.config.hidden_size) == (1, 1, 8)
+    assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 
 def test_a_case_that_does_not_fail_is_left_as_it_is():

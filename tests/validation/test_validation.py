@@ -34,7 +34,7 @@ from haarkv.validation.layers.self_test import WholeLayers, self_test
 
 MODEL = small_model(SMALL)
 MODELS = {torch.float32: MODEL, torch.bfloat16: small_model(SMALL, dtype=torch.bfloat16)}
-CALIBRATION = calibration(SMALL.num_layers, SMALL.num_kv_heads, SMALL.head_dim)
+CALIBRATION = calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
 PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
 ABOUT = About(
     model="a model", command="tq validate --html a.html", prompts=[f"prompt {i}" for i in range(len(PROMPTS))],
@@ -325,7 +325,7 @@ def test_a_stale_cache_does_not_match():
 def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
     cache = new_cache(SMALL, kv)
     generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 5, SMALL.num_kv_heads, SMALL.head_dim, generator=generator)
+    k, v = torch.randn(2, 5, SMALL.heads.num_kv_heads, SMALL.heads.head_dim, generator=generator)
     v[2, 0, :5] = 0
     v[3, 1] = 0
     paging = new_paging(cache)

@@ -148,12 +148,12 @@ def test_the_cause_is_named(drive):
 def stored(tokens=100):
     """A cache of one sequence and the batch of its last token."""
     config, plan = CONFIG, WINDOWED.plan(CONFIG.num_layers)
-    cache_ = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=3)
+    cache_ = PagedKVCache(plan, config.kv_shapes, num_blocks=3)
     paging = PagedSequences(3, cache_.block_size)
     sequence, generator = paging.add(), torch.Generator().manual_seed(0)
     for count in (64, tokens - 65, 1):
         batch = paging.batch([sequence], [count])
-        k, v = torch.randn(2, count, config.num_kv_heads, config.head_dim, generator=generator)
+        k, v = torch.randn(2, count, config.heads.num_kv_heads, config.heads.head_dim, generator=generator)
         reference.store_kv(k, v, cache_, AT, batch)
     return cache_, batch
 
@@ -161,7 +161,7 @@ def stored(tokens=100):
 def test_what_no_query_may_read_is_replaced_and_nothing_else():
     cache_, batch = stored()
     before = snapshot(cache_, AT)
-    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
+    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim)
     after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
     codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
@@ -178,7 +178,7 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
 
 def test_a_batch_goes_to_its_places_and_comes_back():
     cache_, batch = stored()
-    k, v = torch.randn(2, 1, CONFIG.num_kv_heads, CONFIG.head_dim)
+    k, v = torch.randn(2, 1, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     made = quantized(cache_, AT, batch, k, v)
     put(cache_, AT, batch, made)
     again = take(cache_, AT, batch)
@@ -213,7 +213,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
 def test_what_must_not_be_read_drowns_all_else():
     cache_, batch = stored()
-    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(3))
+    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
     right = reference.paged_attention(q, cache_, AT, batch, 0.1)
     readable = without_unread(cache_, AT, snapshot(cache_, AT), batch, batch.seq_lens, q)
     quiet = edges(reference, q, cache_, AT, batch, 0.1)
@@ -230,13 +230,13 @@ def test_what_must_not_be_read_drowns_all_else():
 def test_a_window_of_one_head_that_is_short_in_prefill_alone_is_told_from_rounding(monkeypatch, drive):
     """By whole layers, all of a prefill: its tokens are stored on the way, and cannot be replaced. By ops, queries whose
     unread tokens others read. In 6 bits each token is nearly what it is in BF16."""
-    model, head = model_of("bfloat16"), CONFIG.num_kv_heads - 1
-    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    model, head = model_of("bfloat16"), CONFIG.heads.num_kv_heads - 1
+    group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
 
     def paged_attention(q, cache_, layer, batch, scale):
         out = reference.paged_attention(q, cache_, layer, batch, scale)
         if layer == AT and len(q) > len(batch.seq_lens):
-            windows = [with_tail(window, window.tail - 1) for window in cache_.windows(layer)]
+            windows = [with_tail(window, window.tail - 1) for window in cache_.kept(layer)]
             fields = cache_.k_fields(layer), cache_.v_fields(layer)
             other = PagedKVCache.over(cache_.plan.layers[layer], layer, fields, windows, cache_.head_dim)
             last = torch.repeat_interleave(batch.seq_lens, batch.query_start_loc.diff())

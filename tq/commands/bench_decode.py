@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.ops import OpRow
     from haarkv.benchmarks.timing import Machine
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
 
 no_peers_option = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
@@ -203,7 +203,7 @@ def _line(request: Request, machine: Machine, rows: Sequence[CostRow] | Sequence
     return settings | {"machine": asdict(machine), "rows": [r.as_json() for r in rows]}
 
 
-def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
+def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     """`TQCache` in each format, read packed by transformers' model."""
     from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.plans import plain, plan_of
@@ -214,11 +214,11 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     from tq.hf.attention import IMPLEMENTATION
     from tq.hf.cache import TQCache
 
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # of a token
+    numbers = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim  # of a token
     caches = []
     for kv in kvs:
         if plain(kv) and not formats.needs_calibration(kv):
-            token_bytes = plan_of(kv, config).bytes_per_token(config.num_kv_heads, config.head_dim)
+            token_bytes = plan_of(kv, config).bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
             make = partial(TQCache, kv=kv)
             caches.append(HFCache(f"TQCache {kv}", make, 8 * token_bytes / numbers, implementation=IMPLEMENTATION))
     return caches

@@ -101,19 +101,20 @@ def save(
 def info(file: Path, as_json: bool) -> None:
     """Check a file against its digests, and say what it holds."""
     from haarkv.tq_ops.kv.cache_file import load
+    from haarkv.tq_ops.kv.shapes import blocks_for
 
     stored, origin = load(file)
     found = {
-        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": stored.blocks, "bytes": file.stat().st_size,
+        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length), "bytes": file.stat().st_size,
         "kv_bytes": stored.nbytes, "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
         "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
     }  # fmt: skip
     if as_json:
-        print(json.dumps({"file": str(file), **found, "model": vars(origin.shape)}))
+        print(json.dumps({"file": str(file), **found, "model": origin.shape.as_json()}))
         return
     rows = [
         ("tokens", f"{found['tokens']:,}, of them {stored.length:,} stored"),
-        ("bytes", f"{found['bytes']:,}, K and V {stored.nbytes:,} in {stored.blocks:,} blocks a layer"),
+        ("bytes", f"{found['bytes']:,}, K and V {stored.nbytes:,} in {found['blocks']:,} blocks a layer"),
         ("cache", _formats(origin)),
         ("model", f"{origin.shape}; weights {origin.weights}"),
         ("made by", origin.made_by),
@@ -151,9 +152,9 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
     after = spec.plan(shape.num_layers, shape)
-    after.require_layout(shape.head_dim, num_kv_heads=shape.num_kv_heads)
+    after.require_layout(shape.layers)
     after.require_context(len(stored.token_ids))
-    changed = requantized(stored, before, after, shape.num_kv_heads, shape.head_dim)
+    changed = requantized(stored, before, after, shape.layers)
     cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by), compress=compress)
     print(
         f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}; the file has "

@@ -76,7 +76,7 @@ def command(
     begin, end = layers or (None, None)
     config = read_config(model, end if begin is None else None)
     plan = KVSpec(kv).plan(config.num_layers)
-    if reason := unsupported(READS, plan, config.head_dim) or graphs_unsupported(config):
+    if reason := unsupported(READS, plan, config.kv_shapes) or graphs_unsupported(config):
         raise InputError(f"cannot export this: {reason}")
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from tq.options import json_option, layers_option
 from tq.output import print_table
 
 if TYPE_CHECKING:
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import Attention, ModelConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -57,12 +59,13 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     top.
     """
     from haarkv.models.catalog import read_config
+    from haarkv.models.weights import num_parameters
 
     config = read_config(model, layers)
-    weights = 2 * config.num_parameters()
+    weights = 2 * num_parameters(config)
     rows = _kv_rows(config, memories, context)
     if as_json:
-        shapes = {**asdict(config), "parameters": config.num_parameters(), "weight_bytes": weights}
+        shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights}
         found = {"model": model, **shapes, "memory": memories[0], "memories": memories, "context": context, "kv": rows}
         print(json.dumps(found))
         return
@@ -84,19 +87,29 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
 
 
-def _shape_rows(config: DecoderConfig, weights: int) -> list[tuple[str, str]]:
+def _shape_rows(config: ModelConfig, weights: int) -> list[tuple[str, str]]:
+    positions = f"up to {config.max_position_embeddings:,} positions"
     return [
         ("layers", f"{config.num_layers}"),
         ("hidden", f"{config.hidden_size}"),
-        ("heads", f"{config.num_heads} over {config.num_kv_heads} KV heads, head_dim {config.head_dim}"),
-        ("MLP", f"{config.intermediate_size}"),
-        ("vocabulary", f"{config.vocab_size}" + (", head tied to the embedding" if config.tie_word_embeddings else "")),
-        ("RoPE", f"theta {config.rope_theta:g}, up to {config.max_position_embeddings:,} positions"),
-        ("parameters", f"{config.num_parameters():,}; {weights / 1e9:.3f} GB in bf16"),
+        ("heads", _each(config, lambda m: f"{m.num_heads} over {m.num_kv_heads} KV heads, head_dim {m.head_dim}")),
+        ("tokens seen", _each(config, lambda m: f"the newest {m.window:,}" if m.window else "all")),
+        ("MLP", " and ".join(dict.fromkeys(f"{layer.mlp.width}" for layer in config.layers))),
+        ("vocabulary", f"{config.vocab_size}" + (", head tied to the embedding" if config.tied else "")),
+        ("RoPE", f"{_each(config, lambda m: f'theta {m.rope.theta:g}')}, {positions}"),
+        ("parameters", f"{weights // 2:,}; {weights / 1e9:.3f} GB in bf16"),
     ]
 
 
-def _kv_rows(config: DecoderConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
+def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
+    """What the layers' attention says of itself; with counts where the layers differ."""
+    counted = Counter(map(words, config.attentions))
+    if len(counted) == 1:
+        return next(iter(counted))
+    return "; ".join(f"{text} in {count} layers" for text, count in counted.items())
+
+
+def _kv_rows(config: ModelConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
     from haarkv.engine.memory import longest_context, needed
     from haarkv.engine.plans import plan_for
@@ -105,7 +118,7 @@ def _kv_rows(config: DecoderConfig, memories: tuple[int, ...], context: int | No
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
     def size_of(plan: KVPlan) -> float:
-        return plan.bytes_per_token(config.num_kv_heads, config.head_dim)
+        return plan.bytes_per_token(config.kv_shapes)
 
     bf16, rows = size_of(plan_for(KVSpec("bf16"), config)), []
     for name in formats.names():

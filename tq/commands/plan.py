@@ -27,7 +27,7 @@ from tq.options import (
 from tq.output import loading, scoring, unread_is_fine
 
 if TYPE_CHECKING:
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import ModelConfig
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -118,7 +118,7 @@ def command(
     config = read_config(model["model"], model["layers"])
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()
-    default = learned_anchors(config.head_dim) if learned else CANDIDATES
+    default = learned_anchors(config.heads.head_dim) if learned else CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
     model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS, sinks or (0,))
@@ -146,7 +146,7 @@ def command(
 
 
 def _executor(
-    given: Mapping[str, Any], config: DecoderConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int],
+    given: Mapping[str, Any], config: ModelConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int],
     sinks: Sequence[int],
 ) -> str:  # fmt: skip
     """The executor that must run every candidate beside every tail and number of sinks."""
@@ -166,7 +166,7 @@ class _Request:
         predicts: costs of `names` only are measured; those of other numbers of learned nibbles are predicted.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     names: Sequence[str]
     budget: float
     tails: Sequence[int]
@@ -228,7 +228,7 @@ def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
     return ids[: len(ids) // 2], ids[len(ids) // 2 :]
 
 
-def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:
+def _context(wanted: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
     """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:

@@ -45,4 +45,4 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
 def model_shape(config: Any, num_layers: int) -> ModelShape:
     """The shapes that a plan file must match."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return ModelShape(num_layers, heads, head_dims(config, 0)[0], config.hidden_size, config.vocab_size)
+    return ModelShape.uniform(num_layers, heads, head_dims(config, 0)[0], config.hidden_size, config.vocab_size)

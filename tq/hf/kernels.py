@@ -17,9 +17,9 @@ from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.reads import Reads, misfit, wrong_head_dim
-from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OpTable
 from tq.hf.store import SideStore
 
@@ -97,9 +97,9 @@ class Reader:
         for side in self._sides:
             side.packed.reserve(most * side.packed.block_groups)
         cache = self._view()
-        for side, window in zip(self._sides, cache.windows(self._layer), strict=True):
-            if window is not None:
-                _fill(window, side, seen)
+        for side, kept in zip(self._sides, cache.kept(self._layer), strict=True):
+            if kept is not None:
+                _fill(kept, side, seen)
         # A BF16 q times a power of two is exact, and so is a BF16 output.
         asked = _per_head(q, k.packed.scales, inverse=True).transpose(1, 2).flatten(0, 1)
         kernels = kernels_on(q.device.type)
@@ -115,8 +115,8 @@ class Reader:
         if self._cache is None or memory != self._memory:
             k, v = self._sides
             formats = k.packed.kv_format, v.packed.kv_format
-            windows = _window(k), _window(v)
-            self._cache = PagedKVCache.over(formats, self._layer, (fields[0], fields[1]), windows, k.tail.shape[3])
+            kept = _kept(k), _kept(v)
+            self._cache = PagedKVCache.over(formats, self._layer, (fields[0], fields[1]), kept, k.tail.shape[3])
             self._memory = memory
         return self._cache
 
@@ -216,26 +216,26 @@ def readable(sides: Sequence[SideStore]) -> bool:
     )
 
 
-def _window(side: SideStore) -> Window | None:
+def _kept(side: SideStore) -> Kept | None:
     rows, heads, _, head_dim = side.tail.shape
     if not (side.max_tail or side.max_sink):
         return None
-    return Window(
+    return Kept(
         tail=side.max_tail, sink=side.max_sink, group=side.packed.kv_format.group_tokens, ring=side.max_tail, num_rows=rows,
         num_kv_heads=heads, head_dim=head_dim, device=side.tail.device,
     )  # fmt: skip
 
 
-def _fill(window: Window, side: SideStore, seen: int) -> None:
+def _fill(kept: Kept, side: SideStore, seen: int) -> None:
     """Lay a side's sinks and tail where kernels look for them, in the scales of what is packed."""
-    sink, tail = (_per_head(kept, side.packed.scales) for kept in (side.sink, side.tail))
-    window.vectors[:, :, : sink.shape[2]] = sink
-    if window.ring and (count := tail.shape[2]):
-        first = (seen - count) % window.ring
-        whole = min(count, window.ring - first)
-        begin = window.sink + first
-        window.vectors[:, :, begin : begin + whole] = tail[:, :, :whole]
-        window.vectors[:, :, window.sink : window.sink + count - whole] = tail[:, :, whole:]
+    sink, tail = (_per_head(x, side.packed.scales) for x in (side.sink, side.tail))
+    kept.vectors[:, :, : sink.shape[2]] = sink
+    if kept.ring and (count := tail.shape[2]):
+        first = (seen - count) % kept.ring
+        whole = min(count, kept.ring - first)
+        begin = kept.sink + first
+        kept.vectors[:, :, begin : begin + whole] = tail[:, :, :whole]
+        kept.vectors[:, :, kept.sink : kept.sink + count - whole] = tail[:, :, whole:]
 
 
 def _per_head(x: Tensor, scales: Tensor | None, *, inverse: bool = False) -> Tensor:

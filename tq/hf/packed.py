@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 READ_TOKENS = 1024
 """Tokens restored at a time, so that a read needs little memory besides its result."""

@@ -16,8 +16,9 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
 from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.kv.window import Window
 
 
 @dataclass(frozen=True)
@@ -39,29 +40,30 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
     Raises:
         InputError: a plan or head_dim that the kernels cannot read.
     """
-    if reason := unsupported(READS, cache.plan, cache.head_dim):
+    shape = cache.shape(layer)
+    if reason := unsupported(READS, KVPlan((cache.plan.layers[layer],), cache.plan.recent, cache.plan.sink), shape):
         raise InputError(reason)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
-    k_kept, v_kept = map(_kept, cache.windows(layer))
+    keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in cache.plan.layers[layer])
+    k_kept, v_kept = map(_kept, cache.kept(layer))
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
-            num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, block_size=cache.block_size,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=_matrix(keys.rotate, cache.head_dim, keys.rotate_pairs),
-        rotation_back=_matrix(values.rotate_back, cache.head_dim, values.rotate_back_pairs),
+        q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
+        rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
         block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
         isa=isa, threads=0,
     )  # fmt: skip
-    k_tables, v_tables = (tables(kv_format, layer, cache.head_dim) for kv_format in cache.plan.layers[layer])
+    k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in cache.plan.layers[layer])
     if k_tables is None or v_tables is None:
         return Prepared(attention, None)
     store = library.Store(
-        k=_store_side(k_fields, k_tables, k_kept, cache.head_dim),
-        v=_store_side(v_fields, v_tables, v_kept, cache.head_dim),
-        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots, sequences=0,
-        num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
+        k=_store_side(k_fields, k_tables, k_kept, shape.head_dim),
+        v=_store_side(v_fields, v_tables, v_kept, shape.head_dim),
+        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
+        num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return Prepared(attention, store)
 
@@ -82,11 +84,11 @@ def is_bf16(x: Tensor) -> bool:
     return found
 
 
-def _kept(window: Window | None) -> library.Kept:
-    if window is None:
+def _kept(kept: Kept | None) -> library.Kept:
+    if kept is None:
         return library.Kept(vectors=0, tail=0, sink=0, ring=0, group=1)
     return library.Kept(
-        vectors=window.vectors, tail=window.tail, sink=window.sink, ring=window.ring, group=window.group
+        vectors=kept.vectors, tail=kept.tail, sink=kept.sink, ring=kept.ring, group=kept.group
     )  # fmt: skip
 
 

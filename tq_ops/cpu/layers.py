@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -50,13 +50,13 @@ class DenseLayers:
         """[len(library.PARTS)] int64: nanoseconds are added to it while it is there."""
 
     def run(
-        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, rope: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, rope: tuple[Tensor, Tensor]
     ) -> Tensor | None:
         """Hidden states after the layers of `span`, which store their K and V.
 
         Args:
             hidden: [T, hidden] of the weights' dtype; it is left as it is.
-            rope: positions [T] -> cos and sin [T, D/2] fp32.
+            rope: cos and sin [T, D/2] fp32.
         Returns:
             [T, hidden], or None where the ops have to run one by one: more than `FEW` tokens, a cache of some layers,
             formats that the kernels do not quantize, or K, V or slots that they refuse. The same tokens may then have been
@@ -68,7 +68,7 @@ class DenseLayers:
             return None
         hidden, (cos, sin) = (
             hidden.clone(memory_format=torch.contiguous_format),
-            (x.contiguous() for x in rope(batch.positions)),
+            (x.contiguous() for x in rope),
         )
         slots, positions, rows, starts, table = (
             x.contiguous() for x in (batch.slot_mapping, batch.positions, batch.rows, batch.query_start_loc, batch.block_table)

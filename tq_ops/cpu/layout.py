@@ -38,7 +38,7 @@ def places(described: Description) -> tuple[int, ...] | None:
 
 READS = Reads(
     "the CPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)),
-    in_one_order=lambda described: places(described) is not None, numbers=frozenset(Kind), windows=True,
+    in_one_order=lambda described: places(described) is not None, numbers=frozenset(Kind), kept=True, windows=True,
     learned=_learned,
 )  # fmt: skip
 """What the attention kernels read."""

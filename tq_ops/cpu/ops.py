@@ -122,6 +122,10 @@ class CpuOps:
         self._library.haarkv_silu_mul(ctypes.byref(call))
         return y
 
+    def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        """GeGLU's product; arguments, result and rounding points as the reference's."""
+        return reference.gelu_mul(gate, up, dtype)
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Projection `x @ weight.T`. The weight is read as it lies in memory and is never widened there.
 
@@ -144,7 +148,7 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store each once at its slots, and in BF16 where a window keeps them. Where both formats are in
+        """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Where both formats are in
         `APPENDS` or described by `Exact`, this is done in C++; else the reference does it.
 
         Args:
@@ -161,6 +165,7 @@ class CpuOps:
         if prepared is None:
             return reference.store_kv(k, v, cache, layer, batch)
         cache.require_room(batch)
+        given, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
@@ -170,7 +175,7 @@ class CpuOps:
         call.sequences = len(rows)
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written. The reference meets the same fault and names it.
-            reference.store_kv(k, v, cache, layer, batch)
+            reference.store_kv(k, v, cache, layer, given)
         return None
 
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
@@ -183,7 +188,7 @@ class CpuOps:
         once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. Where a format
         does not rotate, neither does this.
 
-        Tokens that a query sees in BF16 (`Window.seen`) take part in the same softmax, block by block as the others: their
+        Tokens that a query sees in BF16 (`Kept.seen`) take part in the same softmax, block by block as the others: their
         logits replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are
         summed beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
 
@@ -227,6 +232,7 @@ class CpuOps:
         and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
+        batch = cache.placed(layer, batch)
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)

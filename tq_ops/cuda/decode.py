@@ -65,7 +65,7 @@ _RESERVED = 1024
 
 def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
-    group, head_dim = q.shape[1] // cache.num_kv_heads, q.shape[2]
+    group, head_dim = q.shape[1] // cache.shape(layer).num_kv_heads, q.shape[2]
     bits = {k.bits, v.bits}
     made = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and k.levels % 32 == v.levels % 64 == 0
     widest = max(k.levels, v.levels)
@@ -76,12 +76,12 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
-    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, k, v, kept_in(cache, layer)), device=q.device)
+    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, layer, k, v, kept_in(cache, layer)), device=q.device)
 
 
-def shape_of(q: Tensor, cache: PagedKVCache, k: Layout, v: Layout, kept: Kept | None) -> tuple[int, ...]:
+def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout, kept: Kept | None) -> tuple[int, ...]:
     """What is compiled for a call, in the order of `DEFINED`."""
-    heads, head_dim = cache.num_kv_heads, q.shape[2]
+    heads, head_dim = cache.shape(layer).num_kv_heads, q.shape[2]
     group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
     at_once = blocks_a_processor(group, k.levels, v.levels, nvrtc.processor_shared_bytes(q.device))
     learned = k.learned is not None, v.learned is not None
@@ -158,12 +158,12 @@ def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
 _counters: WeakKeyDictionary[PagedKVCache, list[Tensor]] = WeakKeyDictionary()
 
 
-def _counters_of(cache: PagedKVCache, sequences: int, device: torch.device) -> Tensor:
+def _counters_of(cache: PagedKVCache, sequences: int, heads: int, device: torch.device) -> Tensor:
     made = _counters.setdefault(cache, [])
     # Earlier ones stay alive: a captured graph may hold them.
-    if not made or made[-1].numel() < sequences * cache.num_kv_heads:
+    if not made or made[-1].numel() < sequences * heads:
         room = max(_SEQUENCES, 1 << (sequences - 1).bit_length())
-        made.append(torch.zeros(room * cache.num_kv_heads, dtype=torch.int32, device=device))
+        made.append(torch.zeros(room * heads, dtype=torch.int32, device=device))
     return made[-1]
 
 
@@ -196,10 +196,10 @@ def attend(
     Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
     before a graph is captured, as a warm-up does.
     """
-    (sequences, q_heads, _), heads = q.shape, cache.num_kv_heads
+    (sequences, q_heads, _), heads = q.shape, cache.shape(layer).num_kv_heads
     group, device = q_heads // heads, q.device
     table = batch.block_table.contiguous()
-    shape = shape_of(q, cache, k, v, kept_in(cache, layer))
+    shape = shape_of(q, cache, layer, k, v, kept_in(cache, layer))
     at_once = shape[DEFINED.index("PROCESSOR_BLOCKS")]
     blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, at_once, device)
     columns = _columns(group)
@@ -214,7 +214,7 @@ def attend(
 
     pointers = (
         rotated.queries, out, v.rotation if rotate_back else None, sums, maxima, totals,
-        _counters_of(cache, sequences, device), batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
+        _counters_of(cache, sequences, heads, device), batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         rotated.gains, v.learned.mean if v.learned else None,
     )  # fmt: skip

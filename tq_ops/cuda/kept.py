@@ -31,7 +31,7 @@ class Kept:
 
 def kept_in(cache: PagedKVCache, layer: int) -> Kept | None:
     """What a layer keeps in BF16, if anything."""
-    k, v = cache.windows(layer)
+    k, v = cache.kept(layer)
     if k is None and v is None:
         return None
     # Every format that the kernels read is lossy, and stores each vector alone.

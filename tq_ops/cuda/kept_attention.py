@@ -23,7 +23,7 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
         scale: softmax_scale * log2(e).
     """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.num_kv_heads, batch.seq_lens.shape[0]
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences

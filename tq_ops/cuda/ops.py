@@ -97,8 +97,8 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
     return (
-        layout_of(cache.k_format(layer), layer, cache.head_dim, device),
-        layout_of(cache.v_format(layer), layer, cache.head_dim, device),
+        layout_of(cache.k_format(layer), layer, cache.shape(layer).head_dim, device),
+        layout_of(cache.v_format(layer), layer, cache.shape(layer).head_dim, device),
     )
 
 
@@ -126,7 +126,11 @@ def append(
     kept = kept_in(cache, layer)
     assert not (kept and stand_in)
     k, v = k.contiguous(), v.contiguous()
-    (of_k, of_v), head_dim, heads = _layouts(cache, layer, k.device), cache.head_dim, cache.num_kv_heads
+    (of_k, of_v), head_dim, heads = (
+        _layouts(cache, layer, k.device),
+        cache.shape(layer).head_dim,
+        cache.shape(layer).num_kv_heads,
+    )
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     tokens = k.shape[0]
     quantize.quantize_kernel[(max(tiles_of(tokens, heads, of) for of in (of_k, of_v)), 2)](
@@ -135,6 +139,11 @@ def append(
         **quantized_by(of_k, of_v, k, head_dim), **storing(kept, batch), **choices.COMPILED,
         HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write, STAND_IN=stand_in,
     )  # fmt: skip
+
+
+def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """GeGLU's product; arguments, result and rounding points as the reference's."""
+    return reference.gelu_mul(gate, up, dtype)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
@@ -186,7 +195,11 @@ def attend(
     Returns:
         [T, Hq, D] of q's dtype.
     """
-    (of_k, of_v), head_dim, heads = _layouts(cache, layer, q.device), cache.head_dim, cache.num_kv_heads
+    (of_k, of_v), head_dim, heads = (
+        _layouts(cache, layer, q.device),
+        cache.shape(layer).head_dim,
+        cache.shape(layer).num_kv_heads,
+    )
     tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
     one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
     kept, scale = kept_in(cache, layer), softmax_scale * LOG2_E
@@ -272,7 +285,7 @@ def rotate_and_append(
         in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
-    tokens, head_dim, kv_heads = qkv.shape[0], cache.head_dim, cache.num_kv_heads
+    tokens, head_dim, kv_heads = qkv.shape[0], cache.shape(layer).head_dim, cache.shape(layer).num_kv_heads
     of_k, of_v = _layouts(cache, layer, qkv.device)
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)

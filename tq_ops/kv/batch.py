@@ -14,12 +14,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.shapes import Place
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Batch:
         block_table: [B, max_blocks] int32, each sequence's blocks in order; -1 pads.
         seq_lens: [B] int32, tokens of each sequence after this forward.
         query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
-        rows: [B] int64, each sequence's row among those that a cache keeps tokens in BF16 for.
+        rows: [B] int64, each sequence's row among those that a cache holds: of tokens in BF16, of rings and of states.
     """
 
     positions: Tensor
@@ -41,10 +42,31 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
+    _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device; a GPU is not waited for."""
-        return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in vars(self).items()})
+        return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in self.tensors.items()})
+
+    def in_ring(self, blocks: int, block_size: int) -> Batch:
+        """The same tokens where a layer keeps a ring of blocks for each row: block j of a sequence is `row * blocks + j % blocks`.
+
+        Made once for a batch; a device is not waited for. A token without a slot has none here either.
+        """
+        key = blocks, block_size
+        if key not in self._in_rings:
+            row = torch.repeat_interleave(self.rows, self.query_start_loc.diff().long(), output_size=len(self.positions))
+            block = row * blocks + self.positions // block_size % blocks
+            slots = (block * block_size + self.positions % block_size).masked_fill(self.slot_mapping < 0, -1)
+            column = torch.arange(self.block_table.shape[1], device=self.rows.device) % blocks
+            table = (self.rows.unsqueeze(1) * blocks + column).masked_fill(self.block_table < 0, -1)
+            self._in_rings[key] = replace(self, slot_mapping=slots, block_table=table.to(torch.int32))
+        return self._in_rings[key]
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
@@ -113,9 +135,9 @@ class PagedSequences:
         self._lengths[sequence] = tokens
         return sequence
 
-    def places(self, sequence: int) -> tuple[tuple[int, ...], int]:
+    def places(self, sequence: int) -> Place:
         """The blocks of a sequence in order, and its row."""
-        return tuple(self._blocks[sequence]), self._rows[sequence]
+        return Place(tuple(self._blocks[sequence]), self._rows[sequence])
 
     def length(self, sequence: int) -> int:
         """Tokens stored so far."""

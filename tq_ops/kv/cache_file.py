@@ -27,11 +27,11 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json, size_of
-from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.packing import pack, unpack
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, ModelShape
+from haarkv.tq_ops.kv.plan import KVPlan, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
-from haarkv.tq_ops.kv.stored import StoredSequence
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.output_files import whole_file
@@ -117,7 +117,7 @@ class Origin:
 def origin_of(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") -> Origin:
     """What sequences belong to that a model stores by a plan."""
     layers = tuple(formats.describe(*pair) for pair in plan.layers)
-    return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.head_dim), made_by)
+    return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.layers), made_by)
 
 
 def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", compress: bool = False) -> None:
@@ -131,7 +131,7 @@ def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", com
     """
     metadata = {
         "haarkv_cache": PACKED if compress else PLAIN, "length": str(stored.length), "note": note,
-        "origin": json.dumps(asdict(origin), sort_keys=True),
+        "origin": json.dumps(asdict(origin) | {"shape": origin.shape.as_json()}, sort_keys=True),
     }  # fmt: skip
     outside = _outside(stored)
     outside["sha256"] = _block_digests(stored)
@@ -166,7 +166,8 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
             raise ValueError("its content is not what its SHA-256 was taken of")
         origin = _origin(metadata["origin"])
         if metadata["haarkv_cache"] == PACKED:
-            block = 4 * BLOCK_SIZE * origin.shape.num_kv_heads * origin.shape.head_dim  # of one side: no field has more
+            numbers = max(shape.numbers for shape in origin.shape.layers if shape is not None)
+            block = 4 * BLOCK_SIZE * numbers  # of one side: no field has more
             stored = replace(stored, tensors=unpack(tensors, metadata["packed"], len(digests), block))
         _check_blocks(stored, digests)
         return stored, origin
@@ -217,17 +218,23 @@ def read_note(path: Path) -> str:
 
 
 def _expected(plan: KVPlan, shape: ModelShape, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    heads, dim, blocks = shape.num_kv_heads, shape.head_dim, blocks_for(length)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for layer, pair in enumerate(plan.layers):
+    for layer, (pair, kv) in enumerate(zip(plan.layers, shape.layers, strict=True)):
+        if kv is None:
+            continue
         for side, kv_format in zip("kv", pair, strict=True):
-            for name, field in kv_format.fields(dim).items():
-                size = (blocks, heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
+            for name, field in kv_format.fields(kv.head_dim).items():
+                size = (_blocks_of(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
-            if plan.has_window(kv_format):
-                size = (heads, plan.sink + plan.ring_tokens(kv_format), dim)
+            if plan.keeps(kv_format):
+                size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
                 expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
     return expected
+
+
+def _blocks_of(shape: KVShape, length: int) -> int:
+    """Blocks that are stored of one layer."""
+    return blocks_for(length) - (max(0, length - shape.window + 1) // BLOCK_SIZE if shape.window else 0)
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -253,37 +260,44 @@ def _origin(text: str) -> Origin:
 
 
 def _outside(stored: StoredSequence) -> dict[str, Tensor]:
-    """What no block holds: the tokens and the windows."""
-    windows = {name: tensor.contiguous() for name, tensor in stored.tensors.items() if name.endswith(".window")}
-    return windows | {"token_ids": torch.tensor(stored.token_ids, dtype=torch.int64)}
+    """What no block holds: the tokens, those in BF16, and states."""
+    others = {name: tensor.contiguous() for name, tensor in stored.tensors.items() if not in_blocks(name)}
+    return others | {"token_ids": torch.tensor(stored.token_ids, dtype=torch.int64)}
+
+
+def _fields(stored: StoredSequence) -> list[Tensor]:
+    """What blocks hold, in the order of the names."""
+    return [tensor.contiguous() for name, tensor in sorted(stored.tensors.items()) if in_blocks(name)]
 
 
 def _block_digests(stored: StoredSequence) -> Tensor:
-    """[blocks, 32] uint8: SHA-256 of each block's fields, in the order of their names."""
-    fields = [tensor.contiguous() for name, tensor in sorted(stored.tensors.items()) if not name.endswith(".window")]
+    """[blocks, 32] uint8: SHA-256 of each block's fields, in the order of their names. Layers with a window lack the first."""
+    fields, blocks = _fields(stored), blocks_for(stored.length)
     digests = []
-    for block in range(stored.blocks):
+    for block in range(blocks):
         digest = hashlib.sha256()
         for tensor in fields:
-            digest.update(tensor[block].reshape(-1).view(torch.uint8).numpy().data)
+            if (here := block - blocks + len(tensor)) >= 0:
+                digest.update(tensor[here].reshape(-1).view(torch.uint8).numpy().data)
         digests.append(list(digest.digest()))
     return torch.tensor(digests, dtype=torch.uint8).view(-1, 32)
 
 
 def _check_blocks(stored: StoredSequence, digests: Tensor) -> None:
-    fields = {name: tensor for name, tensor in stored.tensors.items() if not name.endswith(".window")}
-    if any(tensor.ndim < 3 or len(tensor) != len(digests) for tensor in fields.values()):
+    blocks = blocks_for(stored.length)
+    if len(digests) != blocks or any(tensor.ndim < 3 or len(tensor) > blocks for tensor in _fields(stored)):
         raise ValueError("its tensors are not of as many blocks as it has digests")
     wrong = (_block_digests(stored) != digests).any(1).nonzero().flatten().tolist() if len(digests) else []
     if wrong:
         raise ValueError(f"block {wrong[0]} of {len(digests)} is damaged")
 
 
-def _tables(plan: KVPlan, head_dim: int) -> str:
+def _tables(plan: KVPlan, shapes: Shapes) -> str:
     digest = hashlib.sha256()
-    for layer, pair in enumerate(plan.layers):
-        for kv_format in pair:
-            digest.update(_tables_of(kv_format, layer, head_dim))
+    for layer, (pair, shape) in enumerate(zip(plan.layers, each(shapes, len(plan.layers)), strict=True)):
+        if shape is not None:
+            for kv_format in pair:
+                digest.update(_tables_of(kv_format, layer, shape.head_dim))
     return digest.hexdigest()[:16]
 
 

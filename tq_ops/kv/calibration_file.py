@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _tensors(k: Sequence[Basis], v: Sequence[Basis]) -> dict[str, Tensor]:
 def _metadata(file: CalibrationFile) -> dict[str, str]:
     return {
         "haarkv_calibration": VERSION,
-        "model": json.dumps(asdict(file.shape), sort_keys=True),
+        "model": json.dumps(file.shape.as_json(), sort_keys=True),
         "fingerprint": file.fingerprint,
         "context": str(file.calibration.context or ""),
         "learned": json.dumps(file.learned, sort_keys=True),
@@ -137,7 +137,10 @@ def _context(text: str) -> int | None:
 
 
 def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShape) -> Basis:
-    heads, dim = shape.num_kv_heads, shape.head_dim
+    kv = shape.layers[layer]
+    if kv is None:
+        raise ValueError(f"its model has no K and V in layer {layer}")
+    heads, dim = kv.num_kv_heads, kv.head_dim
     shapes = {"mean": (heads, dim), "forward": (heads, dim, dim), "back": (heads, dim, dim), "weights": (heads, dim)}
     found = {}
     for name, dtype in _DTYPES.items():

@@ -8,20 +8,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KVShape, Shapes, each
 
-BLOCK_SIZE = 128
-"""Tokens of a block of a paged cache."""
-WINDOW_BYTES = 2
+KEPT_BYTES = 2
 """Of one number of a token that stays in BF16."""
-WINDOW_CHUNK = 64
-"""New tokens of a sequence that a cache with a tail takes at once, for which each layer keeps room beside the tail."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,16 @@ class KVPlan:
             )
         return self.recent
 
-    def has_window(self, kv_format: KVFormat) -> bool:
+    def keeps(self, kv_format: KVFormat) -> bool:
         """Whether tokens in this format are also kept in BF16 for a while, or for good."""
         return kv_format.lossy and self.tail(kv_format) + self.sink > 0
 
     @property
-    def windowed(self) -> bool:
+    def keeps_tokens(self) -> bool:
         """Whether any layer keeps tokens in BF16 beside a format."""
-        return any(self.has_window(kv_format) for kv_format in self.formats)
+        return any(self.keeps(kv_format) for kv_format in self.formats)
 
-    def ring_tokens(self, kv_format: KVFormat, chunk: int = WINDOW_CHUNK) -> int:
+    def ring_tokens(self, kv_format: KVFormat, chunk: int = KEPT_CHUNK) -> int:
         """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
 
         Args:
@@ -96,15 +94,34 @@ class KVPlan:
         tail = self.tail(kv_format)
         return tail + chunk if tail and kv_format.lossy else 0
 
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> float:
-        """KV bytes of one more token in all layers and heads, K and V, scales included; tokens in BF16 not."""
-        return num_kv_heads * sum(f.bytes_per_vector(head_dim) for pair in self.layers for f in pair)
+    def _by_layer(self, shapes: Shapes) -> Iterator[tuple[KVShape, tuple[KVFormat, KVFormat]]]:
+        """Shape and formats of each layer that has K and V."""
+        for shape, pair in zip(each(shapes, len(self.layers)), self.layers, strict=True):
+            if shape is not None:
+                yield shape, pair
 
-    def window_bytes(self, num_kv_heads: int, head_dim: int, chunk: int = WINDOW_CHUNK) -> int:
+    def bytes_per_token(self, shapes: Shapes) -> float:
+        """KV bytes of one more token in all layers that keep all tokens: K and V of all heads, scales included; tokens in
+        BF16 not."""
+        return sum(_token_bytes(shape, pair) for shape, pair in self._by_layer(shapes) if shape.window is None)
+
+    def ring_bytes(self, shapes: Shapes, row_blocks: int, block_size: int = BLOCK_SIZE) -> float:
+        """Bytes of the rings of one sequence, in all layers with a sliding window.
+
+        Args:
+            row_blocks: blocks that the sequence takes where all of its tokens are kept.
+        """
+        rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size)) for shape, pair in self._by_layer(shapes))
+        return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
+
+    def kept_bytes(self, shapes: Shapes, chunk: int = KEPT_CHUNK) -> int:
         """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
-        windows = [f for pair in self.layers for f in pair if self.has_window(f)]
-        vectors = sum(self.sink + self.ring_tokens(f, chunk) for f in windows)
-        return WINDOW_BYTES * num_kv_heads * head_dim * vectors
+        return sum(
+            KEPT_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format, chunk))
+            for shape, pair in self._by_layer(shapes)
+            for kv_format in pair
+            if self.keeps(kv_format)
+        )
 
     def require_context(self, tokens: int) -> None:
         """Refuse sequences that outgrow what learned coordinates hold for.
@@ -118,21 +135,21 @@ class KVPlan:
                 f"calibrate again with --context {tokens}"
             )
 
-    def require_layout(self, head_dim: int, block_size: int = BLOCK_SIZE, num_kv_heads: int | None = None) -> None:
-        """Refuse a head_dim, a block size or a number of KV heads (where it is given) that a format cannot hold.
+    def require_layout(self, shapes: Shapes, block_size: int = BLOCK_SIZE) -> None:
+        """Refuse a head_dim, a block size or a number of KV heads that a format cannot hold.
 
         Raises:
             InputError: naming the format.
         """
-        for kv_format in self.formats:
-            stored_bytes(kv_format.fields(head_dim))
+        for kv_format, shape in dict.fromkeys((f, shape) for shape, pair in self._by_layer(shapes) for f in pair):
+            stored_bytes(kv_format.fields(shape.head_dim))
             if block_size % kv_format.group_tokens:
                 group = kv_format.group_tokens
                 raise InputError(f"{kv_format.name} quantizes {group} tokens together, which blocks of {block_size} cut apart")
-            found = kv_format.description(head_dim)
+            found = kv_format.description(shape.head_dim)
             heads = found.transform.heads if found else None
-            if heads is not None and num_kv_heads not in (None, heads):
-                raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {num_kv_heads}")
+            if heads not in (None, shape.num_kv_heads):
+                raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {shape.num_kv_heads}")
 
     def describe(self) -> str:
         """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
@@ -149,35 +166,90 @@ class KVPlan:
         return "; ".join(parts)
 
 
+def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:
+    """K and V of one token in one layer, scales included."""
+    return shape.num_kv_heads * sum(kv_format.bytes_per_vector(shape.head_dim) for kv_format in pair)
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """What tells whether a plan was made for a model; weights of the same shape may share one."""
+    """What tells whether a plan was made for a model; weights of the same shape may share one.
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    Attributes:
+        layers: of each layer's K and V, None where it has none.
+    """
+
+    layers: tuple[KVShape | None, ...]
     hidden_size: int
     vocab_size: int
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int, vocab_size: int) -> ModelShape:
+        """Of a model whose layers are all alike and keep all tokens."""
+        return cls((KVShape(num_kv_heads, head_dim),) * num_layers, hidden_size, vocab_size)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file: five integers where all layers are alike and keep all tokens; else also each layer that differs."""
+        first = next((shape for shape in self.layers if shape is not None), None)
+        plain = replace(first, window=None) if first else KVShape(1, 1)
+        entry: dict[str, Any] = {
+            "num_layers": self.num_layers, "num_kv_heads": plain.num_kv_heads, "head_dim": plain.head_dim,
+            "hidden_size": self.hidden_size, "vocab_size": self.vocab_size,
+        }  # fmt: skip
+        if others := {str(i): shape and asdict(shape) for i, shape in enumerate(self.layers) if shape != plain}:
+            entry["layers"] = others
+        return entry
 
     @classmethod
     def read(cls, raw: object) -> ModelShape:
         """From the entry of a file.
 
         Raises:
-            ValueError: it is not these five integers, each above 0.
+            ValueError: it is not what `as_json` writes.
         """
-        names = [of.name for of in fields(cls)]
-        if not isinstance(raw, dict) or raw.keys() != set(names):
+        names = ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+        if not isinstance(raw, dict) or raw.keys() - {"layers"} != set(names):
             raise ValueError(f"its model is not described by {', '.join(names)}")
-        if bad := [name for name in names if type(raw[name]) is not int or not 0 < raw[name] < 2**31]:
+        if bad := [name for name in names if not _is_count(raw[name])]:
             raise ValueError(f"{bad[0]} of its model is not a positive integer")
-        return cls(**raw)
+        if raw["num_layers"] > _MOST_LAYERS:
+            raise ValueError(f"num_layers of its model is above {_MOST_LAYERS}")
+        layers: list[KVShape | None] = [KVShape(raw["num_kv_heads"], raw["head_dim"])] * raw["num_layers"]
+        others = raw.get("layers", {})
+        if not isinstance(others, dict):
+            raise ValueError("the layers of its model are no object")
+        for index, entry in others.items():
+            if not (index.isascii() and index.isdigit() and len(index) < 6 and int(index) < len(layers)):
+                raise ValueError(f"its model has no layer {index}")
+            layers[int(index)] = _layer_shape(entry)
+        return cls(tuple(layers), raw["hidden_size"], raw["vocab_size"])
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_layers} layers of {self.num_kv_heads} KV heads of {self.head_dim}, hidden {self.hidden_size}, "
-            f"vocabulary {self.vocab_size}"
-        )
+        kinds = Counter(str(shape) if shape else "no K and V" for shape in self.layers)
+        layers = " and ".join(f"{count} layers of {words}" for words, count in kinds.items())
+        return f"{layers}, hidden {self.hidden_size}, vocabulary {self.vocab_size}"
+
+
+_MOST_LAYERS = 2**14
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _layer_shape(entry: object) -> KVShape | None:
+    """The inverse of `asdict`, of a file's entry."""
+    match entry:
+        case None:
+            return None
+        case {"num_kv_heads": heads, "head_dim": dim, "window": window, **others} if not others:
+            if _is_count(heads) and _is_count(dim) and (window is None or _is_count(window)):
+                return KVShape(heads, dim, window)
+    raise ValueError("a layer of its model is not described by num_kv_heads, head_dim and window")
 
 
 @dataclass(frozen=True)

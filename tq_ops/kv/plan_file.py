@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -36,7 +35,7 @@ def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = 
     """
     content = {
         "haarkv_plan": _VERSION,
-        "model": asdict(shape),
+        "model": shape.as_json(),
         "layers": [formats.describe(*pair) for pair in plan.layers],
         "tail": plan.recent,
         "sink": plan.sink,

@@ -13,6 +13,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.numbers import Kind
 from haarkv.tq_ops.formats.rotated import Description, Quantizer
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import Shapes, each
 
 ELSEWHERE = "; only --executor reference reads every format"
 """Ends a sentence on a format that a backend does not read."""
@@ -35,7 +36,8 @@ class Reads:
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         numbers: kinds of formats that they read beside those of rotated levels.
-        windows: whether they read tokens in BF16 beside the packed ones.
+        kept: whether they read tokens in BF16 beside the packed ones.
+        windows: whether they take layers with a sliding window.
         learned: head_dim -> how many levels of learned coordinates (`Coordinates`) they take; None if they take none.
     """
 
@@ -51,6 +53,7 @@ class Reads:
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     numbers: frozenset[Kind] = frozenset()
+    kept: bool = False
     windows: bool = False
     learned: Callable[[int], range] | None = None
 
@@ -61,14 +64,21 @@ class Reads:
         return found
 
 
-def unsupported(reads: Reads, plan: KVPlan, head_dim: int) -> str | None:
-    """None, or in one sentence why a backend cannot read a cache of this plan."""
-    for kv_format in plan.formats:
-        if reason := misfit(reads, kv_format, head_dim):
-            return reason
-    if plan.windowed and not reads.windows:
+def unsupported(reads: Reads, plan: KVPlan, shapes: Shapes) -> str | None:
+    """None, or in one sentence why a backend cannot read a cache of this plan and these shapes."""
+    used = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
+    for shape in used:
+        for kv_format in plan.formats:
+            if reason := misfit(reads, kv_format, shape.head_dim):
+                return reason
+    if plan.keeps_tokens and not reads.kept:
         return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
-    return wrong_head_dim(reads, head_dim)
+    for shape in used:
+        if shape.window is not None and not reads.windows:
+            return f"{reads.kernels} read all tokens of a sequence, and a layer has a sliding window of {shape.window:,}"
+        if reason := wrong_head_dim(reads, shape.head_dim):
+            return reason
+    return None
 
 
 def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.kv.state import LayerState
 
 
 class Advance:
     """The next tokens of some sequences, some of which may turn out to be wrong.
 
     Made before a forward stores them; `keep` says after it how many of each sequence stay. What is packed behind a sequence's
-    last token is nobody's, so that alone its length says what is there. A window reuses places, so what new tokens replace in
-    it is kept until then.
+    last token is nobody's, so that alone its length says what is there. What else new tokens replace is kept until then: each
+    layer's state says what it needs.
 
     Args:
         cache, paging: where they go.
@@ -31,8 +30,8 @@ class Advance:
     def __init__(self, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], counts: Sequence[int]) -> None:
         self._paging, self._sequences, self._counts = paging, list(sequences), list(counts)
         self.batch: Batch = paging.batch(sequences, counts).to(cache.device)
-        windows = (window for _, _, _, window in cache.fields() if window is not None)
-        self._saved: list[tuple[Window, tuple[Tensor, Tensor]]] = [(w, w.overwritten(self.batch)) for w in windows]
+        snapshots = ((state, state.snapshot(self.batch)) for state in cache.states.values())
+        self._saved: list[tuple[LayerState, object]] = [(state, saved) for state, saved in snapshots if saved is not None]
 
     def keep(self, counts: Sequence[int]) -> None:
         """Keep the first so many new tokens of each sequence, and take the others back."""
@@ -44,5 +43,5 @@ class Advance:
             return
         kept = [torch.arange(new) < stay for new, stay in zip(self._counts, counts, strict=True)]
         undone = ~torch.cat(kept).to(self.batch.positions.device)
-        for window, saved in self._saved:
-            window.put_back(saved, self.batch, undone)
+        for state, saved in self._saved:
+            state.roll_back(saved, self.batch, undone)

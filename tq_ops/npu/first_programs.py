@@ -66,7 +66,7 @@ class StoreByProgram:
     def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """Store K and V [T, Hkv, 128] fp32 at the batch's slots of a layer, in 128-token blocks."""
         k_side, v_side = sides_of(cache.plan, layer)
-        program = StoreProgram(cache.num_kv_heads, k=k_side, v=v_side)
+        program = StoreProgram(cache.shape(layer).num_kv_heads, k=k_side, v=v_side)
         matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
         given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))

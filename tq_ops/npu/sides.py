@@ -14,8 +14,9 @@ from torch import Tensor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.learned import PREFIX
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.npu.learned import TRIES, coordinates_of, domain_tensors, stages_of
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS

@@ -12,7 +12,7 @@ from haarkv.engine.generation import Completion
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -212,7 +212,7 @@ class _Finite:
     def weights(self) -> Weights:
         return self._executor.weights
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self._executor.supports(config, plan)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:

@@ -32,9 +32,10 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation.fidelity.as_it_comes import without_waiting
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
@@ -118,7 +119,7 @@ class _Side(Session):
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         cache = PagedKVCache(
-            self.plan, num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim,
+            self.plan, self.config.kv_shapes,
             num_blocks=sequences * blocks_for(max_context), num_rows=sequences, chunk=CHUNK,
         )  # fmt: skip
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
@@ -155,8 +156,8 @@ def _write(file: Path, content: str) -> None:
 
 def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     """The row with the bytes of a cache as the product allocates it for a window."""
-    heads, dim, plan = side.config.num_kv_heads, side.config.head_dim, side.plan
-    size = plan.bytes_per_token(heads, dim) + plan.window_bytes(heads, dim) / window
+    heads, dim, plan = side.config.heads.num_kv_heads, side.config.heads.head_dim, side.plan
+    size = plan.bytes_per_token(heads, dim) + plan.kept_bytes(heads, dim) / window
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 

@@ -110,7 +110,7 @@ def _slips(reference: Reference, index: int) -> Iterator[Fault]:
     """Those of the model, and those of windows where K and V have them."""
     yield from slips(reference.model, index)
     names = {part.name.split(".")[0] for part in parts_of(reference.cache, index)}
-    if all(reference.cache.windows(index)):
+    if all(reference.cache.kept(index)):
         yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
 
 

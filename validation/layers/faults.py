@@ -23,6 +23,7 @@ from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.parts import Stored, load, put, tensors_of
 
@@ -73,7 +74,7 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
         model: which a faulty op recognises the layer by.
         layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
     """
-    dim, group = model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
+    dim, group = model.config.heads.head_dim, model.config.heads.num_heads // model.config.heads.num_kv_heads
     mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
 
     def rotated_wrongly(x: Tensor, index: int) -> Tensor:
@@ -110,7 +111,7 @@ def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
     Args:
         model, layer: as in `planted`.
     """
-    assert model.config.num_kv_heads > 1, "heads can be exchanged where there are two"
+    assert model.config.heads.num_kv_heads > 1, "heads can be exchanged where there are two"
     (k, v), exchanged = _learned(model), "two heads' matrices exchanged"
     return [
         _storing(exchanged, layer, _with("k", k.altered(_exchanged))),
@@ -199,7 +200,7 @@ def _transposed(of: Coordinates) -> Coordinates:
 def _learned(model: DecoderModel) -> tuple[LearnedFormat, LearnedFormat]:
     """K's and V's format of `LEARNED`, of the made-up coordinates of a model's shape."""
     config = model.config
-    made = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    made = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
     return made.format("k", _K_NIBBLES), made.format("v", _V_NIBBLES)
 
 
@@ -220,7 +221,7 @@ def _reading(name: str, at: int, k_format: KVFormat, v_format: KVFormat) -> Faul
         if layer != at:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         wrong = PagedKVCache(
-            KVPlan.uniform(k_format, v_format, cache.num_layers), num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
+            KVPlan.uniform(k_format, v_format, cache.num_layers), KVShape(cache.num_kv_heads, cache.head_dim),
             num_blocks=cache.num_blocks, block_size=cache.block_size, device=cache.device,
         )  # fmt: skip
         load(wrong, layer, tensors_of(cache, layer))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
@@ -62,7 +63,7 @@ class _Counting(RopeTable):
 class _RoundedFrequencies(RopeTable):
     """Frequencies as BF16 numbers."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self._inv_freq = self._inv_freq.bfloat16().float()
 
@@ -111,7 +112,7 @@ def _kernels(at: Layer) -> Iterator[Fault]:
         return out
 
     def by_dim(y: Tensor) -> Tensor:
-        return y.view(len(y), config.head_dim, config.num_kv_heads).transpose(1, 2).flatten(1)
+        return y.view(len(y), config.heads.head_dim, config.heads.num_kv_heads).transpose(1, 2).flatten(1)
 
     def in_bf16(x: Tensor, weight: Tensor) -> Tensor:
         sums = torch.zeros(len(x), len(weight))
@@ -119,7 +120,7 @@ def _kernels(at: Layer) -> Iterator[Fault]:
             sums = (sums + reference.linear(some.contiguous(), part.contiguous())).bfloat16().float()
         return sums
 
-    if config.num_kv_heads > 1:
+    if config.heads.num_kv_heads > 1:
         yield attending("query heads one off their KV head", one_head_on)
         yield Fault("V's heads and coordinates exchanged", at.index, "v_proj", V, at.projected("v_proj", spoil=by_dim))
     yield attending("a quarter of the rows is left to a thread that never runs", a_thread_idle)

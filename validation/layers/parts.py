@@ -16,6 +16,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import KVShape
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""
@@ -82,7 +83,7 @@ def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
     pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
     packed = [Part(side, side, of, fields, slots) for side, of, fields in pair]
     windows, sinks, plain = [], [], formats.get("bf16")
-    for side, window in zip("kv", cache.windows(layer), strict=True):
+    for side, window in zip("kv", cache.kept(layer), strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring)))
@@ -116,7 +117,7 @@ def token_rows(batch: Batch) -> Tensor:
 def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
     """An empty cache of the same shape on another device."""
     return PagedKVCache(
-        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+        cache.plan, KVShape(cache.num_kv_heads, cache.head_dim), num_blocks=cache.num_blocks,
         num_rows=cache.num_rows, chunk=cache.chunk, block_size=cache.block_size, device=device,
     )  # fmt: skip
 

@@ -20,8 +20,9 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import with_ops
 
 _SHORTEST, _LONGEST = 2.0**-8, 2.0**13
@@ -59,7 +60,7 @@ def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> l
         reference.store_kv(k, v, cache, layer, batch)
 
     blocks = blocks_for(len(token_ids))
-    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=blocks)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [len(token_ids)])
     model.prefill(torch.tensor(token_ids), batch, cache, with_ops(reference, {"store_kv": store_kv}))

@@ -91,7 +91,7 @@ def self_test(
     rows = []
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
-        learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+        learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
         plain = _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}")
         of_learned = _Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned")
         shorter = [prompt[:count] for prompt, count in zip(prompts, _WINDOWED_TOKENS, strict=False)]

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
@@ -122,7 +123,7 @@ def _projections(at: Layer) -> Iterator[Fault]:
             return reference.linear(x, v if weight is k else k if weight is v else weight)
 
         yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", K, {"linear": exchanged})
-    heads = at.model.config.num_kv_heads
+    heads = at.model.config.heads.num_kv_heads
     if heads > 1:
         for name, where in (("k_proj", K), ("v_proj", V)):
             rolled = at.projected(name, spoil=lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1))
@@ -131,7 +132,7 @@ def _projections(at: Layer) -> Iterator[Fault]:
 
 def _turned(at: Layer, of_k: bool, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Table:
     """`rope` of Q or of K, which differ by their heads, otherwise; in every layer."""
-    heads = at.model.config.num_kv_heads if of_k else at.model.config.num_heads
+    heads = at.model.config.heads.num_kv_heads if of_k else at.model.config.heads.num_heads
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return turn(x, cos, sin) if x.shape[1] == heads else reference.rope(x, cos, sin)
@@ -145,7 +146,7 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rope(at: Layer) -> Iterator[Fault]:
-    if at.model.config.num_heads == at.model.config.num_kv_heads:
+    if at.model.config.heads.num_heads == at.model.config.heads.num_kv_heads:
         return
     for letter, of_k, where in (("Q", False, OUT), ("K", True, K)):
         stage = f"{letter.lower()}_rope"
@@ -159,7 +160,7 @@ def _rope(at: Layer) -> Iterator[Fault]:
 
 def _attention(at: Layer) -> Iterator[Fault]:
     config = at.model.config
-    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    heads, group = config.heads.num_kv_heads, config.heads.num_heads // config.heads.num_kv_heads
 
     def attending(name: str, attend: Attend, head: int | None = None) -> Fault:
         return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head)
@@ -182,7 +183,7 @@ def _attention(at: Layer) -> Iterator[Fault]:
         yield attending("query heads dealt out to KV heads in turn", dealt)
     if heads > 1:
         yield attending("attention of the last KV head 1 % too large", one_kv_head(at, 1.01), head=heads - 1)
-    rotation = haar_rotation(at.index, config.head_dim).float()
+    rotation = haar_rotation(at.index, config.heads.head_dim).float()
     yield attending(
         "attention's output left rotated",
         lambda q, c, i, b, s: (reference.paged_attention(q, c, i, b, s).float() @ rotation).to(q.dtype),
@@ -191,7 +192,7 @@ def _attention(at: Layer) -> Iterator[Fault]:
 
 def one_kv_head(at: Layer, factor: float) -> Attend:
     """Attention in which the last KV head's part is so many times as large."""
-    group = at.model.config.num_heads // at.model.config.num_kv_heads
+    group = at.model.config.heads.num_heads // at.model.config.heads.num_kv_heads
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         out = reference.paged_attention(q, cache, layer, batch, softmax_scale).float()
@@ -226,7 +227,7 @@ def _mlp(at: Layer) -> Iterator[Fault]:
 
 
 def _stored(at: Layer) -> Iterator[Fault]:
-    dim = at.model.config.head_dim
+    dim = at.model.config.heads.head_dim
 
     def other(side: str, alter: Spoil, head: int | None = None) -> Alter:
         def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
@@ -239,7 +240,7 @@ def _stored(at: Layer) -> Iterator[Fault]:
         return store
 
     rotation = haar_rotation(at.index, dim).float()
-    last = at.model.config.num_kv_heads - 1
+    last = at.model.config.heads.num_kv_heads - 1
     for side, where in (("k", K), ("v", V)):
         name = side.upper()
         for words, alter, head in (
@@ -276,7 +277,7 @@ def _steps(side: str, steps: int) -> Alter:
 class _Shifted(RopeTable):
     """Rotary tables whose positions are off."""
 
-    def __init__(self, config: DecoderConfig, by: int) -> None:
+    def __init__(self, config: ModelConfig, by: int) -> None:
         super().__init__(config)
         self._by = by
 
@@ -296,8 +297,8 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
             table = RopeTable(replace(config, rope_theta=theta))
             yield wrong(f"RoPE base {theta:g} for {config.rope_theta:g}", K, rope=table)
     for eps in (1e-5, 1e-6, 1e-8):
-        if eps != config.rms_norm_eps:
+        if eps != config.final_norm.eps:
             # V's length shows it; in BF16 it tips so many inputs to their other neighbours that K's levels do, too.
-            yield wrong(f"norms' eps {eps:g} for {config.rms_norm_eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
+            yield wrong(f"norms' eps {eps:g} for {config.final_norm.eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
     # Q and K turn alike: what they are to each other stays.
     yield wrong("positions off by one", K, rope=_Shifted(config, 1))

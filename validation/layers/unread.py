@@ -14,7 +14,6 @@ from torch import Tensor
 from haarkv.tq_ops.formats.base import by_token, lengths_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.window import Window
 from haarkv.validation.layers.parts import Part, Stored, parts_of
 
 _LONGER, _LONGEST = 64.0, 2.0**15
@@ -35,7 +34,7 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
     Returns:
         packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
     """
-    windows = dict(zip("kv", cache.windows(layer), strict=True))
+    windows = dict(zip("kv", cache.kept(layer), strict=True))
     if not any(windows.values()):
         return stored
     changed = {part: {name: tensor.clone() for name, tensor in of.items()} for part, of in stored.items()}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.window import Window
 from haarkv.tq_ops.table import OpTable
 
 SHORT, LONG = "a window one token short", "a window one token long"
@@ -27,7 +26,7 @@ def with_tail(window: Window, tail: int) -> Window:
 
 def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
     """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty without a tail."""
-    windows = cache.windows(layer)
+    windows = cache.kept(layer)
     if not any(window and window.ring for window in windows):
         return {}
 

@@ -14,7 +14,6 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.window import Window
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, take, token_rows
 from haarkv.validation.layers.slips import OUT, Layer
@@ -63,12 +62,12 @@ def _moving(at: Layer, name: str, stage: str, move: Callable[[Window, Batch, Ten
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         if layer != at.index:
             return reference.store_kv(k, v, cache, layer, batch)
-        windows = [window for window in cache.windows(layer) if window]
+        windows = [window for window in cache.kept(layer) if window]
         before = [window.vectors.clone() for window in windows]
         reference.store_kv(k, v, cache, layer, batch)
         for window, vectors in zip(windows, before, strict=True):
             window.vectors.copy_(vectors)
-        for own, x in zip(cache.windows(layer), (k, v), strict=True):
+        for own, x in zip(cache.kept(layer), (k, v), strict=True):
             if own:
                 move(own, batch, x.to(torch.bfloat16))
         return None
@@ -83,8 +82,8 @@ def _kept(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, w
 
 
 def _stored(at: Layer) -> Iterator[Fault]:
-    rotation = haar_rotation(at.index, at.model.config.head_dim).float()
-    last = at.model.config.num_kv_heads - 1
+    rotation = haar_rotation(at.index, at.model.config.heads.head_dim).float()
+    last = at.model.config.heads.num_kv_heads - 1
 
     def other(which: str, of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Keep:
         return lambda k, v, cache, layer, batch: _kept(cache, layer, batch, *of(k, v), which)
@@ -171,7 +170,7 @@ def _late(at: Layer) -> Callable[..., None]:
     """What a token leaves behind in its slot until then is what was there before."""
 
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        window = next((window for window in cache.windows(layer) if window), None)
+        window = next((window for window in cache.kept(layer) if window), None)
         before = take(cache, layer, batch)
         reference.store_kv(k, v, cache, layer, batch)
         if layer == at.index and window:
@@ -205,7 +204,7 @@ def _looking(at: Layer, name: str, seen: Seen | None = None, read: Read | None =
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in cache.windows(layer))
+        k, v = (_Other(window, seen, read) if window else None for window in cache.kept(layer))
         other = PagedKVCache.over(
             cache.plan.layers[layer], layer, (cache.k_fields(layer), cache.v_fields(layer)), (k, v), cache.head_dim
         )
@@ -260,5 +259,5 @@ def _seen(at: Layer) -> Iterator[Fault]:
     yield _looking(at, "the ring is read as if sinks took no place", None, without_sinks)
     yield _looking(at, "the window of another sequence is read", None, another_row)
     yield _looking(at, "rows of the window are taken for numbers of sequences", None, by_number)
-    if (last := at.model.config.num_kv_heads - 1) > 0:
+    if (last := at.model.config.heads.num_kv_heads - 1) > 0:
         yield _looking(at, "the window of the last KV head is one token short", longer(-1), head=last)

@@ -79,7 +79,7 @@ def merging(at: Layer, merge: Merge) -> Table:
         heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
         rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
         k, v = cache.read(layer, batch.block_table)
-        of_k, of_v = cache.windows(layer)
+        of_k, of_v = cache.kept(layer)
         if of_k is None or of_v is None:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         tokens = torch.arange(k.shape[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
@@ -44,7 +44,7 @@ class Verified:
 
 
 def rivals_of(
-    plan: KVPlan, config: DecoderConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
+    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
 ) -> dict[str, KVPlan]:
     """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
 

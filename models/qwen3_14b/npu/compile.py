@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram
 from haarkv.models.rope import RopeTable
@@ -48,7 +49,7 @@ class Compiled:
 
 
 def compile_programs(
-    config: DecoderConfig, names: tuple[str, ...], on_begin: Callable[[str], None], plan: KVPlan = PLAN
+    config: ModelConfig, names: tuple[str, ...], on_begin: Callable[[str], None], plan: KVPlan = PLAN
 ) -> Iterator[Compiled]:
     """Compile programs one after the other, and check the C++ they become.
 
@@ -70,7 +71,7 @@ def compile_programs(
             yield Compiled(name, run.seconds, run.sources, check(name, run.sources), layers)
 
 
-def wanted(config: DecoderConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
+def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
     """Programs that a plan needs: name, kind and layers of each.
 
     Args:
@@ -78,7 +79,7 @@ def wanted(config: DecoderConfig, kinds: Sequence[str], plan: KVPlan) -> list[tu
     Raises:
         InputError: a config or a format that no program can be built for.
     """
-    if reason := unsupported(READS, plan, config.head_dim) or programs.unsupported(config):
+    if reason := programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes):
         raise InputError(f"nothing to compile: {reason}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
@@ -91,11 +92,11 @@ def wanted(config: DecoderConfig, kinds: Sequence[str], plan: KVPlan) -> list[tu
     return found
 
 
-def blank_model(config: DecoderConfig) -> DecoderModel:
+def blank_model(config: ModelConfig) -> DecoderModel:
     """A model of one layer and of zeros: a compilation depends on shapes alone, and all layers share it."""
-    shapes = checkpoint_shapes(one := replace(config, num_layers=1, max_position_embeddings=1))
+    shapes = checkpoint_shapes(one := replace(config.with_layers(1), max_position_embeddings=1))
     weights = assemble(one, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
-    return DecoderModel(one, weights, RopeTable(one))
+    return DecoderModel.of(one, weights)
 
 
 def layer_call(
@@ -113,16 +114,15 @@ def layer_call(
         plan, layer: how that layer stores K and V.
     """
     config = model.config
-    heads, dim = config.num_kv_heads, config.head_dim
     blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, stored, strict=True))
-    cache = PagedKVCache(plan, num_kv_heads=heads, head_dim=dim, num_blocks=blocks)
+    cache = PagedKVCache(plan, config.attentions[0].kv_shape, num_blocks=blocks)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     sequences = [paging.add() for _ in new]
     for sequence, count in zip(sequences, stored, strict=True):
         if count:
             paging.batch([sequence], [count])
     batch = paging.batch(sequences, new)
-    rope = RopeTable(replace(config, max_position_embeddings=int(batch.positions.max()) + 1))
+    rope = RopeTable(config.common.attention.rope, int(batch.positions.max()) + 1)
     tiling = inputs.tile(batch, program, rope.at(batch.positions))
     hidden = tiling.spread(torch.zeros(sum(new), config.hidden_size, dtype=torch.bfloat16))
     constants = {**inputs.layer_constants(model, 0), "mask": program.attention.mask()}

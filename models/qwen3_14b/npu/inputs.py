@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.nn.functional import pad
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram, MlpProgram
-from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -84,21 +82,21 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
 
 def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
     """A layer's arguments that never change: weights and rotation, on the model's device."""
-    weights = cast(LayerWeights, model.weights.layers[index])
-    transform = READS.built_in(model.config.head_dim).transform
-    rotation = transform.matrix(index, model.config.head_dim).to(weights.q_proj.device).contiguous()
+    weights = model.weights.layers[index]
+    transform = READS.built_in(model.config.heads.head_dim).transform
+    rotation = transform.matrix(index, model.config.heads.head_dim).to(weights["q_proj"].device).contiguous()
     return {
-        "input_norm": weights.input_norm.view(1, -1),
-        "q_proj": weights.q_proj,
-        "k_proj": weights.k_proj,
-        "v_proj": weights.v_proj,
-        "q_norm": weights.q_norm.view(1, 1, -1),
-        "k_norm": weights.k_norm.view(1, 1, -1),
-        "o_proj": weights.o_proj,
-        "post_norm": weights.post_norm.view(1, -1),
-        "gate_proj": weights.gate_proj,
-        "up_proj": weights.up_proj,
-        "down_proj": weights.down_proj,
+        "input_norm": weights["input_norm"].view(1, -1),
+        "q_proj": weights["q_proj"],
+        "k_proj": weights["k_proj"],
+        "v_proj": weights["v_proj"],
+        "q_norm": weights["q_norm"].view(1, 1, -1),
+        "k_norm": weights["k_norm"].view(1, 1, -1),
+        "o_proj": weights["o_proj"],
+        "post_norm": weights["post_norm"].view(1, -1),
+        "gate_proj": weights["gate_proj"],
+        "up_proj": weights["up_proj"],
+        "down_proj": weights["down_proj"],
         "rotation": rotation,
         "rotation_fp16": rotation.to(torch.float16),
     }

@@ -9,7 +9,7 @@ from haarkv.tq_ops.npu.kernels.linear import Tiles, swiglu
 
 def build(part: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated MLP for an `MlpProgram`, tile by tile: norm, SwiGLU, and this rank's part of the sum in FP32."""
-    hidden_size, intermediate, eps, rows = part.hidden_size, part.intermediate_size, part.rms_norm_eps, part.rows
+    hidden_size, intermediate, eps, rows = part.hidden_size, part.common.mlp.width, part.final_norm.eps, part.rows
     tiles = Tiles(rows)
 
     @pypto.frontend.jit(**options)

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from haarkv.models.base import DecoderConfig
-from haarkv.models.qwen3_14b.weights import LayerWeights
-from haarkv.models.weights import needs_other_tensors
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.npu.program import Argument, Kernel
 from haarkv.tq_ops.npu.reads import READS
@@ -116,21 +114,21 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 
 
-def decode_program(config: DecoderConfig, k: Side = TQ4, v: Side = TQ4, *, step_tokens: int = DECODE_STEP) -> LayerProgram:
+def decode_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4, *, step_tokens: int = DECODE_STEP) -> LayerProgram:
     """One new token of each sequence; layers of the same formats share it, and any batch, context and block table."""
-    at_once = heads_at_once(config.num_kv_heads, min(k.most_heads, v.most_heads))
-    attention = AttentionShape(config.num_heads, config.num_kv_heads, 1, step_tokens, at_once)
+    at_once = heads_at_once(config.heads.num_kv_heads, min(k.most_heads, v.most_heads))
+    attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, 1, step_tokens, at_once)
     return _layer(config, "decode_layer", DECODE_ROWS, attention, k, v)
 
 
-def prefill_program(config: DecoderConfig, k: Side = TQ4, v: Side = TQ4) -> LayerProgram:
+def prefill_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
-    attention = AttentionShape(config.num_heads, config.num_kv_heads, PREFILL_UNIT, PREFILL_STEP, 1)
+    attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, PREFILL_UNIT, PREFILL_STEP, 1)
     return _layer(config, "prefill_layer", PREFILL_ROWS, attention, k, v)
 
 
-def _layer(config: DecoderConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side) -> LayerProgram:
-    return LayerProgram(name, config.hidden_size, config.intermediate_size, config.rms_norm_eps, rows, attention, k, v)
+def _layer(config: ModelConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side) -> LayerProgram:
+    return LayerProgram(name, config.hidden_size, config.common.mlp.width, config.final_norm.eps, rows, attention, k, v)
 
 
 def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:
@@ -140,20 +138,24 @@ def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:
     return first, MlpProgram(f"{program.name}_mlp", *sizes)
 
 
-def head_program(config: DecoderConfig, most_vocab: int | None = None) -> HeadProgram:
+def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:
     """Final norm and LM head of a model, or of an even slice of at most `most_vocab` rows of its vocabulary."""
     slices = math.ceil(config.vocab_size / (most_vocab or config.vocab_size))
     vocab = math.ceil(config.vocab_size / slices / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    return HeadProgram("head", config.hidden_size, vocab, config.rms_norm_eps, DECODE_ROWS, min(vocab, _VOCAB_PIECE))
+    return HeadProgram("head", config.hidden_size, vocab, config.final_norm.eps, DECODE_ROWS, min(vocab, _VOCAB_PIECE))
 
 
-def unsupported(config: DecoderConfig) -> str | None:
+def unsupported(config: ModelConfig) -> str | None:
     """None, or in one sentence why no program can be built for such a model."""
-    if other := needs_other_tensors(config, LayerWeights):
-        return f"its programs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
-    if reason := wrong_head_dim(READS, config.head_dim):
+    if other := unknown_layer(config, ("head_norms",)):
+        return f"its programs are those of a dense Qwen3's layers, and {other}"
+    if not all(mixer.head_norms for mixer in config.attentions):
+        return f"its programs are those of a dense Qwen3's layers, and a {config.model_type} layer norms no heads"
+    if len(set(config.layers)) > 1 or config.embedding_scale != 1:
+        return "one program serves all layers of a dense Qwen3, and this model's differ"
+    if reason := wrong_head_dim(READS, config.heads.head_dim):
         return reason
-    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
+    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.common.mlp.width)):
         if size % 128:
             return f"its programs need a {name} that is a multiple of 128, not {size}"
     return None

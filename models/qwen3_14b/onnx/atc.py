@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.onnx.graph import Graph
 
 ATC_OPSET = 15  # the newest that the documentation lists for every operator used
@@ -76,7 +76,7 @@ class AtcScopes(Qwen3Scopes):
         return g.node("rounded", "Sub", spread, g.node("rest", "Sub", spread, unit))
 
     def _rotated(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, back: bool = False) -> str:
-        dim = self.config.head_dim
+        dim = self.config.heads.head_dim
         product = g.node(f"{name}_rows", "Gemm", g.reshape(f"{name}_flat", x, [-1, dim]), rotation, transB=int(back))
         # [B, Q, Hkv, D] of new vectors, or the queries [B, Hkv, G * Q, D].
         second = self.tokens if name == "rotated" else heads

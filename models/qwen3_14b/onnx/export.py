@@ -14,8 +14,8 @@ import onnx
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import folder_of, stream_tensors
+from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
 from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, offsets_of, require_opset, table_values, weight_types
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
@@ -47,7 +47,7 @@ class Export:
     """
 
     model: str
-    config: DecoderConfig
+    config: ModelConfig
     span: range
     dtype: str
     opset: int
@@ -79,8 +79,8 @@ class Export:
             "haarkv.layers": f"{self.span.start}:{self.span.stop} of {self.config.num_layers}",
             "haarkv.dtype": self.dtype,
             "haarkv.kv_format": FORMAT.name,
-            "haarkv.bytes_per_vector": f"{FORMAT.bytes_per_vector(self.config.head_dim):g}",
-            "haarkv.rotation_sha256": rotation_sha256(self.span, self.config.head_dim),
+            "haarkv.bytes_per_vector": f"{FORMAT.bytes_per_vector(self.config.heads.head_dim):g}",
+            "haarkv.rotation_sha256": rotation_sha256(self.span, self.config.heads.head_dim),
         }
 
 

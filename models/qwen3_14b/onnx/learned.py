@@ -79,7 +79,7 @@ class LearnedScopes(Qwen3Scopes):
         return self.k_levels if side == "k" else self.v_levels
 
     def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         found: dict[str, tuple[str, TensorType]] = {}
         for side in ("k", "v"):
             count = self.levels(side)
@@ -102,7 +102,7 @@ class LearnedScopes(Qwen3Scopes):
 
         A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
         """
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         unit, norm, lift = self._unit(g, g.node("shifted", "Sub", x, mean))
         rows = g.reshape("unit_rows", self._bf16(g, unit), [0, 0, heads, 1, dim])
         y = g.reshape("y", g.node("y_rows", "MatMul", rows, forward), [0, 0, heads, dim])
@@ -140,12 +140,12 @@ class LearnedScopes(Qwen3Scopes):
         kept = g.reduce("kept", "ReduceSum", g.node("kept_each", "Mul", weighted, restored))
         fit = g.node("fit", "Div", g.node("along_squared", "Mul", along, along), kept)
         flat = g.reshape("levels_flat", g.node("levels", "Concat", *levels, axis=-1), [0, 0, -1])
-        heads = self.config.num_kv_heads
+        heads = self.config.heads.num_kv_heads
         return [g.reshape("levels_owned", g.node("gathered", "Gather", flat, places, axis=2), [0, 0, heads, -1]), kept, fit]
 
     def level_and_centroid(self, g: Graph, y: str) -> list[str]:
         """Levels of coordinates [B, Q, Hkv, D], int32, and their centroids."""
-        tables = READS.built_in(self.config.head_dim)
+        tables = READS.built_in(self.config.heads.head_dim)
         level = self._level(g, y, np.array(tables.boundaries, np.float32))
         return [level, g.node("centroid", "Gather", g.constant("centroids", np.array(tables.centroids, np.float32)), level)]
 

@@ -11,20 +11,18 @@ import onnx
 from onnx import TensorProto
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.models.qwen3_14b.onnx.learned import LearnedScopes
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes, rotation_name
-from haarkv.models.qwen3_14b.weights import LayerWeights
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, needs_other_tensors
+from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
-OPTIONAL = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
-"""Weights that a layer may have or lack: Llama has no norms of heads, Qwen2 has biases."""
 DEFAULT_OPSET = 23
 OLDEST_OPSET = 15  # the first whose models may hold functions
 NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
@@ -60,7 +58,7 @@ class GraphSpec:
     """What goes into one model.
 
     Attributes:
-        span: layers, by their index in the whole model.
+        span: layers, by their index in the whole model; none of a head alone.
         embed: begin with token ids instead of hidden states.
         head: end with logits instead of hidden states.
         opset: version of the standard operators.
@@ -82,10 +80,12 @@ class GraphSpec:
     levels: tuple[tuple[int, int], ...] = ()
 
 
-def unsupported(config: DecoderConfig) -> str | None:
+def unsupported(config: ModelConfig) -> str | None:
     """In one sentence why there are no graphs of such a model, or None."""
-    if other := needs_other_tensors(config, LayerWeights, OPTIONAL):
-        return f"its graphs are those of a Qwen3 layer, and a {config.model_type} layer {other}"
+    if other := unknown_layer(config, ("head_norms", "bias")):
+        return f"its graphs are those of plain dense layers, and {other}"
+    if len(set(config.layers)) > 1 or config.embedding_scale != 1 or config.final_norm != config.layers[0].norm:
+        return "one function serves all layers of its graphs, and this model's differ"
     return None
 
 
@@ -116,32 +116,32 @@ def weight_types(
     config, element = scopes.config, scopes.element
     types: dict[str, TensorType] = {}
     embedding = TensorType(element, (config.vocab_size, config.hidden_size))
-    if embed or (head and config.tie_word_embeddings):
+    if embed or (head and config.tied):
         types[EMBEDDING] = embedding
-    tables = TensorType(_FLOAT, (config.max_position_embeddings, config.head_dim // 2))
+    tables = TensorType(_FLOAT, (config.max_position_embeddings, config.heads.head_dim // 2))
     types |= {ROPE_COS: tables, ROPE_SIN: tables}
     for layer in span:
         types |= {tensor.name: TensorType(element, tensor.shape) for tensor in layer_tensors(config, layer).values()}
         types |= dict(scopes_of(scopes, span, layer, levels).stored_by(layer).values())
     if head:
         types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
-        if not config.tie_word_embeddings:
+        if not config.tied:
             types[HEAD] = embedding
     return types
 
 
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that a graph of the model may want: of its weights the very tensors."""
-    return chain(model.weights.named(), table_values(model.config, model.rope))
+    return chain(model.weights.named(), table_values(model.config, model.ropes[model.config.common.attention.rope]))
 
 
-def table_values(config: DecoderConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
+def table_values(config: ModelConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the weights that no checkpoint holds: rotary tables and rotations."""
-    rope = rope or RopeTable(config)
+    rope = rope or RopeTable(config.common.attention.rope, config.max_position_embeddings)
     yield from zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
-    transform = READS.built_in(config.head_dim).transform
+    transform = READS.built_in(config.heads.head_dim).transform
     for layer in range(config.num_layers):
-        yield rotation_name(layer), transform.on(layer, config.head_dim, rope.device)
+        yield rotation_name(layer), transform.on(layer, config.heads.head_dim, rope.device)
 
 
 def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
@@ -183,13 +183,13 @@ class _Model:
         self.g = Graph(plan.opset, plan.functions)
         self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head, levels=plan.levels)
         self.one_token = self.sizes.tokens == 1
-        self.group = self.config.num_heads // self.config.num_kv_heads
+        self.group = self.config.heads.num_heads // self.config.heads.num_kv_heads
 
     def build(self, stored: StoredWeights | None) -> onnx.ModelProto:
         inputs, outputs = self.interface()
         begin = "input_ids" if self.plan.embed else "hidden"
         hidden = self._embedded() if self.plan.embed else self.g.reshape("rows", "hidden", [-1, self.config.hidden_size])
-        shared = self._shared(begin)
+        shared = self._shared(begin) if self.plan.span else {}
         for layer in self.plan.span:
             hidden = self._layer(layer, hidden, shared)
         self._finish(hidden, begin)
@@ -199,10 +199,11 @@ class _Model:
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
         """Inputs and outputs, in order."""
         s, config = self.sizes, self.config
-        heads = config.num_kv_heads
+        heads = config.heads.num_kv_heads
         states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
         inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
-        inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
+        if self.plan.span:
+            inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
         rows = s.batch if s.predictions is None else s.predictions
         if self.plan.head and not self.one_token:
             inputs["last_rows"] = TensorType(_INT32, (rows,))
@@ -269,8 +270,8 @@ class _Model:
         columns = g.node("columns_int64", "Gather", g.node("table_shape", "Shape", "block_table"), g.scalar(1, np.int64))
         total = g.node("slot_count", "Cast", g.node("slots_int64", "Mul", columns, block_size), to=_INT32)
         q_shape, kv_shape = (
-            g.node(name, "Concat", lead, g.integers([heads, config.head_dim]), axis=0)
-            for name, heads in (("q_shape", config.num_heads), ("kv_shape", config.num_kv_heads))
+            g.node(name, "Concat", lead, g.integers([heads, config.heads.head_dim]), axis=0)
+            for name, heads in (("q_shape", config.heads.num_heads), ("kv_shape", config.heads.num_kv_heads))
         )
         by_row = g.node("steps_by_row", "Expand", steps, lead)
         by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
@@ -283,7 +284,8 @@ class _Model:
         steps = np.arange(tokens, dtype=np.int32)[None]
         slots = np.arange(int(sizes.columns) * int(sizes.block_size), dtype=np.int32)
         q_shape, kv_shape = (
-            g.integers([batch, tokens, heads, config.head_dim]) for heads in (config.num_heads, config.num_kv_heads)
+            g.integers([batch, tokens, heads, config.heads.head_dim])
+            for heads in (config.heads.num_heads, config.heads.num_kv_heads)
         )
         return (
             g.constant("steps", steps), g.constant("steps_by_row", np.tile(steps, (batch, 1))),
@@ -302,7 +304,7 @@ class _Model:
         )  # fmt: skip
         for stored, value in zip(FIELDS, new, strict=True):
             half = [scopes.levels(stored[0]) // 2] if stored.endswith("codes") else []
-            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.num_kv_heads, *half])
+            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.heads.num_kv_heads, *half])
         return hidden
 
     def _finish(self, hidden: str, begin: str) -> None:
@@ -314,4 +316,4 @@ class _Model:
             g.node("hidden_out", "Reshape", hidden, out)
             return
         rows = hidden if self.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
-        self.scopes.head(g, rows, self._weight(FINAL_NORM), self._weight(EMBEDDING if config.tie_word_embeddings else HEAD))
+        self.scopes.head(g, rows, self._weight(FINAL_NORM), self._weight(EMBEDDING if config.tied else HEAD))

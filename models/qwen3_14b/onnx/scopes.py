@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 from onnx import TensorProto
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 from haarkv.tq_ops.onnx.reads import READS
 
@@ -45,7 +45,7 @@ class Qwen3Scopes:
         dtype: of weights and hidden states, a key of `DTYPES`.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     dtype: str = "float32"
 
     codes_out: ClassVar[int] = TensorProto.UINT8
@@ -65,11 +65,11 @@ class Qwen3Scopes:
 
     def levels(self, side: str) -> int:
         """N, levels of a vector of K ("k") or V ("v")."""
-        return self.config.head_dim
+        return self.config.heads.head_dim
 
     def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
         """What K and V of a layer are stored by and no checkpoint holds: a scope's word for it -> name and type."""
-        dim = self.config.head_dim
+        dim = self.config.heads.head_dim
         return {"rotation": (rotation_name(layer), TensorType(_FLOAT, (dim, dim)))}
 
     # -- Pieces --------------------------------------------------------------------------------------------------------
@@ -96,14 +96,14 @@ class Qwen3Scopes:
     def rms_norm(self, g: Graph, x: str, weight: str) -> list[str]:
         """`x * rsqrt(mean(x**2) + eps) * weight` over the last axis: fp32 [..., N] -> fp32."""
         mean = g.reduce("mean_square", "ReduceMean", g.node("square", "Mul", x, x))
-        eps = g.scalar(self.config.rms_norm_eps)
+        eps = g.scalar(self.config.final_norm.eps)
         root = g.node("root", "Sqrt", g.node("mean_square_eps", "Add", mean, eps))
         unit = g.node("unit", "Div", x, root)
         return [g.node("scaled", "Mul", unit, self._widen(g, "weight_fp32", weight))]
 
     def rope(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """Half-split rotary embedding: [B, Q, H, D] fp32; cos and sin [B, Q, 1, D/2]."""
-        half = self.config.head_dim // 2
+        half = self.config.heads.head_dim // 2
         low, high = g.nodes("halves", "Split", [x, g.integers([half, half])], 2, axis=-1)
         new_low = g.node("low", "Sub", g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
         new_high = g.node("high", "Add", g.node("high_cos", "Mul", high, cos), g.node("low_sin", "Mul", low, sin))
@@ -119,10 +119,10 @@ class Qwen3Scopes:
 
         A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
         """
-        dim = self.config.head_dim
+        dim = self.config.heads.head_dim
         tables = READS.built_in(dim)
         unit, norm, lift = self._unit(g, x)
-        y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.num_kv_heads)
+        y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
         level = self._level(g, y, np.array(tables.boundaries, np.float32))
         centroids = g.constant("centroids", np.array(tables.centroids, np.float32))
         chosen = g.node("chosen", "Gather", centroids, level)
@@ -143,7 +143,7 @@ class Qwen3Scopes:
         finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
         marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
         narrow = g.node("scale_fp16", "Cast", marked, to=TensorProto.FLOAT16)
-        return g.reshape("scale", narrow, [0, 0, self.config.num_kv_heads])
+        return g.reshape("scale", narrow, [0, 0, self.config.heads.num_kv_heads])
 
     def _codes(self, g: Graph, byte: str) -> str:
         """int32 0 … 255 as stored."""
@@ -192,8 +192,8 @@ class Qwen3Scopes:
         block_table: str, visible: str, stored: str, **by: str,
     ) -> list[str]:  # fmt: skip
         """Attention over what is stored and the new tokens, as stored: q [B, Q, Hq, D] fp32 -> [B*Q, Hq*D] fp32."""
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
-        group = self.config.num_heads // heads
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
+        group = self.config.heads.num_heads // heads
         q_split = g.reshape("q_groups", q, [0, 0, heads, group, dim])
         q_rows = g.reshape("q_rows", g.node("q_heads_first", "Transpose", q_split, perm=[0, 2, 3, 1, 4]), [0, 0, -1, dim])
         k_levels, v_levels = self.levels("k"), self.levels("v")
@@ -201,7 +201,7 @@ class Qwen3Scopes:
         q_paired = self._swap_last_two(g, "q_paired", q_rotated, [0, 0, -1, 2, k_levels // 2], k_levels)
 
         k = self._centroids(g, "k", k_codes, new_k_codes, block_table)
-        scale = g.constant("softmax_scale", np.array(self.config.softmax_scale, np.float32))
+        scale = g.constant("softmax_scale", np.array(self.config.attentions[0].scale, np.float32))
         k_factor = g.node("k_factor", "Mul", self._scales(g, "k", k_scale, new_k_scale, block_table), scale)
         qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
         scores = g.node("scores", "Mul", qk, k_factor)
@@ -222,11 +222,11 @@ class Qwen3Scopes:
 
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
         """Queries [B, Hkv, R, D] as stored keys are met: [B, Hkv, R, N]."""
-        return self._rotated(g, "q_rotated", q, by["rotation"], self.config.num_kv_heads)
+        return self._rotated(g, "q_rotated", q, by["rotation"], self.config.heads.num_kv_heads)
 
     def _from_stored(self, g: Graph, out: str, by: Mapping[str, str]) -> str:
         """Sums of stored values [B, Hkv, R, N] back in the model's domain: [B, Hkv, R, D]."""
-        return self._rotated(g, "unrotated", out, by["rotation"], self.config.num_kv_heads, back=True)
+        return self._rotated(g, "unrotated", out, by["rotation"], self.config.heads.num_kv_heads, back=True)
 
     def _swap_last_two(self, g: Graph, name: str, x: str, split: Sequence[int], count: int) -> str:
         """Rows [B, H, R, count] seen as [.., m, n], transposed and flattened: halves become pairs, or pairs halves."""
@@ -238,7 +238,7 @@ class Qwen3Scopes:
 
         Levels 2j and 2j + 1 are the low and the high nibble of byte j, so j and j + N/2 of the vector.
         """
-        dim, count = self.config.head_dim, self.levels(side)
+        dim, count = self.config.heads.head_dim, self.levels(side)
         past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, count // 2])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
         c, byte = np.array(READS.built_in(dim).centroids, np.float32), np.arange(256)

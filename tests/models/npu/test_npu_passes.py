@@ -83,7 +83,7 @@ def test_the_head_keeps_its_numbers_through_every_pass():
     hidden = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
     arguments, logits = inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)
     padded = torch.cat([hidden, hidden.new_zeros(13, hidden.shape[1])])
-    normed = reference.rms_norm(padded, model.weights.final_norm, model.config.rms_norm_eps)
+    normed = reference.rms_norm(padded, model.weights.final_norm, model.config.final_norm.eps)
     golden = {3: reference.linear(normed, model.weights.lm_head)}
     with Simulator() as simulator:
         run = simulator.run(program, arguments, Mode.VERIFY, golden)
@@ -104,7 +104,7 @@ def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
             simulator.run(program, arguments, Mode.NUMBERS)
             slices.append(logits)
     logits = torch.cat(slices, dim=1)
-    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.rms_norm_eps)
+    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
     assert torch.allclose(logits[:, :4096], reference.linear(normed, model.weights.lm_head), atol=1e-3)
     assert not logits[:, 4096:].any()
 

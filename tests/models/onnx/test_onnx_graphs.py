@@ -92,8 +92,8 @@ def test_a_vector_of_the_cache_takes_the_bytes_of_its_format(name, expected):
             of = value.type.tensor_type
             width = helper.tensor_dtype_to_np_dtype(of.elem_type).itemsize
             taken += width * math.prod(size.dim_value for size in of.shape.dim)
-    assert taken == expected * 9 * 128 * config.num_kv_heads
-    assert formats.get("tq4").bytes_per_vector(config.head_dim) == expected
+    assert taken == expected * 9 * 128 * config.heads.num_kv_heads
+    assert formats.get("tq4").bytes_per_vector(config.heads.head_dim) == expected
 
 
 def rotated_back(model):
@@ -103,7 +103,7 @@ def rotated_back(model):
     """
     types = shapes_of(model)
     floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    history = 2 * CONFIG.num_kv_heads * 4 * 128 * CONFIG.head_dim
+    history = 2 * CONFIG.heads.num_kv_heads * 4 * 128 * CONFIG.heads.head_dim
     touched, large = set(), []
     for node in model.graph.node:
         for name in node.output:

@@ -154,7 +154,7 @@ def kilobytes(name):  # VmRSS now, VmHWM at most
 
 torch.set_num_threads(1)
 ops, tokens = CpuOps(), 4096
-cache = PagedKVCache(KVSpec("tq4").plan(1), num_kv_heads=1, head_dim=128, num_blocks=40, num_rows=2)
+cache = PagedKVCache(KVSpec("tq4").plan(1), KVShape(1, 128), num_blocks=40, num_rows=2)
 paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=2)
 batch = paging.batch([paging.add()], [tokens])
 k = torch.randn(tokens, 1, 128)

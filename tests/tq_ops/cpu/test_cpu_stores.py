@@ -14,6 +14,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable
 
 LAYER = 1
@@ -94,7 +95,7 @@ def test_a_scale_is_refused_from_where_it_rounds_to_infinity(d, refused, asked):
 def test_one_token_gets_the_bytes_that_it_gets_in_a_prompt(kv):
     x = vectors(30, 128)
     whole, _ = stored(CpuOps(), kv, x)
-    cache = PagedKVCache(KVSpec(kv).plan(LAYER + 1), num_kv_heads=3, head_dim=128, num_blocks=4, block_size=16)
+    cache = PagedKVCache(KVSpec(kv).plan(LAYER + 1), KVShape(3, 128), num_blocks=4, block_size=16)
     paging = PagedSequences(cache.num_blocks, cache.block_size, order=[3, 1, 0, 2])
     sequence, ops = paging.add(), CpuOps("portable")
     for token in range(len(x)):

@@ -9,6 +9,7 @@ from op_tables import LAYER, Case, every_table, relative, windows_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 from haarkv.validation.ops.cases import Attention
 
@@ -22,8 +23,8 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
 def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
     """Token by token, so that the end of the ring, which is none of a block, comes to lie at each place of the tail."""
     case = Case(kv, 128, 5, 2, 16, (), (), tail=40, sink=3)
-    made = PagedKVCache(case.plan, num_kv_heads=2, head_dim=128, block_size=16, num_blocks=16, num_rows=1, chunk=27)
-    assert [window.ring for window in made.windows(LAYER) if window] == [67, 67]
+    made = PagedKVCache(case.plan, KVShape(2, 128), block_size=16, num_blocks=16, num_rows=1, chunk=27)
+    assert [window.ring for window in made.kept(LAYER) if window] == [67, 67]
     for vectors in windows_of(made):
         vectors.fill_(float("nan"))
     paging, generator, ops = PagedSequences(16, 16, num_rows=1), torch.Generator().manual_seed(0), table.open()

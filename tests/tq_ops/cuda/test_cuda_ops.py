@@ -248,7 +248,7 @@ def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     ops.append(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE), fault)
     with pytest.raises(NonFiniteError, match="K of token 3"):
         ops.raise_fault(fault, ours, batch)
-    (k_window, v_window), (theirs_k, theirs_v) = ours.windows(LAYER), theirs.windows(LAYER)
+    (k_window, v_window), (theirs_k, theirs_v) = ours.kept(LAYER), theirs.kept(LAYER)
     ring = theirs_k.vectors[int(batch.rows[0]), 0, 2:]
     ring[3] = torch.nan
     assert torch.equal(k_window.vectors.cpu().view(torch.uint8), theirs_k.vectors.view(torch.uint8))

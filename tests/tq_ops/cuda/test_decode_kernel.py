@@ -14,6 +14,7 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -127,9 +128,9 @@ def test_blocks_beyond_two_gigabytes():
     """A table of 70,000 blocks; a product of block and stride in 32 bits would read elsewhere."""
     one = case("tq4", 128, 4, 8, 128, 300)
     made, batch = filled(one)
-    size = page_bytes(one.plan.layers[LAYER], num_kv_heads=8, head_dim=128, block_size=128)
+    size = page_bytes(one.plan.layers[LAYER], KVShape(8, 128), block_size=128)
     pages = torch.from_numpy(far(70_000 * size)).view(70_000, size)
-    wide = PagedKVCache(one.plan, num_kv_heads=8, head_dim=128, num_blocks=70_000, block_size=128, pages={LAYER: pages})
+    wide = PagedKVCache(one.plan, KVShape(8, 128), num_blocks=70_000, block_size=128, pages={LAYER: pages})
     blocks = torch.tensor([69_999, 16_400, 33_000])
     for fields, others in ((wide.k_fields(LAYER), made.k_fields(LAYER)), (wide.v_fields(LAYER), made.v_fields(LAYER))):
         for name, tensor in fields.items():
@@ -204,9 +205,7 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
 def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
-    made = PagedKVCache(
-        KVSpec(kv, calibration=calibration).plan(1), num_kv_heads=1, head_dim=head_dim, num_blocks=1, block_size=block
-    )
+    made = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
     assert decode.takes(q, made, 0, k, v) == taken

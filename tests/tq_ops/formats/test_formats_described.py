@@ -30,6 +30,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.reads import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 from haarkv.validation import bounds
@@ -147,7 +148,7 @@ def filled(description, heads=2):
     """Two caches alike, one filled by the reference, and the batch that fills the other: blocks of 8, two sequences."""
     kv_format = made_up(description)
     plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
-    caches = [PagedKVCache(plan, num_kv_heads=heads, head_dim=HEAD_DIM, num_blocks=9, block_size=8) for _ in range(2)]
+    caches = [PagedKVCache(plan, KVShape(heads, HEAD_DIM), num_blocks=9, block_size=8) for _ in range(2)]
     paging = PagedSequences(9, 8, order=[4, 1, 8, 0, 7, 2, 6, 3, 5])
     batch = paging.batch([paging.add(), paging.add()], [19, 9])
     k, v = vectors(2, 28, heads, HEAD_DIM, seed=5)
@@ -159,7 +160,7 @@ def filled(description, heads=2):
 def check(ops, description, device=CPU):
     (theirs, ours), batch, k, v = filled(description)
     if device != CPU:
-        ours = PagedKVCache(ours.plan, num_kv_heads=2, head_dim=HEAD_DIM, num_blocks=9, block_size=8, device=device)
+        ours = PagedKVCache(ours.plan, KVShape(2, HEAD_DIM), num_blocks=9, block_size=8, device=device)
     there = batch.to(device)
     ops.store_kv(k.to(device), v.to(device), ours, LAYER, there)
     kv_format = theirs.k_format(LAYER)
@@ -216,7 +217,7 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
     by = [cpu_layout.tables(kv_format, LAYER, 128) for kv_format in (tq4, other)]
     assert not torch.equal(by[0].matrix, by[1].matrix)
     plan = KVPlan.uniform(tq4, other, LAYER + 1)
-    ours, theirs = (PagedKVCache(plan, num_kv_heads=2, head_dim=128, num_blocks=2) for _ in range(2))
+    ours, theirs = (PagedKVCache(plan, KVShape(2, 128), num_blocks=2) for _ in range(2))
     paging = PagedSequences(2, 128)
     batch = paging.batch([paging.add()], [20])
     k, v = vectors(2, 20, 2, 128, seed=8)

@@ -332,7 +332,7 @@ def test_the_validator_passes_the_reference_with_every_format(kv):
 @pytest.mark.parametrize("shape", ["mha_d64", "gqa2_d256_tied"])
 def test_a_model_of_another_head_dim_runs_with_every_format(shape, kv):
     config = CONFIGS[shape]
-    if config.head_dim == 64 and kv == "tbq4_0":
+    if config.heads.head_dim == 64 and kv == "tbq4_0":
         with pytest.raises(InputError, match="cannot hold head_dim 64"):
             new_cache(config, kv)
         return

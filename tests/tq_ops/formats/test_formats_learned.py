@@ -19,6 +19,7 @@ from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 HEADS, DIM = 2, 128
 MADE_UP = calibration(heads=HEADS, dim=DIM)
@@ -166,7 +167,7 @@ def test_names_need_a_calibration():
 
 def test_the_cache_stores_each_head_in_its_own_coordinates():
     plan = KVSpec("k=lr128,v=lr64", calibration=MADE_UP).plan(2)
-    cache = PagedKVCache(plan, num_kv_heads=HEADS, head_dim=DIM, num_blocks=2, block_size=16)
+    cache = PagedKVCache(plan, KVShape(HEADS, DIM), num_blocks=2, block_size=16)
     paging = PagedSequences(2, 16, order=[1, 0])
     batch = paging.batch([paging.add()], [20])
     k, v = (vectors_of(MADE_UP, 1, side, 20).transpose(0, 1).contiguous() for side in ("k", "v"))
@@ -189,7 +190,7 @@ def test_a_rank_stores_its_heads_as_the_whole_does():
     with pytest.raises(InputError, match="lr128 was learned of 4 KV heads, and this model has 2"):
         plan_for(spec, split.part)
     with pytest.raises(InputError, match="learned of 4 KV heads"):
-        PagedKVCache(spec.plan(2), num_kv_heads=2, head_dim=DIM, num_blocks=1)
+        PagedKVCache(spec.plan(2), KVShape(2, DIM), num_blocks=1)
 
 
 def test_the_length_that_the_scale_keeps_is_the_weighted_one():

@@ -14,6 +14,7 @@ from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.planning.oscar import moments
 
 HEADS = 2
@@ -153,7 +154,7 @@ def test_the_cache_stores_each_head_in_its_own_rotation():
     of = learned()
     plan = KVSpec("oscar2", calibration=of).plan(2)
     assert len(plan.formats) == 2
-    cache = PagedKVCache(plan, num_kv_heads=HEADS, head_dim=128, num_blocks=2, block_size=16)
+    cache = PagedKVCache(plan, KVShape(HEADS, 128), num_blocks=2, block_size=16)
     paging = PagedSequences(2, 16)
     k, v = vectors(20, HEADS, 128, seed=1), vectors(20, HEADS, 128, seed=2)
     cache.write(1, k, v, paging.batch([paging.add()], [20]))

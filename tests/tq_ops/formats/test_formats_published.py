@@ -17,6 +17,7 @@ from haarkv.tq_ops.formats.manthan import BOUNDARIES, CENTROIDS
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 
 DISTORTION = {1: 0.3634, 2: 0.11748, 3: 0.03455, 4: 0.009497}  # of a Gaussian: Max, 1960
 MANTHAN = formats.get("manthan3")
@@ -95,7 +96,7 @@ def test_5_the_factor_sqrt_d_is_needed():
 
 def test_6_kv_as_models_make_them(golden):
     """Through a paged cache; and with outlier channels, where a format that does not rotate loses the vector."""
-    cache = PagedKVCache(KVPlan.uniform(MANTHAN, MANTHAN, 1), num_kv_heads=2, head_dim=128, num_blocks=3)
+    cache = PagedKVCache(KVPlan.uniform(MANTHAN, MANTHAN, 1), KVShape(2, 128), num_blocks=3)
     k, v = gaussian(200, 256, 1).view(200, 2, 128), gaussian(200, 256, 2).view(200, 2, 128)
     cache.write(0, k, v, at_slots(torch.arange(200) + 100))
     restored_k, restored_v = (x[0, :, 100:300].transpose(0, 1) for x in cache.read(0, torch.tensor([[0, 1, 2]])))

@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
-SHAPE = ModelShape(2, 2, 32, 64, 257)
+SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
 FILE = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "0123456789abcdef", {"tokens": 5})
 CONTENT = dumps(FILE)
 

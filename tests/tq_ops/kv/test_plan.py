@@ -16,6 +16,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.layers.runner import validate
 
 MODEL = small_model()
@@ -29,7 +30,7 @@ SPECS = {
     "keys in groups, a longer tail and sinks": KVSpec("k=kivi4,v=kivi2_g64", tail=40, sink=2),
     "values in BF16": KVSpec("k=tq2,v=bf16", tail=7),
 }
-SHAPE = ModelShape(3, 2, 128, 48, 61)
+SHAPE = ModelShape.uniform(3, 2, 128, 48, 61)
 
 
 # -- The rule, one query and one key at a time -------------------------------------------------------------------------------
@@ -77,10 +78,10 @@ def normal(*shape, seed):
 
 def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=False, dim=DIM, block=64):
     """Every sequence of the batch in chunks, side by side: attention [n, Hq, D] of each, its q, k and v."""
-    cache = PagedKVCache(plan, num_kv_heads=KV_HEADS, head_dim=dim, num_blocks=6, num_rows=3, chunk=16, block_size=block)
+    cache = PagedKVCache(plan, KVShape(KV_HEADS, dim), num_blocks=6, num_rows=3, chunk=16, block_size=block)
     paging = PagedSequences(6, block, order, num_rows=3)
     if leftovers:
-        for window in (w for w in cache.windows(LAYER) if w):
+        for window in (w for w in cache.kept(LAYER) if w):
             window.vectors.fill_(torch.inf)
     sequences = [paging.add() for _ in lengths]
     given = [[normal(n, heads, dim, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
@@ -173,18 +174,18 @@ def test_layers_have_formats_of_their_own():
 def test_bytes_are_what_is_allocated(name, config):
     config = CONFIGS[config]
     plan = replace(SPECS[name], skip_layers=(0,)).plan(config.num_layers)
-    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=5, num_rows=2)
-    shape = (config.num_kv_heads, config.head_dim)
-    assert cache.nbytes == cache.num_slots * plan.bytes_per_token(*shape) + 2 * plan.window_bytes(*shape)
-    one = PagedKVCache(plan, num_kv_heads=shape[0], head_dim=shape[1], num_blocks=3, num_rows=1).nbytes
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2)
+    shapes = config.kv_shapes
+    assert cache.nbytes == cache.num_slots * plan.bytes_per_token(*shape) + 2 * plan.kept_bytes(*shape)
+    one = PagedKVCache(plan, KVShape(shape[0], shape[1]), num_blocks=3, num_rows=1).nbytes
     assert cache_bytes(plan, 300, *shape) == one
     assert cache_bytes(plan, 384, *shape, sequences=2) == 2 * one
     assert tokens_that_fit(plan, 2 * one, *shape, sequences=2) == 384
     assert tokens_that_fit(plan, one - 1, *shape) == 256
     assert tokens_that_fit(plan, -5, *shape) == 0
-    windows = [w.vectors for layer in range(config.num_layers) for w in cache.windows(layer) if w]
+    windows = [w.vectors for layer in range(config.num_layers) for w in cache.kept(layer) if w]
     assert cache.nbytes == sum(t.nbytes for t in windows) + sum(tensor.nbytes for *_, tensor in cache_tensors(cache))
-    assert all(window is None for window in cache.windows(0))  # a layer in bf16 keeps nothing twice
+    assert all(window is None for window in cache.kept(0))  # a layer in bf16 keeps nothing twice
 
 
 def test_what_is_described_can_be_read():
@@ -246,11 +247,11 @@ def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv):
     batch = paging.batch([paging.add()], [40])
     k = normal(40, 2, 128, seed=1)
     k[35, 1, 7] = torch.nan
-    before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.windows(1)]
+    before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.kept(1)]
     place = rf"layer 1: K of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
     with pytest.raises(NonFiniteError, match=place):
         cache.write(1, k, k, batch)
-    after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.windows(1)]
+    after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.kept(1)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

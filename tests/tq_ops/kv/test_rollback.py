@@ -10,6 +10,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.kv.stored import take
 
 HEADS, DIM, BLOCK = 2, 64, 32
@@ -26,9 +27,7 @@ SPECS = {
 
 def new(plan, sequences=3):
     """A small chunk, so that the ring wraps often."""
-    cache = PagedKVCache(
-        plan, num_kv_heads=HEADS, head_dim=DIM, num_blocks=12 * sequences, num_rows=sequences, chunk=12, block_size=BLOCK
-    )
+    cache = PagedKVCache(plan, KVShape(HEADS, DIM), num_blocks=12 * sequences, num_rows=sequences, chunk=12, block_size=BLOCK)
     return cache, PagedSequences(cache.num_blocks, BLOCK, num_rows=sequences)
 
 

@@ -11,6 +11,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import VARIANTS, AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -32,7 +33,7 @@ def attention_case(variant, lengths, step):
     program = AttentionProgram.tuned(variant, HEADS, KV_HEADS, step)
     kv = formats.get("bf16" if variant == "bf16" else "tq4")
     blocks = sum(-(-n // 128) for n in lengths) + 1
-    cache = PagedKVCache(KVPlan.uniform(kv, kv, LAYER + 1), num_kv_heads=KV_HEADS, head_dim=128, num_blocks=blocks)
+    cache = PagedKVCache(KVPlan.uniform(kv, kv, LAYER + 1), KVShape(KV_HEADS, 128), num_blocks=blocks)
     generator = torch.Generator().manual_seed(11)
     # Leftovers of others in every slot that is not written.
     for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights, Weights
 from haarkv.tq_ops import formats
@@ -50,7 +51,7 @@ class LayerCase:
         phase, step: of the forward that it was cut out of.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     weights: LayerWeights
     kv: str
     tail: int | None
@@ -90,11 +91,11 @@ class LayerCase:
     def describe(self) -> str:
         """Its size in words."""
         config = self.config
-        width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
-        sequences, heads = len(self.batch.seq_lens), config.num_kv_heads
+        width = config.moe_intermediate_size if config.num_experts else config.common.mlp.width
+        sequences, heads = len(self.batch.seq_lens), config.heads.num_kv_heads
         return (
             f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
-            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.num_heads}, "
+            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
 

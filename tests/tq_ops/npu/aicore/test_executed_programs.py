@@ -89,7 +89,7 @@ def test_the_head_gives_the_reference_logits(simulator, toolchain):
     machine = emission.machine(toolchain)
     logits = emission.outputs(machine.run())["logits"][:3]
     expected = reference.linear(
-        reference.rms_norm(hidden, model.weights.final_norm, model.config.rms_norm_eps), model.weights.lm_head
+        reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps), model.weights.lm_head
     )
     difference = float((logits[:, : expected.shape[1]] - expected).abs().max())
     assert note("head", emission, machine, f"logits within {difference:.1e}") >= 0.9

@@ -27,7 +27,7 @@ class Groups:
     last: Tensor
 
 
-class Window:
+class Kept:
     """Tokens of K or of V of one layer in BF16.
 
     Token j of a sequence lies at `sink + j % ring`, and at j as well if it is one of the sinks.
@@ -90,7 +90,7 @@ class Window:
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
         back = torch.arange(1 - self.group, 1, device=x.device)
         token, position = last.unsqueeze(1) + back, batch.positions[last].unsqueeze(1) + back  # [n, G]
-        sequence = _token_sequences(batch)
+        sequence = token_sequences(batch)
         inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
         older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self._places(position)]
         vectors = torch.where(inside[..., None, None], x.to(torch.bfloat16)[token.clamp(min=0)], older)
@@ -129,7 +129,7 @@ class Window:
         return (stored < self.sink) | (stored >= packed.unsqueeze(-1))
 
 
-def _token_sequences(batch: Batch) -> Tensor:
+def token_sequences(batch: Batch) -> Tensor:
     """[T] int64: which of the B sequences each token belongs to."""
     counts = batch.query_start_loc.diff().long()
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
@@ -137,4 +137,4 @@ def _token_sequences(batch: Batch) -> Tensor:
 
 def _token_rows(batch: Batch) -> Tensor:
     """[T] int64: each token's row of the windows."""
-    return batch.rows[_token_sequences(batch)]
+    return batch.rows[token_sequences(batch)]

@@ -1,0 +1,109 @@
+"""What of a layer looks at other tokens: its tensors and its forward, by the class of its declaration.
+
+To add one, declare it (`models.config.Mixer`), and name its `MixerKind` in `MIXERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.models.config import Attention, Mixer, Norm, Rope
+from haarkv.models.tensors import Axis, StoredTensor
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward, as its layers see it.
+
+    Attributes:
+        rope: cos and sin [T, dims / 2] fp32 of the batch's positions, of each embedding that its layers use.
+    """
+
+    ops: OpTable
+    cache: PagedKVCache
+    batch: Batch
+    rope: Mapping[Rope, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class MixerKind:
+    """A mixer's two halves.
+
+    Attributes:
+        tensors: of its declaration, the layer's norm and hidden_size: every tensor by field.
+        mix: x [T, hidden] normed, the layer's weights, its declaration, its norm, its index and the step -> [T, hidden] fp32,
+            what is added to the hidden state. Of several ranks, this one's part of the sum.
+    """
+
+    tensors: Callable[[Any, Norm, int], dict[str, StoredTensor]]
+    mix: Callable[[Tensor, Mapping[str, Tensor], Any, Norm, int, Step], Tensor]
+
+
+def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
+    """Projections, norms of heads and biases of an `Attention`."""
+    hidden = Axis(hidden_size)
+    queries = Axis(mixer.heads.q_size, cut=True, unit=mixer.head_dim)
+    keys = Axis(mixer.heads.kv_size, cut=True, unit=mixer.head_dim, shared=True)
+    rows = {"q": queries, "k": keys, "v": keys}
+    tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
+    if mixer.head_norms:
+        tensors |= {
+            f"{x}_norm": StoredTensor(f"self_attn.{x}_norm.weight", (Axis(mixer.head_dim),), plus_one=norm.plus_one)
+            for x in "qk"
+        }
+    tensors["o_proj"] = StoredTensor("self_attn.o_proj.weight", (hidden, queries))
+    if mixer.bias:
+        tensors |= {f"{x}_bias": StoredTensor(f"self_attn.{x}_proj.bias", (axis,)) for x, axis in rows.items()}
+    return tensors
+
+
+def attend(x: Tensor, weights: Mapping[str, Tensor], mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
+    """Softmax attention over what the cache stores, the new tokens' K and V included; see `MixerKind.mix`.
+
+    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE.
+    """
+    ops, rope = step.ops, step.rope[mixer.rope]
+
+    def projected(side: str) -> Tensor:
+        y = ops.linear(x, weights[f"{side}_proj"])
+        if mixer.bias:
+            y = y + weights[f"{side}_bias"]
+        return y.view(len(x), -1, mixer.head_dim)
+
+    def turned(side: str) -> Tensor:
+        y = projected(side)
+        if mixer.head_norms:
+            y = ops.rms_norm(y, weights[f"{side}_norm"], norm.eps)
+        if mixer.rope.dims == mixer.head_dim:
+            return ops.rope(y, *rope)
+        first, rest = torch.split(y, [mixer.rope.dims, mixer.head_dim - mixer.rope.dims], dim=-1)
+        return torch.cat([ops.rope(first, *rope), rest], dim=-1)
+
+    q, k, v = turned("q"), turned("k"), projected("v")
+    ops.store_kv(k, v, step.cache, index, step.batch)
+    attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale)
+    return ops.linear(attended.flatten(1), weights["o_proj"])
+
+
+MIXERS: dict[type, MixerKind] = {Attention: MixerKind(attention_tensors, attend)}
+"""Every mixer, by the class of its declaration."""
+
+
+def kind_of(mixer: Mixer) -> MixerKind:
+    """The halves of a declared mixer.
+
+    Raises:
+        ValueError: nothing runs such a mixer.
+    """
+    kind = MIXERS.get(type(mixer))
+    if kind is None:
+        raise ValueError(f"nothing here runs a layer that mixes tokens by {type(mixer).__name__}")
+    return kind

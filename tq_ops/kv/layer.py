@@ -1,0 +1,180 @@
+"""K and V of one layer: fields by block, and beside them the tokens that stay in BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
+from haarkv.tq_ops.formats.base import by_token, require_finite
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.shapes import KVShape, Place, blocks_for
+
+KEPT = "window"
+"""The name of tokens in BF16 among what is stored of a side."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """K or V of one layer.
+
+    Attributes:
+        fields: by name, each [num_blocks, Hkv, block_size / G, *field.shape].
+        kept: tokens in BF16, where some are.
+    """
+
+    kv_format: KVFormat
+    fields: dict[str, Tensor]
+    kept: Kept | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.fields.values()) + (self.kept.vectors.nbytes if self.kept else 0)
+
+    def pack(self, name: str, x: Tensor, layer: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        """Quantize new vectors [T, Hkv, D], or the groups that they fill.
+
+        Returns:
+            fields [n, Hkv, *field.shape], and the slot [n] of the last token of each.
+        """
+        last = torch.arange(len(x), device=x.device)
+        try:
+            if self.kv_format.group_tokens == 1:
+                return by_token(self.kv_format.quantize(x.transpose(0, 1), layer)), batch.slot_mapping
+            require_finite(x.transpose(0, 1))
+            assert self.kept is not None, "a format of groups keeps tokens in BF16 until their group is full"
+            groups = self.kept.filled(x, batch)
+            last = groups.last
+            return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
+        except NonFiniteVectorError as error:
+            head, token = error.index[0], int(last[error.index[1]])
+            where = (
+                f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
+            )
+            raise NonFiniteError(f"{where} is not finite or too large for {self.kv_format.name}") from None
+
+    def unpack(self, layer: int, block_table: Tensor) -> Tensor:
+        """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n]."""
+        blocks = block_table.clamp(min=0).long()
+        # [B, n, Hkv, groups, *] -> [B, Hkv, n * groups, *]: a head's blocks one after the other.
+        fields = {name: tensor[blocks].transpose(1, 2).flatten(2, 3) for name, tensor in self.fields.items()}
+        vectors = self.kv_format.dequantize(fields, layer)
+        return vectors if self.kv_format.group_tokens == 1 else vectors.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """K and V of one layer; a `LayerState`.
+
+    Attributes:
+        index: of the layer, which chooses rotations.
+        ring: blocks of a row's ring; None where blocks are a sequence's own, as the bookkeeping hands them out.
+    """
+
+    index: int
+    shape: KVShape
+    k: Side
+    v: Side
+    block_size: int
+    ring: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def sides(self) -> tuple[tuple[str, Side], tuple[str, Side]]:
+        """K and V by their letters."""
+        return ("k", self.k), ("v", self.v)
+
+    def placed(self, batch: Batch) -> Batch:
+        """A batch with the slots and the block table of this layer."""
+        return batch if self.ring is None else batch.in_ring(self.ring, self.block_size)
+
+    def blocks_at(self, place: Place, first: int, end: int) -> list[int]:
+        """Where blocks `first` … `end` - 1 of a sequence lie."""
+        if self.ring is None:
+            return list(place.blocks[first:end])
+        return [place.row * self.ring + block % self.ring for block in range(first, end)]
+
+    def first_held(self, length: int) -> int:
+        """The first block that a sequence of `length` tokens still needs."""
+        return 0 if self.shape.window is None else max(0, length - self.shape.window + 1) // self.block_size
+
+    def write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """Quantize and store new K and V [T, Hkv, D] of a placed batch; raises as `PagedKVCache.write`."""
+        packed = [side.pack(name.upper(), x, self.index, batch) for (name, side), x in zip(self.sides, (k, v), strict=True)]
+        for (_, side), x, (fields, stored) in zip(self.sides, (k, v), packed, strict=True):
+            block, offset = stored // self.block_size, stored % self.block_size // side.kv_format.group_tokens
+            for name, values in fields.items():
+                side.fields[name][block, :, offset] = values
+            if side.kept:
+                side.kept.write(x, batch)
+
+    def read(self, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """De-quantized K and V of whole blocks [B, n], each [B, Hkv, n * block_size, D] fp32."""
+        return self.k.unpack(self.index, block_table), self.v.unpack(self.index, block_table)
+
+    def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
+        """Tokens in BF16 that the new ones replace. What is packed needs nothing: a sequence's length alone says what is its
+        own, and a ring has room for all new tokens beside its window."""
+        if self.k.kept is None and self.v.kept is None:
+            return None
+        return [side.kept.overwritten(batch) if side.kept else None for _, side in self.sides]
+
+    def roll_back(self, snapshot: Any, batch: Batch, dropped: Tensor) -> None:
+        for (_, side), replaced in zip(self.sides, snapshot, strict=True):
+            if side.kept:
+                side.kept.put_back(replaced, batch, dropped)
+
+    def take(self, place: Place, length: int) -> dict[str, Tensor]:
+        """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_held` on, zero behind the
+        last token; tokens in BF16 as `k.window` [Hkv, sink + ring, D]."""
+        first, end = self.first_held(length), blocks_for(length, self.block_size)
+        index = torch.tensor(
+            self.blocks_at(place, first, end), dtype=torch.int64, device=next(iter(self.k.fields.values())).device
+        )
+        tensors: dict[str, Tensor] = {}
+        for letter, side in self.sides:
+            groups = length // side.kv_format.group_tokens - first * self.block_size // side.kv_format.group_tokens
+            for name, field in side.fields.items():
+                tensors[f"{letter}.{name}"] = _cut(field[index].cpu(), groups)
+            if side.kept is not None:
+                held = side.kept.held(length)
+                tensors[f"{letter}.{KEPT}"] = side.kept.vectors[place.row].cpu().masked_fill(~held[:, None], 0.0)
+        return tensors
+
+    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
+        first, end = self.first_held(stored_length), blocks_for(length, self.block_size)
+        for letter, side in self.sides:
+            for name, field in side.fields.items():
+                index = torch.tensor(self.blocks_at(place, first, end), dtype=torch.int64, device=field.device)
+                field[index] = tensors[f"{letter}.{name}"][: len(index)].to(field.device)
+            if side.kept is not None:
+                side.kept.vectors[place.row] = tensors[f"{letter}.{KEPT}"].to(side.kept.vectors.device)
+
+    def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
+        """Whether all that the next query sees is still held: of a window's tokens, and of those in BF16."""
+        if length == stored_length:
+            return length
+        if self.first_held(length) < self.first_held(stored_length):
+            return 0
+        for _, side in self.sides:
+            kept = side.kept
+            # The next query sees its tail, and the group that it is in, in BF16.
+            if kept and kept.ring and length < stored_length - kept.ring + kept.tail + kept.group:
+                return 0
+        return length
+
+
+def _cut(tensor: Tensor, groups: int) -> Tensor:
+    """A copy [blocks, Hkv, P, *] with zeros behind so many groups: what others left there is nobody's business."""
+    if len(tensor) and (rest := groups - (len(tensor) - 1) * tensor.shape[2]) < tensor.shape[2]:
+        tensor[-1, :, max(rest, 0) :] = 0
+    return tensor

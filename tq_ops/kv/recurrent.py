@@ -1,0 +1,135 @@
+"""A state that each token changes, such as that of linear attention or of a short convolution: it cannot be cut at a token.
+
+Each sequence's state is kept in a few versions, by the number of tokens that it has seen. A forward from position p reads the
+version that has seen p, writes later ones beside it and discards those of another continuation. Tokens can so be taken back,
+and a forward can be run again. A version that is not there is an error, never another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.shapes import Place
+
+VERSIONS = 10
+"""Of a state, at least 2: one more than the tokens that can be taken back."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What one layer remembers of a sequence.
+
+    Attributes:
+        tensors: name -> shape and dtype of one sequence's part.
+        versions: that are kept.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    versions: int = VERSIONS
+
+    @property
+    def nbytes(self) -> int:
+        """Of one sequence, all versions."""
+        one = sum(dtype.itemsize * torch.Size(shape).numel() for _, shape, dtype in self.tensors)
+        return self.versions * (one + torch.int64.itemsize)
+
+
+class Recurrent:
+    """The state of one layer, for `num_rows` sequences at a time.
+
+    Row `num_rows` is nobody's: tokens without a slot, which pad a batch, read and write it.
+
+    Attributes:
+        tensors: name -> [num_rows + 1, versions, *shape].
+        seen: [num_rows + 1, versions] int64, tokens that a version has seen; -1 where there is none.
+    """
+
+    def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
+        if shape.versions < 2:
+            raise ValueError("a state needs a version to read and one to write")
+        self.shape, self._nobody = shape, num_rows
+        self.tensors = {
+            name: torch.zeros(num_rows + 1, shape.versions, *size, dtype=dtype, device=device)
+            for name, size, dtype in shape.tensors
+        }
+        self.seen = torch.full((num_rows + 1, shape.versions), -1, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.seen.nbytes
+
+    def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Row and first position of each sequence of a batch, both [B]."""
+        first = batch.query_start_loc[:-1].long()
+        return torch.where(batch.slot_mapping[first] < 0, self._nobody, batch.rows), batch.positions[first]
+
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """The state before each sequence's first new token, [B, *shape] by name: zeros before the first token of all.
+
+        Raises:
+            ValueError: no version has seen the tokens before.
+        """
+        rows, begin = self._rows(batch)
+        matches = self.seen[rows] == begin.unsqueeze(1)
+        fresh = begin == 0
+        if self.seen.device.type == "cpu" and not bool((matches.any(1) | fresh | (rows == self._nobody)).all()):
+            raise ValueError("no version of a recurrent state has seen the tokens before this batch: too many were taken back")
+        version = matches.int().argmax(1)
+        return {
+            name: tensor[rows, version].masked_fill(fresh.view(-1, *[1] * (tensor.ndim - 2)), 0)
+            for name, tensor in self.tensors.items()
+        }
+
+    def write(self, after: Mapping[str, Tensor], tokens: Tensor, batch: Batch) -> None:
+        """Keep the state after some of a batch's tokens; the last one of each sequence must be among them.
+
+        Of more tokens of a sequence than versions but one, the last ones count.
+
+        Args:
+            after: name -> [n, *shape], the state after each.
+            tokens: [n] int64, their numbers in the batch, ascending.
+        """
+        rows, begin = self._rows(batch)
+        ends = batch.query_start_loc[1:].long()
+        sequence = torch.searchsorted(ends, tokens, right=True)
+        upto = torch.searchsorted(tokens, ends)  # tokens of this and all earlier sequences
+        number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0 is a sequence's last
+        seen = self.seen[rows]
+        seen = seen.masked_fill((seen > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
+        # The version that was read goes last: it is never overwritten.
+        order = seen.masked_fill(seen == begin.unsqueeze(1), torch.iinfo(torch.int64).max).argsort(1)
+        taken = number < self.shape.versions - 1
+        row, version = rows[sequence[taken]], order[sequence[taken], number[taken]]
+        self.seen[rows] = seen
+        self.seen[row, version] = batch.positions[tokens[taken]] + 1
+        for name, tensor in self.tensors.items():
+            tensor[row, version] = after[name][taken].to(tensor.dtype)
+
+    def snapshot(self, batch: Batch) -> None:
+        return None
+
+    def roll_back(self, snapshot: Any, batch: Batch, dropped: Tensor) -> None:
+        """Nothing: versions that have seen dropped tokens go when the next are written."""
+
+    def take(self, place: Place, length: int) -> dict[str, Tensor]:
+        seen = self.seen[place.row].cpu()
+        versions = ((seen >= 0) & (seen <= length)).nonzero().flatten()
+        versions = versions[seen[versions].argsort()]
+        return {name: tensor[place.row].cpu()[versions] for name, tensor in self.tensors.items()} | {"seen": seen[versions]}
+
+    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
+        kept = (tensors["seen"] <= length).nonzero().flatten()[-self.shape.versions :]
+        self.seen[place.row] = -1
+        self.seen[place.row, : len(kept)] = tensors["seen"][kept].to(self.seen.device)
+        for name, tensor in self.tensors.items():
+            tensor[place.row, : len(kept)] = tensors[name][kept].to(tensor.device)
+
+    def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
+        seen: Sequence[int] = tensors["seen"].tolist()
+        return max((count for count in seen if count <= length), default=0)

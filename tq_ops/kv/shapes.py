@@ -1,0 +1,84 @@
+"""What one layer keeps of a token, as far as a cache must know it: a leaf that imports nothing of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BLOCK_SIZE = 128
+"""Tokens of a block of a paged cache."""
+KEPT_CHUNK = 64
+"""New tokens of a sequence that a cache with a tail in BF16 takes at once; each layer keeps room for them beside the tail."""
+RING_CHUNK = 512
+"""New tokens of a sequence that a layer with a sliding window takes at once; it keeps room for them beside the window."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """K and V of one layer.
+
+    Attributes:
+        num_kv_heads: Hkv.
+        head_dim: D.
+        window: the newest tokens that a query sees, itself among them; None for all of its sequence.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __str__(self) -> str:
+        seen = f" that see {self.window:,} tokens" if self.window else ""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}{seen}"
+
+    @property
+    def numbers(self) -> int:
+        """Of K, and of V, of one token."""
+        return self.num_kv_heads * self.head_dim
+
+    def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
+        """Blocks that a sequence takes in a ring, however long it grows; None where it keeps all of its tokens.
+
+        The first new token of a chunk still sees `window - 1` tokens before it, wherever the chunk begins in a block.
+
+        Args:
+            row_blocks: blocks of a sequence at most; a ring never has more.
+        """
+        if self.window is None:
+            return None
+        return min(row_blocks, math.ceil((self.window + chunk - 2) / block_size) + 1)
+
+
+Shapes = KVShape | Sequence[KVShape | None]
+"""Of each layer, None where a layer has no K and V; or one for all layers."""
+
+
+def each(shapes: Shapes, num_layers: int) -> tuple[KVShape | None, ...]:
+    """The shape of each layer.
+
+    Raises:
+        ValueError: they are of another number of layers.
+    """
+    of_layers = (shapes,) * num_layers if isinstance(shapes, KVShape) else tuple(shapes)
+    if len(of_layers) != num_layers:
+        raise ValueError(f"there are shapes of {len(of_layers)} layers, and the plan has {num_layers}")
+    return of_layers
+
+
+class Place(NamedTuple):
+    """Where a cache holds one sequence.
+
+    Attributes:
+        blocks: of paged layers that keep all of its tokens, in order.
+        row: among those that rings, tokens in BF16 and states are kept by.
+    """
+
+    blocks: tuple[int, ...]
+    row: int
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Blocks that hold a number of tokens of one sequence."""
+    return math.ceil(tokens / block_size)
