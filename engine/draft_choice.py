@@ -84,6 +84,8 @@ def choose(
     if spec.name == NGRAM:
         return lambda _: Ngram()
     if spec.name == SELF:
+        if model.config.state_shapes:
+            raise InputError("--draft self copies K and V, and layers of this model have a recurrent state; take --draft ngram")
         plan = _coarser(spec.kv, model)
         return lambda executor: ModelDraft(SELF, executor, plan, executor.weights.nbytes, copies=True)
     if model.ranks.size > 1:

@@ -100,7 +100,8 @@ class _Drafting:
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         # The last drafted token is not stored, so that a text may be as long as the limit.
-        wanted = {row: min(most[row], self._limit - len(text) + 1) for row, text in texts.items()}
+        longest = (self._cache.most_undone or self._limit) - 1  # all but the first of what is drafted is stored one by one
+        wanted = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
         rows = [row for row in texts if wanted[row] > 0 and self._follows(row, texts[row])]
         if not rows:
             return {}

@@ -12,7 +12,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
 def shape_of(config: ModelConfig) -> ModelShape:
     """The shapes that a plan file names its model by."""
-    return ModelShape(config.kv_shapes, config.hidden_size, config.vocab_size)
+    return ModelShape(config.kv_shapes, config.hidden_size, config.vocab_size, tuple(config.state_shapes.items()))
 
 
 def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:

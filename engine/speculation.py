@@ -64,7 +64,8 @@ class Speculation:
     ) -> None:
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
-        self._tokens = min(tokens, (cache.most_new_tokens or tokens + 1) - 1)
+        limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
+        self._tokens = min(tokens, *limits) if limits else tokens
         self._advance: Advance | None = None
         self._steps = 0
         self.cost = DraftCost()

@@ -45,6 +45,7 @@ class PagedKVCache:
         states: layer -> what else it remembers.
     Attributes:
         most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
+        most_undone: of those, as many as can be taken back again; None for any number.
         states: the memory of each layer that is held here, by layer.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
@@ -81,6 +82,7 @@ class PagedKVCache:
         limits = [chunk] * any(kept.ring for *_, kept in self.fields() if kept)
         limits += [ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
         self.most_new_tokens = min(limits, default=None)
+        self.most_undone = min((shape.versions - 1 for shape in (states or {}).values()), default=None)
 
     @classmethod
     def over(

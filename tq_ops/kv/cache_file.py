@@ -29,6 +29,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json, size_of
 from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVPlan, ModelShape
+from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
@@ -104,6 +105,8 @@ class Origin:
             InputError: naming the tensor.
         """
         expected = _expected(plan, self.shape, stored.length)
+        for layer, state in self.shape.states:
+            expected |= {f"layers.{layer}.{key}": wanted for key, wanted in _expected_state(state, stored, layer, name).items()}
         if names := sorted(expected.keys() ^ stored.tensors.keys()):
             raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
         for key, wanted in expected.items():
@@ -230,6 +233,22 @@ def _expected(plan: KVPlan, shape: ModelShape, length: int) -> dict[str, tuple[t
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
                 expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
     return expected
+
+
+def _expected_state(
+    state: StateShape, stored: StoredSequence, layer: int, name: str
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The tensors of a layer's state, of as many versions as it says that it has.
+
+    Raises:
+        InputError: its versions are not such as `Recurrent.take` gives.
+    """
+    seen = stored.tensors.get(f"layers.{layer}.seen", torch.empty(0))
+    counts = seen.tolist() if seen.dtype == torch.int64 and seen.ndim == 1 else []
+    if not 0 < len(counts) <= state.versions or counts[-1] != stored.length or counts != sorted(set(counts)):
+        raise InputError(f"{name} does not fit this cache: the state of layer {layer} is not that of {stored.length} tokens")
+    tensors = {key: ((len(counts), *size), dtype) for key, size, dtype in state.tensors}
+    return tensors | {"seen": ((len(counts),), torch.int64)}
 
 
 def _blocks_of(shape: KVShape, length: int) -> int:

@@ -16,6 +16,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
+from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KVShape, Shapes, each
 
 KEPT_BYTES = 2
@@ -177,11 +178,13 @@ class ModelShape:
 
     Attributes:
         layers: of each layer's K and V, None where it has none.
+        states: what else layers remember, by layer, ascending.
     """
 
     layers: tuple[KVShape | None, ...]
     hidden_size: int
     vocab_size: int
+    states: tuple[tuple[int, StateShape], ...] = ()
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int, vocab_size: int) -> ModelShape:
@@ -202,6 +205,8 @@ class ModelShape:
         }  # fmt: skip
         if others := {str(i): shape and asdict(shape) for i, shape in enumerate(self.layers) if shape != plain}:
             entry["layers"] = others
+        if self.states:
+            entry["states"] = {str(layer): shape.as_json() for layer, shape in self.states}
         return entry
 
     @classmethod
@@ -212,21 +217,17 @@ class ModelShape:
             ValueError: it is not what `as_json` writes.
         """
         names = ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
-        if not isinstance(raw, dict) or raw.keys() - {"layers"} != set(names):
+        if not isinstance(raw, dict) or raw.keys() - {"layers", "states"} != set(names):
             raise ValueError(f"its model is not described by {', '.join(names)}")
         if bad := [name for name in names if not _is_count(raw[name])]:
             raise ValueError(f"{bad[0]} of its model is not a positive integer")
         if raw["num_layers"] > _MOST_LAYERS:
             raise ValueError(f"num_layers of its model is above {_MOST_LAYERS}")
         layers: list[KVShape | None] = [KVShape(raw["num_kv_heads"], raw["head_dim"])] * raw["num_layers"]
-        others = raw.get("layers", {})
-        if not isinstance(others, dict):
-            raise ValueError("the layers of its model are no object")
-        for index, entry in others.items():
-            if not (index.isascii() and index.isdigit() and len(index) < 6 and int(index) < len(layers)):
-                raise ValueError(f"its model has no layer {index}")
-            layers[int(index)] = _layer_shape(entry)
-        return cls(tuple(layers), raw["hidden_size"], raw["vocab_size"])
+        for index, entry in _by_layer_of(raw, "layers", len(layers)):
+            layers[index] = _layer_shape(entry)
+        states = tuple((index, StateShape.read(entry)) for index, entry in _by_layer_of(raw, "states", len(layers)))
+        return cls(tuple(layers), raw["hidden_size"], raw["vocab_size"], states)
 
     def __str__(self) -> str:
         kinds = Counter(str(shape) if shape else "no K and V" for shape in self.layers)
@@ -239,6 +240,17 @@ _MOST_LAYERS = 2**14
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 2**31
+
+
+def _by_layer_of(raw: Mapping[str, Any], name: str, count: int) -> list[tuple[int, object]]:
+    """The entries of one layer each, of an object by the layers' numbers; none where there is no such object."""
+    entries = raw.get(name, {})
+    if not isinstance(entries, dict):
+        raise ValueError(f"the {name} of its model are no object")
+    for index in entries:
+        if not (index.isascii() and index.isdigit() and len(index) < 6 and int(index) < count):
+            raise ValueError(f"its model has no layer {index}")
+    return sorted((int(index), entry) for index, entry in entries.items())
 
 
 def _layer_shape(entry: object) -> KVShape | None:

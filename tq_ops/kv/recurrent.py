@@ -33,11 +33,38 @@ class StateShape:
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     versions: int = VERSIONS
 
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        tensors = [[name, list(size), str(dtype).removeprefix("torch.")] for name, size, dtype in self.tensors]
+        return {"versions": self.versions, "tensors": tensors}
+
+    @classmethod
+    def read(cls, raw: object) -> StateShape:
+        """The inverse.
+
+        Raises:
+            ValueError: it is not what `as_json` writes.
+        """
+        match raw:
+            case {"versions": int(versions), "tensors": [*entries]} if 2 <= versions < 2**16:
+                return cls(tuple(map(_tensor_of, entries)), versions)
+        raise ValueError("a state of its model is not described")
+
     @property
     def nbytes(self) -> int:
         """Of one sequence, all versions."""
         one = sum(dtype.itemsize * torch.Size(shape).numel() for _, shape, dtype in self.tensors)
         return self.versions * (one + torch.int64.itemsize)
+
+
+def _tensor_of(entry: object) -> tuple[str, tuple[int, ...], torch.dtype]:
+    match entry:
+        case [str(name), [*size], str(word)] if all(type(n) is int and 0 < n < 2**31 for n in size) and word in _DTYPES:
+            return name, tuple(size), _DTYPES[word]
+    raise ValueError("a state of its model is not described")
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Recurrent:
