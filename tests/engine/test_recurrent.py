@@ -44,7 +44,7 @@ class Run:
         self.executor = kind(hybrid(**model))
         self.plan = PLAN.plan(self.executor.config.num_layers)
         self.cache, self.paging = new_cache(
-            self.executor.config, self.plan, sequences=2, tokens=256, block_size=16, ring_chunk=32
+            self.executor.config, self.plan, sequences=2, tokens=256, block_size=block_size, ring_chunk=32
         )
         self.sequence = self.paging.add()
 
