@@ -53,7 +53,10 @@ def draw_weights(theirs):
 
 
 def worst_error(theirs, ours, kv, prompt):
-    """Largest absolute difference of logits over prefill and STEPS greedy steps, and the ties that were settled."""
+    """Largest difference of logits over prefill and STEPS greedy steps, and the ties that were settled.
+
+    In units of the logits' standard deviation, where that is above 1: an embedding that is scaled scales a tied head's logits.
+    """
     executor = ReferenceExecutor(ours)
     blocks = -(-(prompt.shape[1] + STEPS) // 128)
     cache = PagedKVCache(
@@ -68,7 +71,7 @@ def worst_error(theirs, ours, kv, prompt):
     for _ in range(STEPS + 1):
         with torch.inference_mode():
             logits = theirs(input_ids=tokens, past_key_values=reference, use_cache=True).logits[:, -1]
-        worst = max(worst, (mine - logits).abs().max().item())
+        worst = max(worst, ((mine - logits).abs().max() / logits.std().clamp(min=1.0)).item())
         tokens = logits.argmax(-1)[None]
         if paging.length(sequence) < prompt.shape[1] + STEPS:
             mine = verify(executor, tokens[0], paging.batch([sequence], [1]), cache)
