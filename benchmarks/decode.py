@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks import decode_peers, whole
-from haarkv.executors.base import verify
 from haarkv.benchmarks.attention import Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
@@ -26,12 +25,12 @@ from haarkv.benchmarks.llama_process import LlamaKV
 from haarkv.benchmarks.plans import plan_of
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors import catalog
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences

@@ -221,6 +221,10 @@ class Guard:
         """
         self._judge(expected_losses(self.plan, self.moments, self.softmax_scale), on_warning)
 
+    def watches(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether it still has to judge, and these prompts are long enough for it to; else nothing looks on as they run."""
+        return not self._over and len(prompts[0]) >= LEAST_TOKENS
+
     def table(self, ops: OpTable) -> OpTable:
         """An op table that looks at the first tokens of each layer as it runs, once."""
         seen: dict[int, tuple[Tensor, Tensor]] = {}

@@ -20,7 +20,7 @@ class Drafting:
         proposed, accepted: drafted tokens, and those that the model took.
         tokens_per_step: new tokens a decode step and sequence, the model's own among them.
         ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which nothing was drafted; one step in so many is left plain to measure it.
+        plain_ms_per_token: median of the steps in which the draft had nothing to say.
         speed_up: the second by the first; None if no step was plain.
         same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
             where two tokens nearly tie, either may come.
@@ -73,7 +73,7 @@ class Drafting:
         if self.speed_up is None or self.acceptance is None:
             return ""
         times = (
-            f"{self.ms_per_token:.2f} ms a token, {self.plain_ms_per_token:.2f} in plain steps between ({self.speed_up:.2f}x)"
+            f"{self.ms_per_token:.2f} ms a token, {self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
         )
         return times if self.speed_up >= 1 else f"{times}: does not pay here, leave out --draft"
 

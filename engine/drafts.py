@@ -101,7 +101,7 @@ class DraftCost:
         proposed, accepted: drafted tokens, and those of them that the model took.
         checks: checks of a sequence's drafted tokens.
         steps: decode steps of a sequence, with drafted tokens or without.
-        plain: seconds a token of steps in which nothing was drafted, those that are taken to measure it among them.
+        plain: seconds a token of steps in which nothing was drafted.
     """
 
     proposed: int = 0

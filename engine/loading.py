@@ -92,7 +92,7 @@ def load(
     guard = None
     if spec.calibration is None:
         guard = Guard(
-            plan, dict(enumerate(made.moments)), loaded.config.attentions[0].scale, not balance, allow_collapse, ranks
+            plan, made.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks
         )
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)

@@ -201,7 +201,7 @@ class Session:
         cache, paging = self.new_cache(len(ids), context)
         sampling = sampling or self.sampling_with()
         guard = self.guard
-        watched = self.executor.over(guard.table) if guard else None
+        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
 
         def prefilled(done: int, total: int) -> None:
             if guard and watched and done:

@@ -23,9 +23,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.rollback import Advance
 
 _NOTHING = Proposal()
-PLAIN_EVERY = 24
-"""One decode step in so many drafts nothing, to measure what a step takes then."""
-_FIRST_PLAIN = 1  # not the very first, which may compile
 
 
 class Growing(Protocol):
@@ -67,7 +64,6 @@ class Speculation:
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
         self._tokens = min(tokens, *limits) if limits else tokens
         self._advance: Advance | None = None
-        self._steps = 0
         self.cost = DraftCost()
 
     def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
@@ -78,12 +74,8 @@ class Speculation:
             sequences: their ids in the cache.
             texts: what they are so far; the last token is not stored yet.
         """
-        plain = self._steps % PLAIN_EVERY == _FIRST_PLAIN
-        self._steps += 1
-        proposals: dict[int, Proposal] = {}
-        if not plain:
-            most = {row: min(self._tokens, text.room) for row, text in zip(rows, texts, strict=True)}
-            proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
+        most = {row: min(self._tokens, text.room) for row, text in zip(rows, texts, strict=True)}
+        proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
         began = time.perf_counter()
         proposed = [proposals.get(row, _NOTHING) for row in rows]
         new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]

@@ -66,12 +66,12 @@ class Balanced:
     Attributes:
         model: it, or the model that was given if nothing is uneven.
         uneven: what was balanced.
-        moments: K's and V's of each layer, as they are now.
+        moments: K's and V's of each layer that has them, as they are now.
     """
 
     model: DecoderModel
     uneven: tuple[Uneven, ...]
-    moments: tuple[tuple[Moments, Moments], ...]
+    moments: Mapping[int, tuple[Moments, Moments]]
 
 
 def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
@@ -115,7 +115,8 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
         return {}
     places = {
         part.name: (layer, field)
-        for layer in range(config.num_layers)
+        for layer, shape in enumerate(config.kv_shapes)
+        if shape is not None
         for field, part in layer_tensors(config, layer).items()
         if field in _READ
     }
@@ -126,8 +127,9 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
         layer, field = places[tensor_name]
         read[field] = tensor
         if tensor_name == last[layer]:  # one layer at a time is held
-            heads, dim = config.heads.num_kv_heads, config.heads.head_dim
-            found[layer] = key_moments(read, heads, dim), value_moments(read, heads, dim)
+            mixer = config.layers[layer].attention
+            sizes = mixer.num_kv_heads, mixer.head_dim
+            found[layer] = key_moments(read, *sizes), value_moments(read, *sizes)
             read = {}
     return found
 
@@ -146,20 +148,23 @@ def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_:
         model: of one rank or all; on the host.
         wanted: of a layer and "K" or "V": whether it may be balanced.
     """
-    config, layers, found, moments = model.config, [], [], []
-    for index, weights in enumerate(model.weights.layers):
-        layer, now = weights, []
+    layers, found, moments = list(model.weights.layers), [], {}
+    for index, shape in enumerate(model.config.kv_shapes):
+        if shape is None:
+            continue
+        weights = layer = layers[index]
+        now = []
         for side, moments_of in (("K", key_moments), ("V", value_moments)):
-            of = moments_of(by_field(weights), config.heads.num_kv_heads, config.heads.head_dim)
+            of = moments_of(by_field(weights), shape.num_kv_heads, shape.head_dim)
             scales, ratio = scales_of(of) if wanted(index, side) else (torch.ones(()), 1.0)
             if ratio > 1:
                 layer = folded(layer, side, scales)
                 found.append(Uneven(index, side, ratio))
             now.append(of.scaled(scales))
-        layers.append(layer)
-        moments.append((now[0], now[1]))
+        layers[index] = layer
+        moments[index] = now[0], now[1]
     changed = replace(model, weights=replace(model.weights, layers=tuple(layers))) if found else model
-    return Balanced(changed, tuple(found), tuple(moments))
+    return Balanced(changed, tuple(found), moments)
 
 
 def name_layers(layers: Sequence[int]) -> str:

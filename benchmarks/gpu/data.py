@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 
 DISTINCT = 2
 """Sequences with numbers of their own; further ones repeat these, which no time depends on."""

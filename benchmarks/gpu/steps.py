@@ -27,8 +27,8 @@ from haarkv.benchmarks.gpu.sizes import Sizes
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
 from haarkv.models.checkpoint import random_weights
+from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops

@@ -136,7 +136,7 @@ class TestLoss:
 
     def test_expected_is_near_what_the_first_tokens_show(self):
         model, plan = planted.outlier_channels(tiny(), 100), KVSpec("tq4").plan(6)
-        moments = dict(enumerate(balance(model, lambda *_: False).moments))
+        moments = balance(model, lambda *_: False).moments
         expected = {
             (loss.layer, loss.side): loss.amount
             for loss in collapse.expected_losses(plan, moments, model.config.attentions[0].scale)

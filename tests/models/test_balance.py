@@ -121,7 +121,7 @@ class TestModel:
         assert len(made.uneven) == 2 * config.num_layers
         ids = list(range(40))
         assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
-        for layer, moments in zip(made.model.weights.layers, made.moments, strict=True):
+        for layer, moments in zip(made.model.weights.layers, made.moments.values(), strict=True):
             for of_side, of in zip((key_moments, value_moments), moments, strict=True):
                 now = of_side(fields_of(layer), config.heads.num_kv_heads, config.heads.head_dim)
                 assert torch.allclose(now.use, of.use, rtol=1e-4)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
-from haarkv.executors.base import verify
 from haarkv.engine.session import Session
+from haarkv.executors.base import verify
 from haarkv.tq_ops.errors import NonFiniteError
 
 TOP = 5

@@ -13,8 +13,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, take, token_rows
 from haarkv.validation.layers.slips import OUT, Layer
