@@ -107,7 +107,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-# -- What a declaration asks for -----------------------------------------------------------------------------------------------
+# -- What a declaration asks for ---------------------------------------------------------------------------------------------
 
 
 def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
