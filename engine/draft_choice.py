@@ -85,7 +85,9 @@ def choose(
         return lambda _: Ngram()
     if spec.name == SELF:
         if model.config.state_shapes:
-            raise InputError("--draft self copies K and V, and layers of this model have a recurrent state; take --draft ngram")
+            raise InputError(
+                "--draft self copies K and V, and this model has layers with a recurrent state; take --draft ngram"
+            )
         plan = _coarser(spec.kv, model)
         return lambda executor: ModelDraft(SELF, executor, plan, executor.weights.nbytes, copies=True)
     if model.ranks.size > 1:

@@ -72,9 +72,8 @@ class Drafting:
     def _gain(self) -> str:
         if self.speed_up is None or self.acceptance is None:
             return ""
-        times = (
-            f"{self.ms_per_token:.2f} ms a token, {self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        )
+        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
+        times = f"{self.ms_per_token:.2f} ms a token, {without}"
         return times if self.speed_up >= 1 else f"{times}: does not pay here, leave out --draft"
 
 

@@ -91,9 +91,7 @@ def load(
         on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
     guard = None
     if spec.calibration is None:
-        guard = Guard(
-            plan, made.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks
-        )
+        guard = Guard(plan, made.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
     return Session(

@@ -280,7 +280,7 @@ def dense_layers(
 
 
 def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
-    """For a path that runs plain dense layers: what of a declaration it does not know, in words; None if it may take the layer.
+    """For a path that runs plain dense layers: what of a declaration it does not know, in words; None if it may take it.
 
     Plain is attention with RoPE on whole heads and a SiLU-gated MLP, of any sizes, `theta`, scaling and `eps`. The declaration
     is compared as a whole: one that says anything else, in whatever field, is not known.

@@ -139,7 +139,11 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "dense layers"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
-        ("qwen2.5", {"use_sliding_window": True, "sliding_window": "wide", "max_window_layers": 0, "layer_types": None}, "sliding_window 'wide' is no number of tokens"),
+        (
+            "qwen2.5",
+            {"use_sliding_window": True, "sliding_window": "wide", "max_window_layers": 0, "layer_types": None},
+            "sliding_window 'wide' is no number of tokens",
+        ),
         ("qwen2.5", {"layer_types": ["full_attention", "sliding_attention"]}, "does not name the kind of each of 3 layers"),
         ("qwen2.5", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "type 'linear_attention'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "capped logits"),

@@ -105,8 +105,9 @@ def info(file: Path, as_json: bool) -> None:
 
     stored, origin = load(file)
     found = {
-        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length), "bytes": file.stat().st_size,
-        "kv_bytes": stored.nbytes, "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
+        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length),
+        "bytes": file.stat().st_size, "kv_bytes": stored.nbytes,
+        "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
         "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
     }  # fmt: skip
     if as_json:

@@ -54,7 +54,7 @@ class Batch:
         return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in self.tensors.items()})
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
-        """The same tokens where a layer keeps a ring of blocks for each row: block j of a sequence is `row * blocks + j % blocks`.
+        """The same tokens where a layer keeps a ring for each row: block j of a sequence is `row * blocks + j % blocks`.
 
         Made once for a batch; a device is not waited for. A token without a slot has none here either.
         """

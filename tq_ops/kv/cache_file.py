@@ -106,7 +106,8 @@ class Origin:
         """
         expected = _expected(plan, self.shape, stored.length)
         for layer, state in self.shape.states:
-            expected |= {f"layers.{layer}.{key}": wanted for key, wanted in _expected_state(state, stored, layer, name).items()}
+            wanted_of = _expected_state(state, stored, layer, name)
+            expected |= {f"layers.{layer}.{key}": wanted for key, wanted in wanted_of.items()}
         if names := sorted(expected.keys() ^ stored.tensors.keys()):
             raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
         for key, wanted in expected.items():

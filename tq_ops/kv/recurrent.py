@@ -59,8 +59,10 @@ class StateShape:
 
 def _tensor_of(entry: object) -> tuple[str, tuple[int, ...], torch.dtype]:
     match entry:
-        case [str(name), [*size], str(word)] if all(type(n) is int and 0 < n < 2**31 for n in size) and word in _DTYPES:
-            return name, tuple(size), _DTYPES[word]
+        case [str(name), [*size], str(word)] if word in _DTYPES:
+            counts = tuple(n for n in size if isinstance(n, int) and 0 < n < 2**31)
+            if len(counts) == len(size):
+                return name, counts, _DTYPES[word]
     raise ValueError("a state of its model is not described")
 
 
