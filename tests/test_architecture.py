@@ -15,9 +15,8 @@ from places import ROOT
 from sources import ORDER, module_name, sources
 
 from haarkv.executors import catalog
-from haarkv.models.base import DecoderLayer, Family
+from haarkv.models.base import Family
 from haarkv.models.registry import FAMILIES, family_of
-from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -128,14 +127,17 @@ def test_the_rule_would_see_a_family():
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_has_the_four_names_with_their_signatures(model_type):
+def test_every_family_has_its_two_names_with_their_signatures(model_type):
     family = family_of(model_type)
-    assert issubclass(family.LayerWeights, LayerWeights)
-    assert all(config.family is family for config in family.SIZES.values())
-    for name, declared in (("decoder_layer", DecoderLayer.__call__), ("read_config", Family.read_config)):
-        ours, theirs = (inspect.signature(f).parameters.values() for f in (getattr(family, name), declared))
-        wanted = [(p.name, p.kind) for p in theirs if p.name != "self"]
-        assert [(p.name, p.kind) for p in ours] == wanted
+    assert all(family_of(config.model_type) is family for config in family.SIZES.values())
+    ours, theirs = (inspect.signature(read).parameters.values() for read in (family.read_config, Family.read_config))
+    assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in theirs if p.name != "self"]
+
+
+def test_the_declaration_is_a_leaf():
+    """It imports what a cache must know of a layer, and nothing else of ours."""
+    ours = {module for module in modules_imported(ROOT / "models/config.py") if module.startswith("haarkv.")}
+    assert {module.rpartition(".")[0] for module in ours} == {"haarkv.tq_ops.kv.recurrent", "haarkv.tq_ops.kv.shapes"}
 
 
 def test_the_rule_would_see_a_wrong_import():

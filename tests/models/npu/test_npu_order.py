@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from aicore.conflicts import conflicts
+from aicore.schedule import Operand, Schedule, Task, read_schedule
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import Unordered
@@ -12,8 +14,6 @@ from small_models import resized
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
-from haarkv.tq_ops.npu.aicore.conflicts import conflicts
-from haarkv.tq_ops.npu.aicore.schedule import Operand, Schedule, Task, read_schedule
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of

@@ -111,7 +111,7 @@ class Execution:
             own complaints in VERIFY.
         order: the tasks of the run and what waits for what, in SCHEDULE.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
-        schedule: in SCHEDULE, what the scheduler logged of its tasks; `tq_ops.npu.aicore.schedule` reads it.
+        schedule: in SCHEDULE, what the scheduler logged of its tasks; `tests/support/aicore.schedule` reads it.
     """
 
     seconds: float

@@ -4,10 +4,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from aicore.toolchain import find_toolchain
 from executed_leaves import ROWS
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.aicore.toolchain import find_toolchain
 from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
 
 

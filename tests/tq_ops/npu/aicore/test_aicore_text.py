@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from aicore.leaf import distinct, read_leaf, read_leaves
+from aicore.schedule import ordered, read_schedule
+from aicore.toolchain import find_toolchain, host_header
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.aicore.leaf import distinct, read_leaf, read_leaves
-from haarkv.tq_ops.npu.aicore.schedule import ordered, read_schedule
-from haarkv.tq_ops.npu.aicore.toolchain import find_toolchain, host_header
 
 KERNEL = """#define __TILE_FWK_AICORE__ 1
 #include "../kernel_aicpu/expression_0.h"

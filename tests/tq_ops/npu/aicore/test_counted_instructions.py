@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from aicore.count import count_tasks, total
+from aicore.emission import emit
 from npu_programs import LookUp
-
-from haarkv.tq_ops.npu.aicore.count import count_tasks, total
-from haarkv.tq_ops.npu.aicore.emission import emit
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 # A cast and 19 operations of arithmetic, each one instruction for a whole tile.

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
+from aicore.emission import emit
 from npu_layers import layer_call
 from planted_programs import Unordered
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
-from haarkv.tq_ops.npu.aicore.emission import emit
 from haarkv.tq_ops.npu.sim.simulator import Simulator
 from haarkv.validation.bounds import LAYER_BF16
 

@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from aicore.build import check_leaves
+from aicore.emission import emit
+from aicore.leaf import distinct, read_leaves
 from executed_leaves import ROWS
 from npu_layers import LAYER, layer_call
 from npu_learned import learned_spec
@@ -14,9 +17,6 @@ from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.npu.aicore.build import check_leaves
-from haarkv.tq_ops.npu.aicore.emission import emit
-from haarkv.tq_ops.npu.aicore.leaf import distinct, read_leaves
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Simulator

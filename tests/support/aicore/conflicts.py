@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from haarkv.tq_ops.npu.aicore.schedule import Operand, Schedule, Task, ordered
+from aicore.schedule import Operand, Schedule, Task, ordered
 
 
 @dataclass(frozen=True)

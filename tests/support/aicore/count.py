@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from haarkv.tq_ops.npu.aicore.build import compile_leaves
-from haarkv.tq_ops.npu.aicore.emission import Emission
-from haarkv.tq_ops.npu.aicore.leaf import Leaf
-from haarkv.tq_ops.npu.aicore.machine import Machine
-from haarkv.tq_ops.npu.aicore.toolchain import Toolchain
+from aicore.build import compile_leaves
+from aicore.emission import Emission
+from aicore.leaf import Leaf
+from aicore.machine import Machine
+from aicore.toolchain import Toolchain
 
 _KINDS = ("vector", "copies", "cube", "barriers", "other")  # as `Kind` of count.h
 

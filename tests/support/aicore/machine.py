@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.npu.aicore.build import load
-from haarkv.tq_ops.npu.aicore.leaf import Leaf
-from haarkv.tq_ops.npu.aicore.schedule import Schedule, Task, ordered
+from aicore.build import load
+from aicore.leaf import Leaf
+from aicore.schedule import Schedule, Task, ordered
 
 # Memory nobody wrote reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from haarkv.tq_ops.npu.aicore.build import compile_leaves
-from haarkv.tq_ops.npu.aicore.leaf import Leaf, read_leaves
-from haarkv.tq_ops.npu.aicore.machine import Machine
-from haarkv.tq_ops.npu.aicore.schedule import Schedule, read_schedule
-from haarkv.tq_ops.npu.aicore.toolchain import Toolchain
+from aicore.build import compile_leaves
+from aicore.leaf import Leaf, read_leaves
+from aicore.machine import Machine
+from aicore.schedule import Schedule, read_schedule
+from aicore.toolchain import Toolchain
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
