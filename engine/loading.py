@@ -14,7 +14,7 @@ from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models import balance as balancing
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
@@ -116,4 +116,5 @@ def _check_generation(generation: Mapping[str, Any], model: str) -> None:
     try:
         Sampling(**generation)
     except InputError as error:
-        raise InputError(f"{model}: generation_config.json: {error}") from None
+        source = source_of(model)
+        raise InputError(f"{source.sampling_path if source else model}: {error}") from None

@@ -110,7 +110,7 @@ class GGUFSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = self.settings_path = path
+        self.path = self.settings_path = self.sampling_path = path
         try:
             stat = path.stat()
         except OSError as error:

@@ -36,6 +36,7 @@ class HFFolder:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.settings_path = folder, folder / "config.json"
+        self.sampling_path = folder / "generation_config.json"
         self._tensors: dict[str, Held] = {}
         self._stored_names: dict[str, str] = {}
         self._opened: dict[Path, Any] = {}
@@ -86,8 +87,7 @@ class HFFolder:
         return Words(tokenizer, path, path, _chat_template(self.path, settings), special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        path = self.path / "generation_config.json"
-        return eos_token_ids(_optional_json(path), path)
+        return eos_token_ids(_optional_json(self.sampling_path), self.sampling_path)
 
     def sampling(self) -> dict[str, float]:
         """What `generation_config.json` says.
@@ -95,8 +95,7 @@ class HFFolder:
         Without `do_sample: true` the model is meant to be greedy: only a repetition penalty counts then, as in transformers.
         With it the temperature is 1 unless the file names another.
         """
-        path = self.path / "generation_config.json"
-        content = _optional_json(path)
+        path, content = self.sampling_path, _optional_json(self.sampling_path)
         sampled = content.get("do_sample")
         if not isinstance(sampled, bool | None):
             raise InputError(f"{path}: do_sample is neither true nor false: {shown(sampled)}")

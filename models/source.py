@@ -61,10 +61,12 @@ class Source(Protocol):
     Attributes:
         path: names it in messages, and stands for it wherever a model is named.
         settings_path: names its settings in messages.
+        sampling_path: names in messages what says something of sampling.
     """
 
     path: Path
     settings_path: Path
+    sampling_path: Path
 
     def settings(self) -> Mapping[str, Any]:
         """The entries of a Hugging Face `config.json`, for the family to judge.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.models.catalog import source_of
 from haarkv.tq_ops.output_files import check_writable
 from tq.options import (
     SAMPLING,
@@ -266,7 +267,7 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
-    """The settings that count, and which of them the model's generation_config.json set."""
+    """The settings that count, and which of them the model's own file set."""
     used, neutral = result.sampling, type(result.sampling)()
     names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
@@ -276,5 +277,5 @@ def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
         chosen = [name for name in names if (name in session.generation and name not in given) == from_file]
         if chosen:
             said = ", ".join(f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(used, name):g}" for name in chosen)
-            parts.append(said + " from generation_config.json" * from_file)
+            parts.append(f"{said} from {source_of(session.name).sampling_path.name}" if from_file else said)
     return "; ".join(parts)
