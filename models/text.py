@@ -12,9 +12,8 @@ from tokenizers.decoders import DecodeStream
 
 from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import source_of, tokenizer_source_of
-from haarkv.models.chat_template import render
 from haarkv.models.gguf_words import LINEAR
-from haarkv.models.limited import TooMuchError, answer
+from haarkv.models.limited import TooMuchError, answer, render
 from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 

@@ -21,7 +21,7 @@ from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from haarkv.models.chat_template import render
+from haarkv.models.limited import render
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
