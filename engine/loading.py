@@ -44,8 +44,8 @@ def load(
     """Load a model with its tokenizer, an executor and a KV plan.
 
     Args:
-        model: `tiny`, `random:SIZE`, a folder in Hugging Face format (`~` is the home folder), or the Hub id of a model that
-            was downloaded before.
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
+            id of a model that was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
         executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
             reference that this machine has, that reads the cache and that runs the model.

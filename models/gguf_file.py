@@ -146,7 +146,8 @@ class GGUFFile:
             blocks = stored[part if rows is None else rows[part].numpy()]
             # Blocks follow each other whatever row they belong to: rows that are short go together.
             together = math.gcd(len(blocks), 2 ** max(0, (_ROW // width).bit_length() - 1))
-            numbers = gguf.dequantize(blocks.reshape(-1, together * row_bytes), kind).reshape(-1, width)
+            with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
+                numbers = gguf.dequantize(blocks.reshape(-1, together * row_bytes), kind).reshape(-1, width)
             values = torch.from_numpy(np.ascontiguousarray(numbers[:, columns]))
             found[part] = change(values) if change else values
         return found.view(tensor.shape) if rows is None and columns == slice(None) else found

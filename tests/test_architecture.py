@@ -210,7 +210,7 @@ def test_everything_imports_without_the_extras():
     ]
     code = (
         "import sys\n"
-        f"for name in {sorted(ONLY_IN)!r}: sys.modules[name] = None\n"
+        f"for name in {sorted(set(ONLY_IN) - {'gguf'})!r}: sys.modules[name] = None\n"
         "from importlib import import_module\n"
         f"for name in {modules!r}: import_module(name)\n"
     )

@@ -54,7 +54,7 @@ def close(writer) -> Path:
 
 
 def entries_of(config, arch):
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or config
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     said = {

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.models.catalog import source_of
 from haarkv.tq_ops.output_files import check_writable
 from tq.options import (
     SAMPLING,
@@ -268,6 +267,8 @@ def _rate(tokens_per_s: float | None) -> str:
 
 def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
     """The settings that count, and which of them the model's own file set."""
+    from haarkv.models.catalog import source_of
+
     used, neutral = result.sampling, type(result.sampling)()
     names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
@@ -277,5 +278,6 @@ def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
         chosen = [name for name in names if (name in session.generation and name not in given) == from_file]
         if chosen:
             said = ", ".join(f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(used, name):g}" for name in chosen)
-            parts.append(f"{said} from {source_of(session.name).sampling_path.name}" if from_file else said)
+            source = source_of(session.name) if from_file else None
+            parts.append(f"{said} from {source.sampling_path.name}" if source else said)
     return "; ".join(parts)
