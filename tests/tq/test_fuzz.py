@@ -160,7 +160,8 @@ def try_weights(place, data):
 def try_gguf(place, data):
     content = (place.folder / "whole.gguf").read_bytes()
     (place.folder / "m.gguf").write_bytes(data.draw(damaged(content, head=data.draw(st.sampled_from([60, 1000, 9000])))))
-    place.generate(model=place.folder / "m.gguf")
+    # A scale of a block that was changed makes channels uneven, which is a warning beside whatever else is said.
+    place.generate("--balance", "off", model=place.folder / "m.gguf")
 
 
 def try_index(place, data):
