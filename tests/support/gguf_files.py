@@ -159,7 +159,7 @@ def byte_vocabulary(pre="gpt-2", merges=("a b", "ab c", "Ġ a", "Ġa b", "1 2", 
     return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
 
 
-def pieces(words=("▁", "a", "b", "c", "ab", "▁a", "▁ab", "bc", "abc", "▁abc"), own=("\n\n", "  "), **entries):
+def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), own=("\n\n", "  "), **entries):
     """A SentencePiece vocabulary: <unk>, <s>, </s>, 256 bytes, words from the best score down, the user's own tokens."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *own]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *[USER_DEFINED] * len(own)]
