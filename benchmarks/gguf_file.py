@@ -6,7 +6,6 @@ It holds no tokenizer: its vocabulary is a number of tokens without words, and w
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,8 @@ def write(path: Path, model: DecoderModel) -> None:
     """Write a model; matrices in its dtype (BF16 or FP32), norms in FP32. A tied head is left out, as llama.cpp has it.
 
     Raises:
-        InputError: the package gguf is not installed, the model has no such file, or there is too little room for it.
+        InputError: the model has no such file, or there is too little room for it.
     """
-    if not find_spec("gguf"):
-        raise InputError("writing a GGUF needs the package gguf: pip install 'haarkv[peers]'")
     if reason := unsupported(model.config):
         raise InputError(reason)
     needed, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free

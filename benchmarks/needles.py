@@ -28,7 +28,7 @@ from haarkv.benchmarks.report import emit, print_rows
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.loading import load
 from haarkv.engine.session import Session
-from haarkv.models.catalog import DTYPES, folder_of, read_config
+from haarkv.models.catalog import DTYPES, path_of, read_config
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file
@@ -133,11 +133,11 @@ def stretched(model: str, positions: int, folder: Path) -> str:
     Raises:
         InputError: it is no plain checkpoint.
     """
-    config, source = read_config(model), folder_of(model)
+    config, source = read_config(model), path_of(model)
     trained = config.max_position_embeddings
     if positions <= trained:
         return model
-    if source is None or config.rope_scaling is not None:
+    if source is None or not source.is_dir() or config.rope_scaling is not None:
         raise InputError(f"{model} is no plain checkpoint, which YaRN could extend")
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     scaling = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained}

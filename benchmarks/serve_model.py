@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from haarkv.models.catalog import TINY, folder_of, read_config
+from haarkv.models.catalog import TINY, path_of, read_config
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 
@@ -39,7 +39,7 @@ def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
     Raises:
         InputError: no such model, or layers that it does not have.
     """
-    folder, config = folder_of(name), read_config(name, layers)
+    folder, config = path_of(name), read_config(name, layers)
     if folder is not None:
         return Served(folder.resolve(), config, f"{name}, {config.num_layers} layers")
     whole = read_config(name)

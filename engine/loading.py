@@ -14,7 +14,7 @@ from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
 from haarkv.models import balance as balancing
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
@@ -44,8 +44,8 @@ def load(
     """Load a model with its tokenizer, an executor and a KV plan.
 
     Args:
-        model: `tiny`, `random:SIZE`, a folder in Hugging Face format (`~` is the home folder), or the Hub id of a model that
-            was downloaded before.
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
+            id of a model that was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
         executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
             reference that this machine has, that reads the cache and that runs the model.
@@ -116,4 +116,5 @@ def _check_generation(generation: Mapping[str, Any], model: str) -> None:
     try:
         Sampling(**generation)
     except InputError as error:
-        raise InputError(f"{model}: generation_config.json: {error}") from None
+        source = source_of(model)
+        raise InputError(f"{source.sampling_path if source else model}: {error}") from None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import folder_of, read_config
+from haarkv.models.catalog import read_config, source_of
 from haarkv.models.checkpoint import stored_tensors
 from haarkv.models.weights import LayerWeights, layer_tensors
 
@@ -106,12 +106,12 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     """K's and V's moments of each layer of a checkpoint, of which no other tensor is read; {} of a random model.
 
     Args:
-        name: as `models.catalog.folder_of` takes it.
+        name: as `models.catalog.path_of` takes it.
     Raises:
         InputError: no such model, one that no family builds, or a damaged file.
     """
-    config, folder = read_config(name), folder_of(name)
-    if folder is None:
+    config, source = read_config(name), source_of(name)
+    if source is None:
         return {}
     places = {
         part.name: (layer, field)
@@ -123,7 +123,7 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     found: dict[int, tuple[Moments, Moments]] = {}
     read: dict[str, Tensor] = {}
     last = {layer: tensor for tensor, (layer, _) in places.items()}
-    for tensor_name, tensor in stored_tensors(folder, config, torch.bfloat16, wanted=places.__contains__):
+    for tensor_name, tensor in stored_tensors(source, config, torch.bfloat16, wanted=places.__contains__):
         layer, field = places[tensor_name]
         read[field] = tensor
         if tensor_name == last[layer]:  # one layer at a time is held

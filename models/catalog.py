@@ -12,9 +12,11 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import NOTHING_LENT, Progress, load_weights, random_tensors, random_weights, stored_tensors
 from haarkv.models.config import ModelConfig
-from haarkv.models.hf_config import read_hf_config
+from haarkv.models.hf_config import config_of
+from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
+from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 
 TINY = Path(__file__).parent / "tiny_qwen3"
@@ -22,14 +24,15 @@ _SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
 _TOKENIZERS = {"tiny-draft": TINY}
 """Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_RANDOM = "random:"
+_RANDOM, GGUF = "random:", ".gguf"
 
 
-def folder_of(name: str | Path) -> Path | None:
-    """The checkpoint folder that a name stands for; None for `random:SIZE`.
+def path_of(name: str | Path) -> Path | None:
+    """The folder or the GGUF file that a name stands for; None for `random:SIZE`.
 
     Args:
-        name: `tiny`, `random:SIZE`, a folder (`~` is the home folder), or the Hub id of a model that was downloaded before.
+        name: `tiny`, `random:SIZE`, a folder or a `.gguf` file (`~` is the home folder), or the Hub id of a model that was
+            downloaded before.
     Raises:
         InputError: no such model.
     """
@@ -37,7 +40,8 @@ def folder_of(name: str | Path) -> Path | None:
         return None
     try:
         folder = _SHIPPED[str(name)] if str(name) in _SHIPPED else Path(name).expanduser()
-        found = bool(str(name)) and folder.is_dir()  # an empty name would be this folder
+        # An empty name would be this folder. What is no regular file is refused as what it is.
+        found = bool(str(name)) and (folder.is_dir() or (folder.suffix == GGUF and folder.exists()))
     except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home
         found = False
     if found:
@@ -45,14 +49,26 @@ def folder_of(name: str | Path) -> Path | None:
     if (downloaded := _downloaded(str(name))) is not None:
         return downloaded
     raise InputError(
-        f"no such model: {str(name) or repr('')}; give tiny, random:SIZE, a folder in Hugging Face format, or the Hub id of a "
-        "model that you have downloaded (hf download ORG/NAME)"
+        f"no such model: {str(name) or repr('')}; give tiny, random:SIZE, a folder in Hugging Face format, a .gguf file, or "
+        "the Hub id of a model that you have downloaded (hf download ORG/NAME)"
     )
 
 
-def tokenizer_folder_of(name: str | Path) -> Path | None:
-    """The folder with a model's tokenizer: as `folder_of`, which raises the same, but for a draft that ships without one."""
-    return _TOKENIZERS.get(str(name)) or folder_of(name)
+def source_of(name: str | Path) -> Source | None:
+    """What a model is read from; as `path_of`, which raises the same."""
+    path = path_of(name)
+    if path is None:
+        return None
+    if path.is_dir():
+        return HFFolder(path)
+    from haarkv.models.gguf_source import GGUFSource
+
+    return GGUFSource(path)
+
+
+def tokenizer_source_of(name: str | Path) -> Source | None:
+    """Where a model's tokenizer is: as `source_of`, but for a draft that ships without one."""
+    return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else source_of(name)
 
 
 def _downloaded(hub_id: str) -> Path | None:
@@ -72,16 +88,16 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
-        name: as in `folder_of`; of `random:SIZE`, the sizes are each family's `SIZES` (0.6b … 32b of Qwen3).
+        name: as in `path_of`; of `random:SIZE`, the sizes are each family's `SIZES` (0.6b … 32b of Qwen3).
         layers: for `random:SIZE`, how many of the model's layers to build.
     Raises:
         InputError: no such model, a config that no family builds, or layers for a checkpoint.
     """
-    folder = folder_of(name)
-    if folder is not None:
+    source = source_of(name)
+    if source is not None:
         if layers is not None:
             raise InputError("--layers shortens a random model; a checkpoint runs whole")
-        return read_hf_config(folder / "config.json")
+        return config_of(source.settings_path, source.settings())
     sizes = {size: config for kind in FAMILIES for size, config in family_of(kind).SIZES.items()}
     size = str(name).removeprefix(_RANDOM)
     if size not in sizes:
@@ -114,12 +130,12 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
-    config, folder = read_config(name, layers), folder_of(name)
+    config, source = read_config(name, layers), source_of(name)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
-    if folder is None:
+    if source is None:
         weights = random_weights(config, DTYPES[dtype], progress=progress, split=split)
     else:
-        weights = load_weights(folder, config, DTYPES[dtype], progress, split, lent)
+        weights = load_weights(source, config, DTYPES[dtype], progress, split, lent)
     part = split.part if split else config
     return DecoderModel.of(part, weights, ranks)
 
@@ -132,5 +148,5 @@ def stream_tensors(name: str | Path, config: ModelConfig, dtype: torch.dtype) ->
     Raises:
         InputError: as `load_weights`, with the first.
     """
-    folder = folder_of(name)
-    return random_tensors(config, dtype) if folder is None else stored_tensors(folder, config, dtype)
+    source = source_of(name)
+    return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype)

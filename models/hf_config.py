@@ -45,7 +45,16 @@ def read_hf_config(path: Path) -> ModelConfig:
         InputError: no such file, not JSON, of an unknown `model_type`, an entry that cannot be, or a feature that is not built
             (such as an activation), by name.
     """
-    file = HFConfig(path, _read_json(path))
+    return config_of(path, read_hf_settings(path))
+
+
+def config_of(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
+    """Shapes by the entries of a `config.json`, wherever they come from; `path` names them in messages.
+
+    Raises:
+        InputError: as `read_hf_config`.
+    """
+    file = HFConfig(path, settings)
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -207,10 +216,18 @@ def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_hf_settings(path: Path) -> Mapping[str, Any]:
+    """The entries of a `config.json`; those of the model that reads text where it has other parts beside it.
+
+    Raises:
+        InputError: no such file, or no settings.
+    """
     if not path.exists():
         raise InputError(f"{path} does not exist; a model is a folder in Hugging Face format, tiny, or random:SIZE")
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a model's configuration")
-    return raw
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict) or not inner:
+        return raw
+    return {key: raw[key] for key in ("model_type", "eos_token_id", "tie_word_embeddings") if key in raw} | inner

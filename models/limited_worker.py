@@ -1,20 +1,19 @@
 """Runs what comes with a model and may never end, in a process of its own, which `limited` starts.
 
-It imports nothing of the project. In: one JSON object on stdin; a chat template: {"source", "conversations", "special"}; a
-tokenizer: {"tokenizer", "texts", "special_tokens"}. Out: one on stdout, {"texts"}, {"ids"} or {"error"}. What takes too much
+It imports nothing of the project. In: one JSON object a line; a chat template: {"source", "conversations", "special"}; a
+tokenizer: {"tokenizer", "texts", "special_tokens"}. Out: one for each, {"texts"}, {"ids"} or {"error"}. What takes too much
 ends the process, without an answer.
 """
 
 import json
+import math
 import resource
 import sys
 
 MOST_S = 10
-"""Seconds that it may compute, and as many for each MiB that it was asked of."""
-MOST_MEMORY = 2**29
-"""Bytes of memory that it may take, and 64 times what it was asked of beside them."""
-TOKENIZER_MEMORY = 2**32
-"""The same of a tokenizer, whose library maps more than it uses."""
+"""Seconds that it may compute for a request, and as many for each MiB of the request."""
+MOST_MEMORY, TOKENIZER_MEMORY = 2**29, 2**32
+"""Bytes of memory that it may take, and 64 times the request's beside them; a tokenizer's library maps more than it uses."""
 MOST_TEXT = 2**24
 """Characters that a template may add to the conversations."""
 
@@ -24,38 +23,39 @@ class RefusedError(Exception):
 
 
 def main() -> None:
-    """Answer one request."""
-    asked = sys.stdin.buffer.read()
-    request = json.loads(asked)
-    tokenizes = "tokenizer" in request
+    """Answer requests until there are no more."""
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_CPU, seconds(len(asked)))
-    _limit(resource.RLIMIT_AS, (TOKENIZER_MEMORY if tokenizes else MOST_MEMORY) + 64 * len(asked))
-    try:
-        answer: dict[str, object] = _ids(**request) if tokenizes else {"texts": _texts(MOST_TEXT + len(asked), **request)}
-    except MemoryError:
-        raise SystemExit(1) from None  # what ended it is said by whoever started it
-    except Exception as error:  # whatever the expressions in a template can raise
-        answer = {"error": str(error)[:500] or type(error).__name__}
-    print(json.dumps(answer))
+    for asked in sys.stdin.buffer:
+        request, used = json.loads(asked), resource.getrusage(resource.RUSAGE_SELF)
+        most_s, memory = allowance(request, len(asked))
+        # The system counts from the process's beginning.
+        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + most_s)
+        _limit(resource.RLIMIT_AS, memory)
+        try:
+            answer = _ids(**request) if "tokenizer" in request else _texts(MOST_TEXT + len(asked), **request)
+        except MemoryError:
+            raise SystemExit(1) from None  # what ended it is said by whoever started it
+        except Exception as error:  # whatever the expressions in a template can raise
+            answer = {"error": str(error)[:500] or type(error).__name__}
+        print(json.dumps(answer), flush=True)
 
 
-def seconds(size: int) -> int:
-    """That it may compute for a request of so many bytes."""
-    return MOST_S * (1 + (size >> 20))
+def allowance(request: object, size: int) -> tuple[int, int]:
+    """Seconds that it may compute and bytes that it may take for a request of so many bytes."""
+    memory = TOKENIZER_MEMORY if isinstance(request, dict) and "tokenizer" in request else MOST_MEMORY
+    return MOST_S * (1 + (size >> 20)), memory + 64 * size
 
 
 def _limit(kind: int, most: int) -> None:
-    """Lower one of this process's limits, and leave one alone that is lower."""
+    """Set one of this process's limits, within what it may take at all."""
     _, hard = resource.getrlimit(kind)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     try:
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     except (ValueError, OSError):  # a system that knows no such limit
         return
 
 
-def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str]) -> list[str]:
+def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str]) -> dict[str, object]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -66,7 +66,7 @@ def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], sp
         if sum(map(len, texts)) > most:
             raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
         texts[-1].encode()
-    return texts
+    return {"texts": texts}
 
 
 def _ids(tokenizer: str, texts: list[str], special_tokens: bool) -> dict[str, object]:

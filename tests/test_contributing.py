@@ -27,6 +27,8 @@ CHOOSES = (
     "validation/fidelity/peers.py",
     "tq/hf/families.py",
 )
+# llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
+LLAMA_CPP = ("models/gguf_source.py", "models/gguf_words.py")
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 
@@ -81,7 +83,8 @@ def test_only_listed_files_know_a_format_by_name():
 
 
 def test_only_listed_files_know_a_model_type():
-    assert elsewhere(lambda text: texts(parsed(text)) & set(FAMILIES), allowed(FAMILY, *CHOOSES)) == {}
+    assert elsewhere(lambda text: texts(parsed(text)) & set(FAMILIES), allowed(FAMILY, *CHOOSES, *LLAMA_CPP)) == {}
+    assert f"`{LLAMA_CPP[0]}`" in PAGE.split(f"## {FAMILY}\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize("module", sorted(set(FAMILIES.values())))

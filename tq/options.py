@@ -68,7 +68,7 @@ class _LayerNumbers(click.ParamType[tuple[int, ...]]):
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
 
 
-MODELS = "tiny, random:SIZE, a folder in Hugging Face format (~ is home), or the Hub id of a model already downloaded"
+MODELS = "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a downloaded model"
 """What names a model."""
 
 

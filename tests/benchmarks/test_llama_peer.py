@@ -24,15 +24,12 @@ from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.temporary import TemporaryFolder
 from tq.cli import main
 
-needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs the peers extra: no gguf")
-
 
 def needs_llama(test):
     installed = pytest.mark.skipif(not find_spec("llama_cpp"), reason="needs the peers extra: no llama-cpp-python")
-    return pytest.mark.peers(needs_gguf(installed(test)))
+    return pytest.mark.peers(installed(test))
 
 
-@needs_gguf
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["gqa5_d128", "gqa5_one_kv_head_d128_tied"])
 def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
@@ -58,7 +55,6 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
     assert (value["qwen3.vocab_size"], value["tokenizer.ggml.model"]) == (config.vocab_size, "no_vocab")
 
 
-@needs_gguf
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_MARGIN", 2**60)
     with pytest.raises(InputError, match="does not fit into"):

@@ -16,7 +16,7 @@ from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, Ngram, Proposal,
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
 from haarkv.engine.speculation import judged
-from haarkv.models.catalog import folder_of
+from haarkv.models.catalog import path_of
 from haarkv.models.parallel import ALONE
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -361,7 +361,7 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
     config = session.draft.executor.config
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 256, 4096)
     assert session.draft.shared_bytes == 4096 * 256 * 4
-    folder = folder_of("tiny-draft")
+    folder = path_of("tiny-draft")
     assert sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".json", ".safetensors")) < 1_600_000
     with pytest.raises(InputError, match=r"lacks the tensor model\.embed_tokens\.weight"):
         tq.load("tiny-draft", executor="reference")

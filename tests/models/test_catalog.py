@@ -6,7 +6,7 @@ import pytest
 from checkpoints import write_checkpoint
 from huggingface_hub import constants
 
-from haarkv.models.catalog import TINY, folder_of, load_model, read_config
+from haarkv.models.catalog import TINY, load_model, path_of, read_config
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -33,26 +33,26 @@ def test_a_folder_may_be_text_a_path_or_below_home(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: cls(tmp_path)))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (str(folder), folder, "~/model", Path("~/model")):
-        assert folder_of(name) == folder
+        assert path_of(name) == folder
         assert load_model(name).config == read_config(folder)
         assert load_tokenizer(name, read_config(name)).encode("a") == [97]
-    assert folder_of("tiny") == TINY
-    assert folder_of("random:14b") is None
+    assert path_of("tiny") == TINY
+    assert path_of("random:14b") is None
 
 
 def test_a_hub_id_that_was_downloaded_is_found_and_nothing_is_fetched(hub):
     folder = hub("Org/Some-Model_1.5b")
-    assert folder_of("Org/Some-Model_1.5b") == folder
+    assert path_of("Org/Some-Model_1.5b") == folder
     assert read_config("Org/Some-Model_1.5b") == read_config(folder)
     with pytest.raises(InputError, match="hf download"):
-        folder_of("Org/never-downloaded")
+        path_of("Org/never-downloaded")
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(hub, tmp_path, monkeypatch):
     hub("Org/model")
     monkeypatch.chdir(tmp_path)
     here = write_checkpoint(tmp_path / "Org" / "model")
-    assert folder_of("Org/model").resolve() == here
+    assert path_of("Org/model").resolve() == here
 
 
 @pytest.mark.parametrize("name", ["", "no-such", "a/b/c", "-/-", "a\0b", "~nobody-of-that-name/x", "x" * 5000, "org/..", "/"])

@@ -25,8 +25,9 @@ from small_models import dense_config
 from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
-from haarkv.models.checkpoint import load_weights, random_weights, read_header
+from haarkv.models.checkpoint import load_weights, random_weights
 from haarkv.models.hf_config import read_hf_config
+from haarkv.models.hf_folder import HFFolder, read_header
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -296,7 +297,7 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
 def refusal(folder):
     """Why a folder's weights are refused; nothing may come but an InputError."""
     with pytest.raises(InputError) as refused:
-        load_weights(folder, read_hf_config(folder / "config.json"), torch.float32)
+        load_weights(HFFolder(folder), read_hf_config(folder / "config.json"), torch.float32)
     return str(refused.value)
 
 

@@ -29,10 +29,9 @@ from small_models import resized
 from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
-from haarkv.models.catalog import TINY
-from haarkv.models.hf_config import read_hf_config
+from haarkv.models.catalog import TINY, read_config
 from haarkv.models.qwen3_14b import config as qwen3_config
-from haarkv.models.text import HFTokenizer
+from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
@@ -617,13 +616,13 @@ def test_the_model_that_ships_continues_a_prompt(tq):
 
 
 def test_a_stream_gives_characters_only_when_they_are_whole(checkpoint):
-    stream = HFTokenizer(checkpoint, read_hf_config(checkpoint / "config.json")).stream()
+    stream = load_tokenizer(checkpoint, read_config(checkpoint)).stream()
     pieces = [stream.push(byte) for byte in f"a{MULTI_BYTE}z".encode()]
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
 
 
 def test_a_stream_of_any_bytes_is_a_prefix_of_the_decoded_text():
-    tokenizer = HFTokenizer(TINY, read_hf_config(TINY / "config.json"))
+    tokenizer = load_tokenizer(TINY, read_config(TINY))
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         ids = torch.randint(0, 4096, (10,), generator=generator)
@@ -692,7 +691,7 @@ def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{% if pad_token is defined %}!{% endif %}"
     settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
-    tokenizer = HFTokenizer(folder, read_hf_config(folder / "config.json"))
+    tokenizer = load_tokenizer(folder, read_config(folder))
     assert tokenizer.encode_chat(["hi"]) == [[*b"hi", END_OF_TEXT_ID]]
 
 

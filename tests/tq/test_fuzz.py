@@ -15,13 +15,14 @@ from dataclasses import replace
 import pytest
 from bases import calibration
 from checkpoints import CONFIG, shard_name, write_checkpoint
+from gguf_files import byte_vocabulary, convert
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from haarkv.models.chat_template import render
+from haarkv.models.limited import render
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
@@ -79,6 +80,8 @@ class Place:
         self.whole = folder / "whole"
         shutil.copytree(self.model, self.whole)
         write_checkpoint(folder / "sharded", shards=2)
+        vocabulary = byte_vocabulary(merges=("a b",), special=(), eos_token_id=0)
+        convert(self.whole, folder / "whole.gguf", "Q8_0", vocabulary=vocabulary | {"tokenizer.chat_template": TEMPLATE})
         (folder / "text.txt").write_text(TEXT * 3, encoding="utf-8")
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -152,6 +155,13 @@ def try_weights(place, data):
         place.generate()
     finally:
         place.restore("model.safetensors")
+
+
+def try_gguf(place, data):
+    content = (place.folder / "whole.gguf").read_bytes()
+    (place.folder / "m.gguf").write_bytes(data.draw(damaged(content, head=data.draw(st.sampled_from([60, 1000, 9000])))))
+    # A scale of a block that was changed makes channels uneven, which is a warning beside whatever else is said.
+    place.generate("--balance", "off", model=place.folder / "m.gguf")
 
 
 def try_index(place, data):
@@ -261,7 +271,8 @@ def rendered(source):
 
 # What is tried, how often among the ordinary tests, and how often at length.
 KINDS = {
-    try_config: (60, 1500), try_sides: (25, 800), try_weights: (20, 700), try_index: (10, 300), try_plan: (30, 900),
+    try_config: (60, 1500), try_sides: (25, 800), try_weights: (20, 700), try_gguf: (25, 1500),
+    try_index: (10, 300), try_plan: (30, 900),
     try_calibration: (15, 500), try_resume: (4, 100), try_words: (40, 1200), try_template: (4, 200),
 }  # fmt: skip
 

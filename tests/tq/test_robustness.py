@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
@@ -14,8 +16,9 @@ from refusals import assert_refused
 from safetensors import safe_open
 
 import tq as public
+from haarkv.models import limited
 from haarkv.models.catalog import TINY, read_config
-from haarkv.models.chat_template import render
+from haarkv.models.limited import render
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
@@ -337,3 +340,33 @@ def test_a_forked_process_is_told_to_load_its_own(whole):
     with os.fdopen(reads) as said:
         assert "forked after the model was loaded" in said.read()
     assert session.generate("a", max_new_tokens=1).texts
+
+
+def worker_of_a_request(source="{{ messages[0].content }}!"):
+    """Which process answers, and the seconds that it has computed."""
+    assert render(source, [[{"role": "user", "content": "hi"}]], {}) == ["hi!"]
+    process = limited._RUNNING[os.getpid()].pid
+    ticks = (Path("/proc") / str(process) / "stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return process, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_one_process_answers_until_it_has_to_be_ended():
+    first, _ = worker_of_a_request()
+    assert os.getpgid(first) != os.getpgid(0)  # Ctrl-C ends what the user sees, and not what answers the next request
+    with pytest.raises(InputError, match="has no element 9"):
+        render("{{ messages[9].content.x }}", [[{"role": "user", "content": "hi"}]], {})
+    assert worker_of_a_request()[0] == first
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(InputError, match="it takes more than"):
+        render("a", [[]], {})
+    assert worker_of_a_request()[0] != first
+
+
+def test_each_request_has_its_own_time(monkeypatch):
+    """The system counts what a process has computed from its beginning."""
+    monkeypatch.setattr(limited, "_RUNNING", {})
+    busy = "{% for a in range(300) %}{% for b in range(9000) %}{% endfor %}{% endfor %}{{ messages[0].content }}!"
+    computed = [worker_of_a_request(busy) for _ in range(3)]
+    limits = (Path("/proc") / str(computed[0][0]) / "limits").read_text()
+    soft = int(next(line for line in limits.splitlines() if line.startswith("Max cpu time")).split()[3])
+    assert limited.limited_worker.MOST_S < soft <= computed[2][1] + limited.limited_worker.MOST_S + 1

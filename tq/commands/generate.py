@@ -266,7 +266,9 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
-    """The settings that count, and which of them the model's generation_config.json set."""
+    """The settings that count, and which of them the model's own file set."""
+    from haarkv.models.catalog import source_of
+
     used, neutral = result.sampling, type(result.sampling)()
     names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
@@ -276,5 +278,6 @@ def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
         chosen = [name for name in names if (name in session.generation and name not in given) == from_file]
         if chosen:
             said = ", ".join(f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(used, name):g}" for name in chosen)
-            parts.append(said + " from generation_config.json" * from_file)
+            source = source_of(session.name) if from_file else None
+            parts.append(f"{said} from {source.sampling_path.name}" if source else said)
     return "; ".join(parts)

@@ -14,7 +14,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from haarkv.models.catalog import folder_of, stream_tensors
+from haarkv.models.catalog import path_of, stream_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
 from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, offsets_of, require_opset, table_values, weight_types
@@ -109,7 +109,7 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
-    source = folder_of(export.model)
+    source = path_of(export.model)
     for name in _COPIED if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]

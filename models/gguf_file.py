@@ -1,0 +1,235 @@
+"""A GGUF file: what it says of itself, and its tensors, restored from the blocks they are stored in.
+
+gguf's own reader makes several objects of each word of a vocabulary, which takes ten seconds and half a gigabyte, and believes
+every length. Here nothing is believed before it is compared with the file's size; gguf restores the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import size_of
+
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH = 2**16, 2**20, 4
+"""Several times what any file has."""
+_CHUNK, _ROW = 2**22, 2**13
+"""Numbers that are restored at a time, as FP32; and in a row, of which gguf takes 16 at a time: it is fastest with these."""
+_PLAIN = {
+    gguf.GGMLQuantizationType.F32: torch.float32,
+    gguf.GGMLQuantizationType.F16: torch.float16,
+    gguf.GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Kinds of values by their number in a file, as `struct` spells them; 8 is a string and 9 an array."""
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies and what it is made of.
+
+    Attributes:
+        shape: as torch has it, rows first.
+        kind: number of gguf's type, known or not.
+        offset: from the file's beginning.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the numbers as they are stored; None of blocks."""
+        return _PLAIN.get(self.kind)  # type: ignore[call-overload, no-any-return]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row, where its type can be restored."""
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        return int(self.shape[-1] // block * size)
+
+    def fault(self, size: int) -> str | None:
+        """Why it cannot be read from a file of so many bytes; None if it can."""
+        if not _can_restore(self.kind):
+            known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
+            return f"is stored as {known.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
+        block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        if self.shape[-1] % block:
+            return f"has rows of {self.shape[-1]:,} numbers, which are no whole blocks of {block}"
+        end = self.offset + math.prod(self.shape[:-1]) * self.row_bytes
+        return f"ends at byte {end:,}, the file at {size:,}: it is truncated; fetch it again" if end > size else None
+
+
+@cache
+def _can_restore(kind: int) -> bool:
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[known][1]), np.uint8), known)
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+class GGUFFile:
+    """A file that is mapped into memory, and its header.
+
+    Attributes:
+        entries: what the file says of itself, by key; numbers, texts, and lists of them.
+        tensors: by gguf's own names.
+
+    Raises:
+        InputError: it cannot be read, is no GGUF, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, size_of(path)
+        try:
+            with path.open("rb") as file:
+                # Private pages: torch may have views of them as of memory that can be written.
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # an empty file is a ValueError
+            raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        try:
+            reader = _Reader(self._memory)
+            count_of_tensors = reader.begin()
+            self.entries = reader.entries()
+            self.tensors = reader.tensors(count_of_tensors, self.entries.get("general.alignment", 32))
+        except _DamagedError as error:
+            raise InputError(f"{path} is not a GGUF file that can be read: {error}") from None
+
+    def read(
+        self,
+        tensor: GGUFTensor,
+        dtype: torch.dtype,
+        rows: Tensor | None = None,
+        columns: slice = slice(None),
+        change: Callable[[Tensor], Tensor] | None = None,
+        empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    ) -> Tensor:
+        """Numbers of a tensor, restored some rows at a time.
+
+        What is stored as `dtype` and asked for as it is stays in the file's pages.
+
+        Args:
+            rows: indices [R] int64 of the rows to read, of all axes but the last taken together; all unless given.
+            columns: of each row.
+            change: made of the numbers in FP32 before they are rounded.
+            empty: makes room for the result.
+        Returns:
+            `[R, columns]`; as the tensor's own shape if all is asked for.
+        """
+        width, row_bytes = tensor.shape[-1], tensor.row_bytes
+        count = math.prod(tensor.shape[:-1]) if rows is None else len(rows)
+        stored = np.frombuffer(self._memory, np.uint8, math.prod(tensor.shape[:-1]) * row_bytes, tensor.offset)
+        stored = stored.reshape(-1, row_bytes)
+        if tensor.dtype == dtype and rows is None and columns == slice(None) and change is None and tensor.offset % 4 == 0:
+            return torch.from_numpy(stored).view(dtype).view(tensor.shape)
+        kind, found = gguf.GGMLQuantizationType(tensor.kind), empty((count, len(range(width)[columns])), dtype)
+        step = max(1, _CHUNK // width)
+        for begin in range(0, count, step):
+            part = slice(begin, min(begin + step, count))
+            blocks = stored[part if rows is None else rows[part].numpy()]
+            # Blocks follow each other whatever row they belong to: rows that are short go together.
+            together = math.gcd(len(blocks), 2 ** max(0, (_ROW // width).bit_length() - 1))
+            with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
+                numbers = gguf.dequantize(blocks.reshape(-1, together * row_bytes), kind).reshape(-1, width)
+            values = torch.from_numpy(np.ascontiguousarray(numbers[:, columns]))
+            found[part] = change(values) if change else values
+        return found.view(tensor.shape) if rows is None and columns == slice(None) else found
+
+
+class _DamagedError(Exception):
+    """What is wrong with the header of a file."""
+
+
+class _Reader:
+    """Reads the header of a file from its beginning on."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self._at = memory, 0
+
+    def begin(self) -> int:
+        """Read what every file begins with; returns how many tensors there are."""
+        if self._bytes(4) != b"GGUF":
+            raise _DamagedError("it does not begin with GGUF")
+        version = self._number("I")
+        if version not in (2, 3):
+            raise _DamagedError(f"its version is {version}, and 2 and 3 are read (little-endian)")
+        tensors, self._entries = self._number("Q"), self._number("Q")
+        if tensors > _MOST_TENSORS or self._entries > _MOST_ENTRIES:
+            raise _DamagedError(f"it promises {tensors:,} tensors and {self._entries:,} entries, more than any has")
+        return int(tensors)
+
+    def entries(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(self._entries):
+            key = self._text()
+            if key in found:
+                raise _DamagedError(f"it has two entries {shown(key)}")
+            found[key] = self._value(self._number("I"))
+        return found
+
+    def tensors(self, count: int, alignment: object) -> dict[str, GGUFTensor]:
+        if not isinstance(alignment, int) or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise _DamagedError(f"its alignment {shown(alignment)} is not a power of two")
+        found: dict[str, GGUFTensor] = {}
+        for _ in range(count):
+            name, axes = self._text(), self._number("I")
+            if name in found or not 1 <= axes <= 4:
+                raise _DamagedError(f"the tensor {shown(name)} is there twice, or has {axes} axes")
+            shape = tuple(reversed(self._numbers("Q", axes)))
+            kind, offset = self._number("I"), self._number("Q")
+            if not all(shape) or math.prod(shape) >= 2**48 or offset >= 2**48:
+                raise _DamagedError(f"the tensor {shown(name)} cannot be: its shape is {list(shape)}, its offset {offset}")
+            found[name] = GGUFTensor(shape, kind, offset)
+        begin = -(-self._at // alignment) * alignment
+        return {name: GGUFTensor(of.shape, of.kind, begin + of.offset) for name, of in found.items()}
+
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self._memory) - self._at:
+            raise _DamagedError(f"it ends within its header, at byte {len(self._memory):,}; fetch it again")
+        self._at += count
+        return self._memory[self._at - count : self._at]
+
+    def _numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        spelled = f"<{count}{kind}"
+        return struct.unpack(spelled, self._bytes(struct.calcsize(f"<{kind}") * count))
+
+    def _number(self, kind: str) -> Any:
+        return self._numbers(kind, 1)[0]
+
+    def _text(self) -> str:
+        try:
+            return self._bytes(self._number("Q")).decode()
+        except UnicodeDecodeError:
+            raise _DamagedError("a text in its header is not UTF-8") from None
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind != _ARRAY or depth == _MOST_DEPTH:
+            raise _DamagedError(f"an entry is of kind {kind}, which there is none of")
+        kind, count = self._number("I"), self._number("Q")
+        # Each value takes a byte at least: a count beyond the file is seen before a list of that length is made.
+        if count > len(self._memory) - self._at:
+            raise _DamagedError(f"it promises a list of {count:,} values, more than it has bytes left")
+        if kind in _NUMBERS:
+            return list(self._numbers(_NUMBERS[kind], count))
+        return [self._value(kind, depth + 1) for _ in range(count)]

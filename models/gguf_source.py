@@ -1,0 +1,279 @@
+"""A model from a GGUF file, as llama.cpp's converters write it: its settings and tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from haarkv.models.gguf_file import GGUFFile, GGUFTensor
+from haarkv.models.gguf_rope import llama3_entries, scaling_entries
+from haarkv.models.gguf_words import words_of
+from haarkv.models.source import Empty, Held, Words, checked_sampling
+from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
+from haarkv.tq_ops.errors import InputError
+
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+"""`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
+_ENTRIES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+_OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+_ROPE = "rope_freqs.weight"
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_GEMMA_LAYER = _IN_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Projections of all experts of a layer, one after the other in one tensor."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
+"""What llama.cpp takes where a Gemma 3 does not say it: every sixth layer sees all tokens, RoPE's base of the others, and the
+layers of the one member whose attention is scaled by another number than its head's."""
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+"""Special tokens that end an answer, whatever the file says of them; llama.cpp goes by the same names."""
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, size: int, changed: int) -> GGUFFile:  # noqa: ARG001
+    """A model is asked for several times while it is loaded: its file is read once."""
+    return GGUFFile(path)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of Hugging Face's name lies.
+
+    Attributes:
+        expert: which of those that are stored together.
+        heads: its rows are permuted within each of so many heads.
+        shifted: it is stored with 1 added.
+    """
+
+    tensor: GGUFTensor
+    expert: int | None = None
+    heads: int | None = None
+    shifted: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+
+class GGUFSource:
+    """A GGUF file; attributes and methods as of `models.source.Source`.
+
+    Raises:
+        InputError: it is none, is damaged, or is one part of several.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = self.settings_path = self.sampling_path = path
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        self._file = _opened(path, stat.st_size, stat.st_mtime_ns)
+        self._entries = self._file.entries
+        self._architecture = str(self._entries.get("general.architecture"))
+        if (parts := self._entries.get("split.count", 1)) != 1:
+            raise InputError(f"{path} is one of {shown(parts)} parts of a model; join them with llama-gguf-split --merge")
+        self._places: dict[str, _Place] = {}
+
+    def _said(self, key: str, default: Any = None) -> Any:
+        """An entry of the model's architecture."""
+        return self._entries.get(f"{self._architecture}.{key}", default)
+
+    def settings(self) -> Mapping[str, Any]:
+        embedding = self._file.tensors.get("token_embd.weight")
+        found = {name: _decimal(value) for key, name in _ENTRIES.items() if (value := self._said(key)) is not None}
+        found["model_type"] = _MODEL_TYPES.get(self._architecture, self._architecture)
+        found["vocab_size"] = embedding.shape[0] if embedding else self._said("vocab_size")
+        found["tie_word_embeddings"] = "output.weight" not in self._file.tensors
+        found["attention_bias"] = found["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self._file.tensors
+        found["mlp_bias"] = "blk.0.ffn_up.bias" in self._file.tensors
+        found["eos_token_id"] = self._ends()
+        self._add_shapes(found)
+        found |= scaling_entries(self.path, self._architecture, self._entries)
+        if (factors := self._file.tensors.get(_ROPE)) is not None:
+            found |= self._llama3(factors, found)
+        if found["model_type"] == "gemma3_text":
+            self._add_gemma(found)
+        elif found.get("sliding_window"):
+            # llama.cpp calls a Mistral a llama; of the others a window counts only where it is switched on.
+            found |= {"model_type": "mistral"} if self._architecture == "llama" else {"use_sliding_window": True}
+        return found
+
+    def _add_shapes(self, found: dict[str, Any]) -> None:
+        """What a file may leave out and a `config.json` may not."""
+        heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+        found.setdefault("num_key_value_heads", heads)
+        found.setdefault("rope_theta", 1e4)
+        if isinstance(heads, int) and isinstance(hidden, int) and heads:
+            found.setdefault("head_dim", hidden // heads)
+        dim, rotated = found.get("head_dim"), self._said("rope.dimension_count")
+        if (width := self._said("attention.value_length", dim)) != dim:
+            raise InputError(
+                f"{self.path}: heads of V have {shown(width)} channels and those of K {shown(dim)}; none is built"
+            )
+        if isinstance(rotated, int) and isinstance(dim, int) and dim:
+            found["partial_rotary_factor"] = rotated / dim
+        if self._architecture == "qwen3moe":
+            found["norm_topk_prob"] = self._said("expert_weights_norm", True)
+        elif found.pop("num_experts", None):
+            found["model_type"] += " with experts"
+
+    def _llama3(self, factors: GGUFTensor, found: Mapping[str, Any]) -> dict[str, Any]:
+        fault, dim, theta = factors.fault(self._file.size), found.get("head_dim"), found["rope_theta"]
+        if fault is not None:
+            raise InputError(f"{self.path}: {_ROPE} {fault}")
+        if factors.shape != (dim // 2 if isinstance(dim, int) else None,) or not isinstance(theta, float):
+            raise InputError(f"{self.path}: {_ROPE} has shape {list(factors.shape)}, heads have {shown(dim)} channels")
+        return llama3_entries(self.path, self._file.read(factors, torch.float32), theta)
+
+    def _add_gemma(self, found: dict[str, Any]) -> None:
+        layers, window = found.get("num_hidden_layers"), found.get("sliding_window")
+        every = self._said("attention.sliding_window_pattern", _GEMMA_PATTERN) if window else 1
+        if isinstance(layers, int) and 0 < layers < 2**10:
+            if isinstance(every, list):
+                local = [bool(of) for of in every]
+            elif isinstance(every, int) and every > 0:
+                local = [bool((index + 1) % every) for index in range(layers)]
+            else:
+                raise InputError(f"{self.path}: sliding_window_pattern {shown(every)} is neither a number nor a list")
+            found["layer_types"] = ["sliding_attention" if of else "full_attention" for of in local]
+        found["hidden_activation"] = found["hidden_act"] = "gelu_pytorch_tanh"
+        found["rope_local_base_freq"] = _decimal(self._said("rope.freq_base_swa", _GEMMA_LOCAL_BASE))
+        found["final_logit_softcapping"] = self._said("final_logit_softcapping")
+        scale = found.get("head_dim")
+        if layers == _GEMMA_27B and all(isinstance(found.get(key), int) for key in ("hidden_size", "num_attention_heads")):
+            scale = found["hidden_size"] // max(1, found["num_attention_heads"])
+        found["query_pre_attn_scalar"] = scale
+
+    def _ends(self) -> list[Any]:
+        tokens, kinds = (self._entries.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+        ids = [self._entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        if isinstance(tokens, list) and isinstance(kinds, list):
+            control = {token: id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3}
+            ids += [control.get(name) for name in _ENDS]
+        return list(dict.fromkeys(id for id in ids if id is not None))
+
+    def tensors(self) -> Mapping[str, Held]:
+        self._places = self._places or self._found()
+        size = self._file.size
+        return {name: Held(of.shape, of.tensor.dtype, self.path, of.tensor.fault(size)) for name, of in self._places.items()}
+
+    def _found(self) -> dict[str, _Place]:
+        """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
+        gemma, llama = self._architecture == "gemma3", self._architecture == "llama"
+        found: dict[str, _Place] = {}
+        for name, tensor in self._file.tensors.items():
+            if name in _OUTER:
+                found[_OUTER[name]] = _Place(tensor, shifted=gemma and name == "output_norm.weight")
+            elif name != _ROPE:
+                layer = _LAYER.fullmatch(name)
+                index, part, kind = layer.groups() if layer else ("", "", "")
+                known = _IN_GEMMA_LAYER if gemma else _IN_LAYER
+                if part in known:
+                    count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if llama else None
+                    heads = self._said(f"attention.{count}", self._said("attention.head_count")) if count else None
+                    place = _Place(tensor, heads=self._heads(name, tensor, heads), shifted=gemma and part.endswith("norm"))
+                    found[f"model.layers.{index}.{known[part]}.{kind}"] = place
+                elif part in _EXPERTS and len(tensor.shape) == 3:
+                    for expert in range(tensor.shape[0]):
+                        found[f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"] = _Place(tensor, expert)
+                else:
+                    found[name] = _Place(tensor)
+        return found
+
+    def _heads(self, name: str, tensor: GGUFTensor, heads: object) -> int | None:
+        if heads is None:
+            return None
+        rows = tensor.shape[0]
+        if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
+            raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
+        return heads
+
+    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
+        self._places = self._places or self._found()
+        place = self._places[name]
+        options: dict[str, Any] = {} if empty is None else {"empty": empty}
+        change: Callable[[Tensor], Tensor] | None = (lambda values: values - 1.0) if place.shifted else None
+        if len(place.shape) == 1:
+            whole = self._file.read(place.tensor, dtype, change=change, **options)
+            whole = whole if place.heads is None else whole[_rows_of(len(whole), place.heads)]
+            return whole if part is None else whole[part].contiguous()
+        if part is None and place.expert is None and place.heads is None:
+            return self._file.read(place.tensor, dtype, change=change, **options)
+        count = place.shape[0]
+        rows = torch.arange(count) if place.heads is None else _rows_of(count, place.heads)
+        rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
+        return self._file.read(place.tensor, dtype, rows + count * (place.expert or 0), columns, change, **options)
+
+    def words(self) -> Words:
+        return words_of(self.path, self._entries)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def sampling(self) -> dict[str, float]:
+        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        return checked_sampling(
+            {name: _decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(_SAMPLING.values())
+        )
+
+
+def _rows_of(count: int, heads: int) -> Tensor:
+    """Where llama.cpp's converter puts the rows of Q or K: coordinates that RoPE turns together lie side by side there.
+
+    Returns:
+        [count] int64, for each row of Hugging Face's order that in the file.
+    """
+    return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
+
+
+def _decimal(value: Any) -> Any:
+    """A number that a file holds as FP32, as the shortest decimal that stands for it: 1e-06 and not 9.999999974752427e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

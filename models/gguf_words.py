@@ -1,0 +1,183 @@
+"""The tokenizer of a GGUF file: the same tokens as llama.cpp makes of a text, by Hugging Face's tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from haarkv.models.source import Words, checked_template
+from haarkv.tq_ops.errors import InputError
+
+_TOKENS = "tokenizer.ggml."
+_MOST_TOKENS = 2**22
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPACE = "▁"
+_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    r"%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"): (_PIECES % r"\p{N}",),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"): (_PIECES % r"\p{N}{1,3}",),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (r"\p{N}", _GPT2),
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"): (_GPT2,),
+    ("default", ""): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+}
+"""llama.cpp's regular expressions, by tokenizer.ggml.pre: they cut a text one after the other, and what is left is merged."""
+LINEAR = frozenset(pattern for patterns in _SPLITS.values() for pattern in patterns)
+"""All of them: each looks at every character a few times at most."""
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
+"""Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
+
+
+def words_of(path: Path, entries: Mapping[str, Any]) -> Words:
+    """The tokenizer and the chat template.
+
+    Args:
+        entries: of the file, by key.
+    Raises:
+        InputError: there is no tokenizer, one of a kind that is not built, by name, or one that cannot be.
+    """
+    kind, tokens = entries.get(f"{_TOKENS}model"), entries.get(f"{_TOKENS}tokens")
+    if not isinstance(tokens, list) or kind in (None, "no_vocab", "none"):
+        raise InputError(f"{path} has no tokenizer; text cannot be turned into tokens")
+    if kind not in ("gpt2", "llama"):
+        raise InputError(f"{path}: its tokenizer is {shown(kind)}; gpt2 (byte-level BPE) and llama (SentencePiece) are built")
+    if len(tokens) > _MOST_TOKENS or not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{path}: {_TOKENS}tokens is no list of at most {_MOST_TOKENS:,} texts")
+    try:
+        tokenizer = _byte_level(path, tokens, entries) if kind == "gpt2" else _sentence_piece(path, tokens, entries)
+        _add_special(path, tokenizer, tokens, entries)
+        ids = {name: _token(path, name, tokens, entries) for name in ("bos", "eos", "padding")}
+        _add_ends(path, tokenizer, tokens, ids, entries, bos=kind == "llama" or entries.get(f"{_TOKENS}pre") in _WHOLE_WORDS)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{path}: its tokenizer cannot be built: {error}") from None
+    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
+    special = {names[name]: tokens[id] for name, id in ids.items() if id is not None}
+    return Words(tokenizer, path, None, checked_template(entries.get("tokenizer.chat_template"), path), special)
+
+
+def _byte_level(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:
+    pre = entries.get(f"{_TOKENS}pre", "")
+    patterns = next((patterns for names, patterns in _SPLITS.items() if pre in names), None)
+    if patterns is None:
+        known = ", ".join(name for names in _SPLITS for name in names if name)
+        raise InputError(f"{path}: its text is cut by the pre-tokenizer {shown(pre)}; built are {known}")
+    pairs = [tuple(_text_of(path, "merges", merge).split(" ", 1)) for merge in _list(path, "merges", entries)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise InputError(f"{path}: {_TOKENS}merges is no list of pairs")
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS))  # type: ignore[arg-type]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:
+    """BPE whose merges are what the vocabulary implies: of two neighbours that make a token, those of the highest score."""
+    scores = _list(path, "scores", entries)
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+        raise InputError(f"{path}: {_TOKENS}scores has no number for each of {len(tokens):,} tokens")
+    # Runs of spaces that are tokens are stored as spaces, and met by that spelling before a space is anything else.
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = [pair for _, pair in sorted(_merges(vocabulary, scores), key=lambda merge: merge[0])]
+    unknown = _token(path, "unknown", tokens, entries)
+    tokenizer = Tokenizer(
+        BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)
+    )
+    prefix = entries.get(f"{_TOKENS}add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    restored = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*restored, decoders.Strip(" ", 1, 0)] if prefix else restored)
+    return tokenizer
+
+
+def _merges(
+    vocabulary: Mapping[str, int], scores: Sequence[float]
+) -> Iterator[tuple[tuple[float, int, int], tuple[str, str]]]:
+    """Every pair of tokens that together are a token, with what it is sorted by."""
+    for token, id in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                yield (-scores[id], vocabulary[left], vocabulary[right]), (left, right)
+
+
+def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
+    """Tokens that are met whole wherever a text spells them: control tokens, which no text shows, and the user's own."""
+    kinds = entries.get(f"{_TOKENS}token_type")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise InputError(f"{path}: {_TOKENS}token_type has no kind for each of {len(tokens):,} tokens")
+    whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if token]
+    special = [AddedToken(token, normalized=False, special=True) for token, kind in whole if kind in (_UNKNOWN, _CONTROL)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in whole if kind == _USER_DEFINED])
+
+
+def _add_ends(
+    path: Path,
+    tokenizer: Tokenizer,
+    tokens: Sequence[str],
+    ids: Mapping[str, int | None],
+    entries: Mapping[str, Any],
+    *,
+    bos: bool,
+) -> None:
+    """Begin and end every text as the file says: `bos` says whether one begins with BOS where the file does not."""
+    wanted = {"bos": bool(entries.get(f"{_TOKENS}add_bos_token", bos)), "eos": bool(entries.get(f"{_TOKENS}add_eos_token"))}
+    around: dict[str, list[str]] = {"bos": [], "eos": []}
+    special: list[tuple[str, int]] = []
+    for name in around:
+        if wanted[name]:
+            if (id := ids[name]) is None:
+                raise InputError(f"{path}: it asks for {name.upper()} around each text, and names no {_TOKENS}{name}_token_id")
+            around[name].append(f"<{name}>")
+            special.append((tokens[id], id))
+    if special:
+        # The template's own words are cut at spaces and colons, which a token may have in it; these names have none.
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*around["bos"], "$A", *around["eos"]],
+            special_tokens=[
+                {"id": f"<{name}>", "ids": [ids[name]], "tokens": [tokens[ids[name]]]}  # type: ignore[index]
+                for name in around
+                if around[name]
+            ],
+        )
+
+
+def _token(path: Path, name: str, tokens: Sequence[str], entries: Mapping[str, Any]) -> int | None:
+    id = entries.get(f"{_TOKENS}{name}_token_id")
+    if id is None:
+        # What llama.cpp takes for SentencePiece's; of other vocabularies it takes nothing.
+        id = {"unknown": 0, "bos": 1, "eos": 2}.get(name) if entries.get(f"{_TOKENS}model") == "llama" else None
+    if id is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
+        raise InputError(f"{path}: {_TOKENS}{name}_token_id {shown(id)} is none of {len(tokens):,} tokens")
+    return id
+
+
+def _list(path: Path, name: str, entries: Mapping[str, Any]) -> list[Any]:
+    if not isinstance(found := entries.get(f"{_TOKENS}{name}"), list):
+        raise InputError(f"{path} has no {_TOKENS}{name}, which its tokenizer needs")
+    return found
+
+
+def _text_of(path: Path, name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{path}: {_TOKENS}{name} holds {shown(value)}, which is no text")
+    return value

@@ -1,0 +1,204 @@
+"""A model from a folder in Hugging Face format: `config.json`, memory-mapped safetensors, `tokenizer.json`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer as FastTokenizer
+from torch import Tensor
+
+from haarkv.models.hf_config import eos_token_ids, read_hf_settings
+from haarkv.models.source import MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_file, read_json, size_of
+from haarkv.tq_ops.kv.safetensors_header import Header, header_in
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_MOST_TOKENIZER = 2**27
+"""Bytes of `tokenizer.json`: several times those of the largest that models come with."""
+_BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+"""Tensors of what a model has beside its text model; none is read."""
+_TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
+"""What stands before the names of the text model's tensors where a model has other parts."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class HFFolder:
+    """A folder in Hugging Face format; attributes and methods as of `models.source.Source`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.settings_path = folder, folder / "config.json"
+        self.sampling_path = folder / "generation_config.json"
+        self._tensors: dict[str, Held] = {}
+        self._stored_names: dict[str, str] = {}
+        self._opened: dict[Path, Any] = {}
+
+    def settings(self) -> Mapping[str, Any]:
+        return read_hf_settings(self.settings_path)
+
+    def tensors(self) -> Mapping[str, Held]:
+        if self._tensors:
+            return self._tensors
+        files = _files_of_tensors(self.path)
+        headers = {path: read_header(path) for path in sorted(set(files.values()))}
+        for stored, path in files.items():
+            if _BESIDE_TEXT.match(stored):
+                continue
+            if (name := _text_name(stored)) in self._tensors:
+                raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
+            self._stored_names[name], self._tensors[name] = stored, _held(stored, path, headers[path])
+        return self._tensors
+
+    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
+        path = self.tensors()[name].file
+        if path not in self._opened:
+            try:
+                self._opened[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{path} cannot be read: {error}") from None
+        file, stored = self._opened[path], self._stored_names[name]
+        if part is not None:
+            return file.get_slice(stored)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
+        found: Tensor = file.get_tensor(stored)
+        return found.to(dtype) if empty is None or found.dtype == dtype else empty(found.shape, dtype).copy_(found)
+
+    def words(self) -> Words:
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{self.path} has no tokenizer.json; text cannot be turned into tokens")
+        if size_of(path) > _MOST_TOKENIZER:
+            raise InputError(f"{path} is larger than any model's: it has {size_of(path):,} bytes")
+        try:
+            tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise InputError(f"{path} cannot be read: {error}") from None
+        settings = _optional_json(self.path / "tokenizer_config.json")
+        # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
+        texts = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        special = {key: text for key, text in texts.items() if text is not None}
+        return Words(tokenizer, path, path, _chat_template(self.path, settings), special)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return eos_token_ids(_optional_json(self.sampling_path), self.sampling_path)
+
+    def sampling(self) -> dict[str, float]:
+        """What `generation_config.json` says.
+
+        Without `do_sample: true` the model is meant to be greedy: only a repetition penalty counts then, as in transformers.
+        With it the temperature is 1 unless the file names another.
+        """
+        path, content = self.sampling_path, _optional_json(self.sampling_path)
+        sampled = content.get("do_sample")
+        if not isinstance(sampled, bool | None):
+            raise InputError(f"{path}: do_sample is neither true nor false: {shown(sampled)}")
+        found = checked_sampling(content, path, _SAMPLING if sampled else ("repetition_penalty",))
+        return {"temperature": 1.0, **found} if sampled else found
+
+
+def _text_name(stored: str) -> str:
+    """Hugging Face's name of a tensor in a model that reads text alone."""
+    if not (prefix := _TEXT.match(stored)):
+        return stored
+    rest = stored[prefix.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def _held(name: str, path: Path, header: Header) -> Held:
+    """What the header of a file says of a tensor.
+
+    Raises:
+        InputError: nothing.
+    """
+    entry = header.get(name)
+    if entry is None:
+        raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    dtype, size, fault = _DTYPES.get(entry["dtype"]), path.stat().st_size, None
+    if dtype is None:
+        fault = f"is stored as {shown(entry['dtype'])}; BF16, F16 or F32 can be read"
+    elif end - begin != math.prod(shape) * dtype.itemsize:
+        fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
+    elif end > size:
+        fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
+    return Held(shape, dtype, path, fault)
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
+    index = folder / _INDEX
+    if index.is_file():
+        content = read_json(index)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise InputError(f"{index} is not an index of safetensors shards: it has no weight_map of names")
+        for name, file in names.items():
+            if not _stays_within(file):
+                raise InputError(
+                    f"{index} says that {shown(file)} holds {shown(name)}; a shard lies in the model's own folder"
+                )
+        files = {name: folder / file for name, file in names.items()}
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                first = next(name for name, file in files.items() if file == path)
+                raise InputError(f"{path} is missing; {index.name} says that it holds {first}")
+        return files
+    single = folder / _SINGLE
+    if not single.is_file():
+        raise InputError(f"{folder} has a config but no weights: neither {_SINGLE} nor {_INDEX} is there")
+    return dict.fromkeys(read_header(single), single)
+
+
+def _stays_within(file: str) -> bool:
+    """Whether a shard's name leads into the model's folder and nowhere else, whatever links lie there."""
+    path = Path(file)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+
+
+def read_header(path: Path) -> Header:
+    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file, offsets from the file's beginning.
+
+    Raises:
+        InputError: not a safetensors file, or its header is cut off.
+    """
+    size = size_of(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
+        try:
+            return header_in(file, length)
+        except ValueError as error:
+            raise InputError(f"{path} is not a safetensors file: {error}") from None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
+def _text(token: object) -> str | None:
+    """A special token's text; older files wrap it in an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The source of the template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
+    path = folder / "chat_template.jinja"
+    try:
+        source = read_file(path, MOST_TEMPLATE).decode() if path.exists() else settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    except (UnicodeDecodeError, AttributeError, KeyError) as error:
+        raise InputError(f"{path if path.exists() else folder}: the chat template cannot be read: {error}") from None
+    return checked_template(source, folder)

@@ -1,0 +1,146 @@
+"""Where a model comes from: its settings, its tensors, its words and what it says of sampling, whatever file holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from torch import Tensor
+
+from haarkv.tq_ops.errors import InputError
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes room for a tensor of a shape and dtype."""
+
+MOST_TEMPLATE = 2**20
+"""Characters of a chat template: several times those of the largest that models come with."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as a source holds it.
+
+    Attributes:
+        dtype: of its numbers; None where they are restored from blocks of a few bits each.
+        file: that holds it.
+        fault: what is wrong with it, to stand behind its name; None if it can be read.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    file: Path
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Words:
+    """What turns text into tokens and back.
+
+    Attributes:
+        path: for messages.
+        file: the `tokenizer.json` that the tokenizer was read from; None if it was built here.
+        template: source of the chat template.
+        special: texts of special tokens by the names that templates use, such as `eos_token`.
+    """
+
+    tokenizer: FastTokenizer
+    path: Path
+    file: Path | None = None
+    template: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """What a model is read from.
+
+    Attributes:
+        path: names it in messages, and stands for it wherever a model is named.
+        settings_path: names its settings in messages.
+        sampling_path: names in messages what says something of sampling.
+    """
+
+    path: Path
+    settings_path: Path
+    sampling_path: Path
+
+    def settings(self) -> Mapping[str, Any]:
+        """The entries of a Hugging Face `config.json`, for the family to judge.
+
+        Raises:
+            InputError: they cannot be read.
+        """
+
+    def tensors(self) -> Mapping[str, Held]:
+        """Every tensor of the text model by its Hugging Face name; none is read.
+
+        Raises:
+            InputError: there are none, or a file is damaged.
+        """
+
+    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
+        """One of `tensors()` that has no fault.
+
+        What is stored as `dtype` and wanted whole stays in the file's pages where it can.
+
+        Args:
+            part: of each axis, what is wanted; all unless given.
+            empty: makes room for what is converted; torch unless given.
+        """
+
+    def words(self) -> Words:
+        """The tokenizer and chat template.
+
+        Raises:
+            InputError: there are none, or they cannot be read.
+        """
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text by what stands beside the settings; () if nothing does.
+
+        Raises:
+            InputError: it is damaged.
+        """
+
+    def sampling(self) -> dict[str, float]:
+        """What it says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy.
+
+        Raises:
+            InputError: a setting of the wrong kind.
+        """
+
+
+def checked_template(source: object, where: Path) -> str | None:
+    """The source of a chat template, None if there is none.
+
+    Raises:
+        InputError: it is no text, or longer than any.
+    """
+    if not source:
+        return None
+    if not isinstance(source, str):
+        raise InputError(f"{where}: the chat template is not text: {shown(source)}")
+    if len(source) > MOST_TEMPLATE:
+        raise InputError(f"{where}: the chat template has {len(source):,} characters, and at most {MOST_TEMPLATE:,} can be")
+    return source
+
+
+def checked_sampling(content: Mapping[str, Any], path: Path, names: tuple[str, ...]) -> dict[str, float]:
+    """Those settings of sampling that there are.
+
+    Raises:
+        InputError: one is no number, or `top_k` no whole one.
+    """
+    found: dict[str, float] = {}
+    for key in names:
+        value = content.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
+            raise InputError(f"{path}: {key} is not a{' whole' * (key == 'top_k')} number: {shown(value)}")
+        found[key] = value
+    return found

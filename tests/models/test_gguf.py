@@ -1,0 +1,373 @@
+"""GGUF files: the same model as the folder that they were written from, of every family; what cannot be is one line."""
+
+import json
+
+import gguf
+import pytest
+import torch
+import transformers
+from checkpoints import byte_tokenizer, write_checkpoint
+from gguf_files import byte_vocabulary, convert, header, pieces, text
+from refusals import assert_refused
+from safetensors.torch import load_file
+from transformers_judge import draw_weights
+
+from haarkv.models.catalog import load_model, path_of, read_config, source_of
+from haarkv.models.checkpoint import load_weights, stored_tensors
+from haarkv.models.parallel import Split
+from haarkv.models.weights import checkpoint_axes
+from haarkv.tq_ops.errors import InputError
+from tq.cli import main
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral_linear": ("Mistral", {"sliding_window": None, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3_yarn": ("Qwen3", {"rope_parameters": YARN}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders that transformers wrote, by name, each written once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            family, entries = MODELS[name]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**SHAPE | entries)
+            theirs = getattr(transformers, f"{family}ForCausalLM")(config)
+            draw_weights(theirs)
+            made[name] = tmp_path_factory.mktemp(name)
+            theirs.save_pretrained(made[name])
+            byte_tokenizer().save(str(made[name] / "tokenizer.json"))
+        return made[name]
+
+    return get
+
+
+def frequencies(config):
+    from haarkv.models.rope import inverse_frequencies
+
+    return inverse_frequencies(config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_folder_it_was_written_from(saved, tmp_path, name):
+    folder, path = saved(name), convert(saved(name), tmp_path / "m.gguf")
+    ours, theirs = load_model(path), load_model(folder)
+    assert {of: tensor.shape for of, tensor in ours.weights.named()} == {
+        of: tensor.shape for of, tensor in theirs.weights.named()
+    }
+    for (of, one), (_, other) in zip(ours.weights.named(), theirs.weights.named(), strict=True):
+        assert torch.equal(one, other), of
+    torch.testing.assert_close(frequencies(ours.config), frequencies(theirs.config), rtol=1e-5, atol=0)
+    same = ("num_heads", "num_kv_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "qkv_bias",
+            "num_experts", "norm_topk_prob", "max_position_embeddings")  # fmt: skip
+    assert [getattr(ours.config, of) for of in same] == [getattr(theirs.config, of) for of in same]
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_restored_as_gguf_restores_them(saved, tmp_path, kind, dtype):
+    path = convert(saved("qwen2"), tmp_path / "m.gguf", kind)
+    reader = gguf.GGUFReader(path)
+    theirs = {of.name: torch.from_numpy(gguf.dequantize(of.data, of.tensor_type).copy()) for of in reader.tensors}
+    source = source_of(path)
+    for ours, name in [
+        ("model.embed_tokens.weight", "token_embd.weight"), ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
+        ("model.layers.0.self_attn.k_proj.bias", "blk.0.attn_k.bias"), ("model.norm.weight", "output_norm.weight"),
+    ]:  # fmt: skip
+        assert torch.equal(source.read(ours, dtype), theirs[name].to(dtype)), name
+
+
+def test_many_rows_are_restored_a_few_at_a_time(saved, tmp_path, monkeypatch):
+    path = convert(saved("llama"), tmp_path / "m.gguf", "Q8_0")
+    whole = load_model(path)
+    monkeypatch.setattr("haarkv.models.gguf_file._CHUNK", 7 * 192)
+    for (name, one), (_, other) in zip(load_model(path).weights.named(), whole.weights.named(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_two_heads", "qwen3_moe"])
+def test_a_rank_reads_its_part(saved, tmp_path, name, monkeypatch):
+    if name == "qwen2_two_heads":
+        monkeypatch.setitem(MODELS, name, ("Qwen2", {}))
+    path = convert(saved(name), tmp_path / "m.gguf", "Q8_0")
+    source, config = source_of(path), read_config(path)
+    whole = dict(stored_tensors(source, config, torch.float32))
+    for rank in range(2):
+        split = Split(config, rank, 2)
+        axes = checkpoint_axes(config)
+        for of, part in stored_tensors(source, config, torch.float32, split):
+            assert torch.equal(part, whole[of][split.of(axes[of])]), of
+            assert part.is_contiguous()
+
+
+def test_what_is_stored_as_it_is_wanted_takes_no_memory(saved, tmp_path):
+    path = convert(saved("qwen3_yarn"), tmp_path / "m.gguf", "BF16")
+    held = source_of(path).tensors()
+    assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    made = []
+
+    def empty(shape, dtype):
+        made.append(shape)
+        return torch.empty(shape, dtype=dtype)
+
+    source_of(path).read("model.layers.0.mlp.up_proj.weight", torch.bfloat16, empty=empty)
+    assert made == []
+    source_of(path).read("model.layers.0.mlp.up_proj.weight", torch.float32, empty=empty)
+    assert made == [(320, 192)]
+
+
+# -- Settings -------------------------------------------------------------------------------------------------------------
+
+GEMMA = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 512, "head_dim": 32, "sliding_window": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("gemma")
+    theirs = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA))
+    draw_weights(theirs)
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def test_a_gemma_3_has_its_names_its_windows_and_its_norms(gemma, tmp_path):
+    source = source_of(convert(gemma, tmp_path / "m.gguf"))
+    settings, theirs = source.settings(), json.loads((gemma / "config.json").read_text())
+    assert settings["model_type"] == "gemma3_text"
+    for key in ("layer_types", "sliding_window", "head_dim", "hidden_size", "rms_norm_eps", "vocab_size"):
+        assert settings[key] == theirs[key], key
+    assert settings["rope_theta"] == theirs["rope_parameters"]["full_attention"]["rope_theta"]
+    assert settings["rope_local_base_freq"] == theirs["rope_parameters"]["sliding_attention"]["rope_theta"]
+    assert settings["query_pre_attn_scalar"] == 32
+    assert settings["hidden_activation"] == theirs["hidden_activation"]
+    assert settings["tie_word_embeddings"] is True
+    stored = load_file(gemma / "model.safetensors")
+    assert set(source.tensors()) == set(stored)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(source.read(name, torch.float32), tensor, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"gemma3.attention.sliding_window_pattern": 2}, [1, 0, 1, 0, 1, 0, 1]),
+        ({"gemma3.attention.sliding_window_pattern": [True, True, False, True, True, False, True]}, [1, 1, 0, 1, 1, 0, 1]),
+        ({"gemma3.attention.sliding_window": 0}, [0] * 7),
+    ],
+)
+def test_a_gemma_3_may_say_which_layers_have_windows(gemma, tmp_path, extra, expected):
+    kinds = source_of(convert(gemma, tmp_path / "m.gguf", extra=extra)).settings()["layer_types"]
+    assert [kind == "sliding_attention" for kind in kinds] == [bool(of) for of in expected]
+
+
+def test_what_a_file_leaves_out_is_what_llama_cpp_takes(saved, tmp_path):
+    without = [f"llama.{key}" for key in ("attention.key_length", "attention.value_length", "rope.freq_base",
+                                          "attention.head_count_kv", "rope.dimension_count")]  # fmt: skip
+    settings = source_of(convert(saved("llama"), tmp_path / "m.gguf", leave_out=without)).settings()
+    assert [settings[key] for key in ("head_dim", "rope_theta", "num_key_value_heads")] == [32, 1e4, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words"),
+    [
+        ("llama", {"llama.attention.value_length": 32}, ["heads of V have 32 channels"]),
+        ("llama", {"llama.rope.dimension_count": 32}, ["a part of each head", "0.5"]),
+        ("llama", {"llama.attention.head_count": [6, 3]}, ["num_attention_heads"]),
+        ("llama", {"llama.attention.head_count": 2**31}, ["num_attention_heads is larger"]),
+        ("llama", {"llama.expert_count": 8}, ["llama with experts model"]),
+        ("llama", {"llama.attention.sliding_window": 64}, ["sliding-window"]),
+        ("qwen2", {"qwen2.attention.sliding_window": 64}, ["sliding-window"]),
+        ("llama", {"llama.rope.scaling.type": "longrope"}, ["longrope"]),
+        ("qwen3_yarn", {"qwen3.rope.scaling.yarn_attn_factor": 0.7}, ["qwen3.rope.scaling.yarn_attn_factor is 0.69"]),
+        ("qwen3_yarn", {"qwen3.rope.scaling.novel": 2}, ["qwen3.rope.scaling.novel is 2"]),
+        ("llama", {"split.count": 3}, ["one of 3 parts", "--merge"]),
+        ("llama", {"llama.block_count": 3}, ["lacks the tensor model.layers.2."]),
+        ("llama", {"llama.block_count": 1}, ["holds model.layers.1.", "does not know"]),
+        ("llama", {"llama.feed_forward_length": 256}, ["has shape [320, 192]"]),
+        ("llama", {"general.sampling.top_k": "many"}, ["top_k is not a whole number"]),
+        ("llama", {"general.sampling.top_p": 3.0}, ["m.gguf: ", "top-p", "3"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, extra, words):
+    path = convert(saved(name), tmp_path / "m.gguf", extra=extra, vocabulary=byte_vocabulary())
+    code = main(["generate", "--model", str(path), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), *words)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}, None),
+        ({"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 9.0, "original_max_position_embeddings": 512}, None),
+        ({"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}, None),
+        ("ramp", "none of Llama 3's"),
+        ("negative", "cannot be divided by"),
+    ],
+)
+def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
+    from gguf_files import llama3_factors
+
+    from haarkv.models.gguf_rope import llama3_entries
+    from haarkv.models.rope import Llama3Scaling
+
+    if isinstance(entries, dict):
+        factors = torch.tensor(llama3_factors({"head_dim": 64}, LLAMA3 | entries))
+        found = llama3_entries(tmp_path, factors, 5e5).get("rope_scaling")
+        plain = 1 / (5e5 ** (torch.arange(32) / 32))
+        if found is None:
+            assert (factors == 1).all()
+        else:
+            ours = Llama3Scaling(*(found[key] for key in (
+                "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")))  # fmt: skip
+            torch.testing.assert_close(ours.scaled(plain, 5e5), plain / factors, rtol=1e-5, atol=0)
+    else:
+        factors = torch.linspace(1, 9, 32) if entries == "ramp" else -torch.ones(32)
+        with pytest.raises(InputError, match=words):
+            llama3_entries(tmp_path, factors, 5e5)
+
+
+# -- Damaged files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot be read"),
+        (b"GGU", "ends within its header"),
+        (b"PK\x03\x04" + bytes(60), "does not begin with GGUF"),
+        (header(version=1), "its version is 1"),
+        (header(version=3 << 24), "little-endian"),
+        (header(count=2**40), "more than any has"),
+        (header(tensors=2**62), "more than any has"),
+        (header(count=3), "ends within its header"),
+        (header((2**63).to_bytes(8, "little")), "ends within its header"),
+        (header(text("a") + b"\x63\0\0\0"), "kind 99"),
+        (header(text("a") + b"\x08\0\0\0" + b"\x02" + bytes(7) + b"\xff\xfe"), "not UTF-8"),
+        (
+            header(text("a") + b"\x09\0\0\0\x00\0\0\0" + (2**50).to_bytes(8, "little")),
+            "a list of 1,125,899,906,842,624 values",
+        ),
+        (header(text("a") + b"\x09\0\0\0" + (b"\x09\0\0\0" + b"\x01" + bytes(7)) * 9), "kind 9"),
+        (header(*[text("a") + b"\x07\0\0\0\x01"] * 2), "two entries 'a'"),
+        (header(text("general.alignment") + b"\x04\0\0\0\x03\0\0\0"), "not a power of two"),
+        (header(tensors=1) + text("t") + (5).to_bytes(4, "little"), "5 axes"),
+        (header(tensors=1) + text("t") + b"\x02\0\0\0" + b"\xff" * 16 + bytes(12), "cannot be"),
+        (header(tensors=1) + text("t") + b"\x01\0\0\0" + bytes(8) + bytes(12), "cannot be"),
+    ],
+)
+def test_a_damaged_header_is_one_line(tmp_path, capsys, content, words):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    assert_refused((main(["info", str(path)]), *capsys.readouterr()), "m.gguf", words)
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever(saved, tmp_path):
+    content = convert(saved("llama"), tmp_path / "m.gguf", "Q8_0").read_bytes()
+    path = tmp_path / "cut.gguf"
+    for keep in [*range(0, 4000, 97), *range(4000, len(content) - 40, len(content) // 40)]:
+        path.write_bytes(content[:keep])
+        with pytest.raises(InputError, match=r"cut\.gguf"):
+            load_model(path)
+
+
+def test_a_type_that_gguf_cannot_restore_is_refused(saved, tmp_path):
+    path = convert(saved("llama"), tmp_path / "m.gguf")
+    name = b"blk.1.ffn_up.weight"
+    content = bytearray(path.read_bytes())
+    at = content.index(name) + len(name) + 4 + 16
+    for kind, word in ((99, "type 99"), (26, "I32")):
+        content[at : at + 4] = kind.to_bytes(4, "little")
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"up_proj\.weight is stored as {word}, which gguf cannot restore"):
+            load_model(path)
+    content[at : at + 4] = (12).to_bytes(4, "little")  # Q4_K, whose blocks have 256 numbers
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="rows of 192 numbers, which are no whole blocks of 256"):
+        load_model(path)
+
+
+# -- Wherever a model is named ----------------------------------------------------------------------------------------------
+
+
+def test_every_command_takes_a_file(saved, tmp_path, capsys):
+    sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    path = convert(saved("llama"), tmp_path / "m.gguf", extra=sampled, vocabulary=byte_vocabulary())
+    model, few = ["--model", str(path)], ["--prompt", "Spam and eggs, and then spam.", "--executor", "cpu"]
+    assert path_of(path) == path
+    assert main(["info", str(path)]) == 0, capsys.readouterr().err
+    assert main(["generate", *model, *few, "--max-new-tokens", "3"]) == 0, capsys.readouterr().err
+    assert "temperature 0.5, top-k 7 from m.gguf" in " ".join(capsys.readouterr().err.split())
+    assert main(["validate", *model, *few, "--steps", "1"]) == 0, capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("spam and eggs " * 20)
+    assert main(["eval", *model, "--text", str(tmp_path / "text.txt"), "--window", "64"]) == 0, capsys.readouterr().err
+
+
+def test_no_such_file_and_no_file(tmp_path):
+    for name, words in (("none.gguf", "no such model"), ("folder.txt", "no such model")):
+        with pytest.raises(InputError, match=words):
+            read_config(tmp_path / name)
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(InputError, match=r"config\.json does not exist"):
+        read_config(tmp_path / "folder.gguf")
+
+
+# -- Folders of models that read more than text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_model_with_a_vision_part_is_read_without_it(tmp_path, prefix):
+    plain = write_checkpoint(tmp_path / "plain")
+    beside = write_checkpoint(tmp_path / "beside")
+    tensors = load_file(plain / "model.safetensors")
+    head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
+    renamed = {
+        name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head): tensor
+        for name, tensor in tensors.items()
+    }
+    vision = {
+        f"{of}.x.weight": torch.ones(2) for of in ("vision_tower", "model.vision_tower", "multi_modal_projector", "visual")
+    }
+    from safetensors.torch import save_file
+
+    save_file(renamed | vision, beside / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (beside / "config.json").write_text(json.dumps({"model_type": "whole", "text_config": config, "vision_config": {}}))
+    one, other = (load_weights(source_of(of), read_config(of), torch.float32) for of in (plain, beside))
+    for (name, ours), (_, theirs) in zip(one.named(), other.named(), strict=True):
+        assert torch.equal(ours, theirs), name
+    save_file(renamed | vision | {name: tensor.clone() for name, tensor in tensors.items()}, beside / "model.safetensors")
+    with pytest.raises(InputError, match="twice, also as"):
+        load_weights(source_of(beside), read_config(beside), torch.float32)
+
+
+def test_words_are_needed_for_text(saved, tmp_path, capsys):
+    path = convert(saved("llama"), tmp_path / "m.gguf")
+    code = main(["generate", "--model", str(path), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), "m.gguf has no tokenizer")
+    path = convert(saved("llama"), tmp_path / "n.gguf", vocabulary=pieces(words=[f"w{i}" for i in range(60)]))
+    code = main(["generate", "--model", str(path), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), "n.gguf has a token 320, the model has only 300 of them")

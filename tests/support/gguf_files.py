@@ -1,0 +1,178 @@
+"""Small GGUF files, as llama.cpp's converter writes them: of a checkpoint that transformers wrote, or of a vocabulary alone.
+
+Names come from gguf's own map and the order of a Llama's rows from llama.cpp's own formula; nothing is shared with the loader.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=None, leave_out=()) -> Path:
+    """Write a checkpoint folder as a GGUF file.
+
+    Args:
+        kind: gguf's type of the matrices; norms and biases are F32.
+        extra: further entries by key, written as they are.
+        vocabulary: entries of the tokenizer, from `byte_vocabulary` or `pieces`; none unless given.
+        leave_out: keys that are not written.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    for key, value in (entries_of(config, writer.arch) | (vocabulary or {}) | (extra or {})).items():
+        if key not in leave_out:
+            add(writer, key, value)
+    quantization = gguf.GGMLQuantizationType[kind]
+    for name, tensor in tensors_of(config, load_file(folder / "model.safetensors"), architecture):
+        stored = quantization if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), stored), raw_dtype=stored)
+    return close(writer)
+
+
+def close(writer) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(writer.path)
+
+
+def entries_of(config, arch):
+    rope = config.get("rope_parameters") or config
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    said = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]),
+        "rope.dimension_count": head_dim,
+    }
+    if config["model_type"] == "qwen3_moe":
+        said |= {
+            "expert_count": config.get("num_experts") or config["num_local_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    if config["model_type"] == "gemma3_text":
+        said["attention.sliding_window"] = config["sliding_window"]
+    if rope.get("rope_type") in ("linear", "yarn"):
+        said |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope.get("rope_type") == "yarn":
+        said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        if "beta_fast" in rope:
+            said["rope.scaling.yarn_beta_fast"] = float(rope["beta_fast"])
+    return {f"{arch}.{key}": value for key, value in said.items()}
+
+
+def add(writer, key, value):
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+        case _:
+            raise TypeError(key)
+
+
+def tensors_of(config, tensors, architecture):
+    """(name, tensor) in gguf's order of rows, experts of a layer together."""
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    experts = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            number, rest = after.split(".", 1)
+            experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+            continue
+        if architecture == gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name):
+            tensor = permuted(tensor, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+        if architecture == gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+            tensor = tensor.float() + 1
+        yield names.get_name(name, try_suffixes=(".weight", ".bias")), tensor
+    for name, stacked in experts.items():
+        together = torch.stack([stacked[index] for index in range(len(stacked))])
+        yield names.get_name(name, try_suffixes=(".weight",)), together
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", torch.tensor(llama3_factors(config, rope))
+
+
+def permuted(weights, heads):
+    """llama.cpp's converter, word for word but for torch."""
+    return weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def llama3_factors(config, rope):
+    """As llama.cpp's converter computes them."""
+    dim = config["head_dim"]
+    original, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    found = []
+    for freq in 1.0 / (rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)):
+        wavelen = 2 * np.pi / freq
+        if wavelen < original / high:
+            found.append(1.0)
+        elif wavelen > original / low:
+            found.append(rope["factor"])
+        else:
+            smooth = (original / wavelen - low) / (high - low)
+            found.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
+    return found
+
+
+def byte_vocabulary(pre="gpt-2", merges=("a b", "ab c", "Ġ a", "Ġa b", "1 2", "12 3"), special=("<|end|>",), **entries):
+    """A byte-level BPE: 256 bytes, what the merges make, special tokens."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges), *special]
+    kinds = [NORMAL] * (len(tokens) - len(special)) + [CONTROL] * len(special)
+    said = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": list(merges)}
+    said["eos_token_id"] = len(tokens) - len(special)
+    return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
+
+
+def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), own=("\n\n", "  "), **entries):
+    """A SentencePiece vocabulary: <unk>, <s>, </s>, 256 bytes, words from the best score down, the user's own tokens."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *own]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *[USER_DEFINED] * len(own)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1000.0] * len(own)
+    said = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores}
+    said |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
+
+
+def header(*entries: bytes, tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:
+    """The beginning of a file, byte by byte, for what no writer writes."""
+    return struct.pack("<4sIQQ", b"GGUF", version, tensors, len(entries) if count is None else count) + b"".join(entries)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
