@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 
-.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers lint tables bench clean
+.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make test-peers  llama.cpp beside ours: compiles the peers extra for this CPU first, minutes"
+	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers and llama.cpp"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency beside transformers, one JSON line at the end"
@@ -71,6 +72,12 @@ test-cuda-long: $(VENV)/dev.stamp
 
 test-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
+
+# REAL: a folder of GGUF files.
+test-real: $(VENV)/dev.stamp
+	@test -n "$(REAL)" || { echo "name a folder of GGUF files: make test-real REAL=FOLDER" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/pytest --no-header -rs -s -m real --real "$(REAL)" tests/models/test_real_checkpoints.py
 
 test-vllm-short: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs -m vllm_short tests/serving
