@@ -1,7 +1,6 @@
 """`tq eval`: its list of formats, its picture, what it prints and what it refuses."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 from checkpoints import write_checkpoint
 
-import tq.commands.eval as command
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.fidelity import setup
@@ -174,7 +172,7 @@ def test_words_picture_and_resume(run, tmp_path):
 
 def test_a_narrow_terminal_gets_two_tables(run, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(command, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("--kv", "k=q8_0,v=tq2,tq4", "--window", "9", "--tokens", "9", "--greedy-prompts", "0")
     assert code == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", out)
