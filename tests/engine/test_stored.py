@@ -371,7 +371,7 @@ def test_a_save_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, monk
 
     def half_written(tensors, half, metadata):
         half.write_bytes(content[: len(content) // 2])
-        half.touch()  # a moment to be killed at
+        half.open().close()  # a moment to be killed at
         write(tensors, half, metadata)
 
     monkeypatch.setattr(cache_file, "save_file", half_written)
