@@ -100,25 +100,17 @@ def test_each_sequence_has_a_seed_of_its_own():
     assert len({token for tokens in together for token in tokens}) > 8
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", float("nan")),
-        ("seed", -1),
-        ("seed", 2**62 + 1),
-        ("seed", 2**64),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 9e-4),
-        ("repetition_penalty", 1001),
-        ("repetition_penalty", -1),
-        ("repetition_penalty", float("inf")),
-        ("repetition_penalty", float("nan")),
-    ],
-)
+NAN, INF = float("nan"), float("inf")
+OUTSIDE = {
+    "temperature": (-1, NAN, INF), "top_p": (0, 1.5, NAN), "top_k": (-1,), "min_p": (-0.1, 1.1, NAN),
+    "seed": (-1, 2**62 + 1, 2**64),
+    "repetition_penalty": (0, 9e-4, 1001, -1, INF, NAN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "value"), [(setting, value) for setting, values in OUTSIDE.items() for value in values])
 def test_a_value_outside_its_range_is_refused(setting, value):
-    with pytest.raises(InputError, match=setting.replace("_p", ".p")):
+    with pytest.raises(InputError, match=setting.replace("_", ".")):
         Sampling(**{setting: value})
 
 

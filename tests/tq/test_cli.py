@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from checkpoints import (
     shard_name,
     write_checkpoint,
 )
+from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
@@ -43,8 +45,7 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     code: int
     out: str
     err: str
@@ -86,17 +87,6 @@ def endless(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("endless") / "ab", config=config, mutate=saying("ab", endless=True))
 
 
-def assert_refused(ran, *words):
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("tq: ")
-    assert ran.err.endswith("\n")
-    assert ran.err.count("\n") == 1
-    assert "Traceback" not in ran.err
-    for word in words:
-        assert str(word) in ran.err
-
-
 def start(*args, code=None, **kwargs):
     """A process of its own, whose output is buffered as it is for users: what is left at exit is where it goes wrong."""
     command = [sys.executable, *(["-c", code] if code else ["-m", "tq"]), *args]
@@ -107,14 +97,6 @@ def start(*args, code=None, **kwargs):
 # -- Refused: the checkpoint ----------------------------------------------------------------------------------------------
 
 
-def without_tensor(folder):
-    write_checkpoint(folder, mutate=lambda t: t.pop(layer_tensor(1, "mlp.up_proj")))
-
-
-def with_unlisted_tensor(folder):
-    write_checkpoint(folder, mutate=lambda t: t.update({"model.layers.2.extra.weight": torch.zeros(3)}))
-
-
 def with_mis_shaped_tensor(folder):
     write_checkpoint(folder, mutate=lambda t: t.update({layer_tensor(0, "self_attn.k_proj"): torch.zeros(32, 64)}))
 
@@ -122,18 +104,6 @@ def with_mis_shaped_tensor(folder):
 def without_weights(folder):
     write_checkpoint(folder)
     (folder / "model.safetensors").unlink()
-
-
-def with_truncated_file(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors")
-
-
-def with_truncated_header(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors", keep=1e-3)
-
-
-def with_empty_file(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors", keep=0)
 
 
 def with_truncated_shard(folder):
@@ -178,14 +148,9 @@ def with_token_id_beyond_the_model(folder):
 
 
 DAMAGED = {
-    "unknown family": (lambda f: write_checkpoint(f, config={"model_type": "gpt2"}), ["config.json", "gpt2"]),
     "no_config": (without_config, ["config.json", "does not exist"]),
-    "config_not_json": (with_config("{'model_type': 'qwen3'}"), ["config.json", "JSON"]),
     "config_not_utf8": (with_config(b"\xff\xfe{}"), ["config.json", "JSON"]),
     "no_weights": (without_weights, ["checkpoint", "no weights", "model.safetensors"]),
-    "truncated_file": (with_truncated_file, ["model.safetensors", "truncated", "model.layers.1"]),
-    "truncated_header": (with_truncated_header, ["model.safetensors", "truncated inside its header"]),
-    "empty_file": (with_empty_file, ["model.safetensors", "truncated"]),
     "truncated_shard": (with_truncated_shard, [shard_name(1, 3), "truncated", "model.layers."]),
     "missing_shard": (without_shard, [shard_name(1, 3), "missing", "model.layers."]),
     "index_is_no_object": (with_broken_index("[]"), ["model.safetensors.index.json"]),
@@ -193,8 +158,6 @@ DAMAGED = {
     "index_map_is_a_list": (with_broken_index('{"weight_map": [1]}'), ["model.safetensors.index.json"]),
     "index_not_utf8": (with_broken_index(b"\xff"), ["model.safetensors.index.json"]),
     "index_lies": (with_index_that_names_the_wrong_shard, [shard_name(0, 2), FINAL_NORM]),
-    "missing_tensor": (without_tensor, ["checkpoint", layer_tensor(1, "mlp.up_proj")]),
-    "extra_tensor": (with_unlisted_tensor, ["model.safetensors", "model.layers.2.extra.weight"]),
     "mis_shaped_tensor": (
         with_mis_shaped_tensor,
         ["model.safetensors", layer_tensor(0, "self_attn.k_proj"), "[32, 64]", "[64, 64]"],
@@ -246,23 +209,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(tq, tmp_path, damage):
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        (EMBEDDING, (ord("a"), 3)),
-        (layer_tensor(0, "self_attn.q_proj"), (5, 7)),
-        (layer_tensor(1, "self_attn.k_norm"), 2),
-        (layer_tensor(1, "mlp.down_proj"), (0, 0)),
-        (FINAL_NORM, 63),
-    ],
-)
-def test_a_nan_weight_is_named_with_its_place(tq, tmp_path, name, index, kv):
-    folder = write_checkpoint(tmp_path / "nan", mutate=poison(name, index))
-    place = list(index) if isinstance(index, tuple) else [index]
-    assert_refused(tq("generate", "--model", folder, "--prompt", "xa", "--kv", kv), f" {name} ", "nan", place)
-
-
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
 def test_a_nan_is_named_when_a_generated_token_first_meets_it(tq, tmp_path, kv):
     folder = write_checkpoint(tmp_path / "nan", mutate=in_turn(saying("abc"), poison(EMBEDDING, (ord("b"), 0))))
     common = ("generate", "--model", folder, "--prompt", "a", "--kv", kv, "--json")
@@ -288,11 +234,6 @@ REFUSED = {
     "model_name_too_long": (["--model", "a" * 5000], ["no such model"]),
     "random_99b": (["--model", "random:99b"], ["random:99b", "random:14b"]),
     "kv_unknown": (["--kv", "tq9"], ["tq9", "tq4"]),
-    "kv_one_side": (["--kv", "k=tq4"], ["k=tq4", "k=NAME,v=NAME"]),
-    "kv_twice_k": (["--kv", "k=tq4,k=bf16"], ["k=NAME,v=NAME"]),
-    "kv_three_sides": (["--kv", "k=tq4,v=tq4,w=tq4"], ["k=NAME,v=NAME"]),
-    "kv_bare_side": (["--kv", "k=tq4,bf16"], ["k=NAME,v=NAME"]),
-    "kv_unknown_side": (["--kv", "k=tq4,v=tq9"], ["tq9"]),
     "executor": (["--executor", "abacus"], ["abacus", "reference"]),
     "dtype": (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
     "prompt_beyond_cache": (["--prompt", "abcde", "--max-context", "4"], ["5 tokens", "4", "--max-context"]),
@@ -301,24 +242,12 @@ REFUSED = {
     "context_zero": (["--max-context", "0"], ["--max-context"]),
     "empty_prompt": (["--prompt", ""], ["prompt 2", "empty"]),
     "no_new_tokens": (["--max-new-tokens", "0"], ["--max-new-tokens", "0"]),
-    "negative_new_tokens": (["--max-new-tokens", "-3"], ["--max-new-tokens", "-3"]),
     "new_tokens_no_number": (["--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
     "prompt_file_missing": (["--prompt-file", "nothing.txt"], ["nothing.txt", "No such file"]),
     "prompt_file_is_a_folder": (["--prompt-file", "."], ["--prompt-file .", "directory"]),
     "prompt_file_not_utf8": (["--prompt-file", "latin1"], ["latin1", "UTF-8", "byte 3"]),
     "stdin_not_utf8": (["--prompt-file", "-"], ["--prompt-file -", "UTF-8"]),
     "temperature_negative": (["--temperature", "-1"], ["temperature", "-1"]),
-    "temperature_nan": (["--temperature", "nan"], ["temperature", "nan"]),
-    "temperature_infinite": (["--temperature", "inf"], ["temperature", "inf"]),
-    "top_p_zero": (["--top-p", "0"], ["top-p"]),
-    "top_p_above_one": (["--top-p", "1.5"], ["top-p", "1.5"]),
-    "top_p_nan": (["--top-p", "nan"], ["top-p", "nan"]),
-    "top_k_negative": (["--top-k", "-1"], ["top-k", "-1"]),
-    "min_p_negative": (["--min-p", "-0.1"], ["min-p", "-0.1"]),
-    "min_p_above_one": (["--min-p", "1.5"], ["min-p", "1.5"]),
-    "min_p_nan": (["--min-p", "nan"], ["min-p", "nan"]),
-    "repetition_penalty_zero": (["--repetition-penalty", "0"], ["repetition penalty", "0"]),
-    "repetition_penalty_nan": (["--repetition-penalty", "nan"], ["repetition penalty", "nan"]),
     "stop_empty": (["--stop", "a", "--stop", ""], ["--stop", "empty"]),
     "system_without_template": (["--system", "Be brief."], ["chat template", "--system"]),
     "device_of_nobody": (["--device", "moon"], ["moon", "--device takes cpu, cuda"]),
@@ -377,18 +306,6 @@ def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
     assert_refused(tq("generate", "--model", checkpoint, "--prompt-file", "-"), "--prompt-file -")
 
 
-def test_a_file_that_may_not_be_read_is_refused(tq, checkpoint, monkeypatch):
-    opened = Path.open
-
-    def denied(path, *args, **kwargs):
-        if path.name == "model.safetensors":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", denied)
-    assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a"), "model.safetensors", "Permission denied")
-
-
 # -- The process ----------------------------------------------------------------------------------------------------------
 
 
@@ -399,7 +316,8 @@ def test_help_and_the_bare_package_do_not_import_torch():
         "from tq.cli import _COMMANDS\n"
         "for args in [['--help'], ['--version'], *([name, '--help'] for name in _COMMANDS)]:\n"
         "    assert main(args) == 0\n"
-        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules\n"
+        "slow = {'torch', 'tokenizers', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not slow, slow\n"
     )
     process = start(code=code, stdout=subprocess.PIPE)
     out, err = process.communicate(timeout=60)
@@ -496,11 +414,6 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(tq, checkpoi
 
     assert text(1) == text(1)
     assert text(1) != text(2)
-
-
-def test_top_k_1_is_greedy_at_any_temperature(tq, checkpoint):
-    common = ("generate", "--model", checkpoint, "--prompt", "greedy", "--max-new-tokens", 12, "--json")
-    assert tq(*common, "--temperature", 5, "--top-k", 1).json["token_ids"] == tq(*common).json["token_ids"]
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16"])

@@ -33,29 +33,6 @@ def refused(capfd, *args):
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--executor", "npu", "--device", "cuda:0"), "sim or npu:N, not on 'cuda:0'"),
-        (("--executor", "npu", "--device", "npu:0"), "torch-npu is not installed"),
-        (("--executor", "npu", "--device", "sim", "--dtype", "float32"), "bfloat16 only"),
-        (("--device", "npu:0"), "torch-npu is not installed"),
-        (("--device", "moon"), "no executor runs on 'moon'; --device takes cpu, cuda"),
-        (("--executor", "reference", "--device", "npu:0"), "reference runs on the cpu, not on 'npu:0'"),
-        (("--executor", "tpu"), "unknown executor 'tpu'; choose from auto, reference, cpu, cuda, npu"),
-    ],
-)
-def test_generate_refuses_in_one_line(capfd, args, said):
-    assert said in refused(capfd, *GENERATE, *args)
-
-
-@needs_pypto[0]
-@needs_pypto[1]
-def test_generate_refuses_a_format_that_no_program_reads(capfd):
-    said = "its programs read tq4, tq4_seed and bf16, not q8_0"
-    assert said in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=q8_0")
-
-
 def test_compile_refuses_before_it_compiles(capfd, tmp_path):
     assert f"{tmp_path} exists" in refused(capfd, "compile", "--cpp", str(tmp_path))
     assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
