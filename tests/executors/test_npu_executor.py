@@ -124,69 +124,46 @@ def test_another_format_and_another_block_size_are_refused():
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
 
 
+HERE = torch.__version__.split("+")[0]
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("cuda:0", "sim or npu:N, not on 'cuda:0'"), ("npu:x", "not on 'npu:x'"), ("npu:0", "torch-npu is not installed")],
+    ("name", "torch_npu", "said"),
+    [
+        ("cuda:0", None, "sim or npu:N, not on 'cuda:0'"),
+        ("npu:x", None, "not on 'npu:x'"),
+        ("npu:0", None, "torch-npu is not installed"),
+        ("npu:0", {"version": "1.11.0"}, r"torch-npu 1\.11\.0 is made for another torch"),
+        ("npu:0", {"broken": True}, r"cannot be loaded .*set_env\.sh"),
+        ("npu:0", {"available": False}, "sees no NPU"),
+        ("npu:2", {"count": 2}, "no npu:2; torch-npu sees 2 NPUs"),
+    ],
 )
-def test_a_device_that_is_not_there_is_refused(name, said):
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, said):
+    if torch_npu is not None:
+        given = {"version": HERE, "available": True, "count": 1, "broken": False} | torch_npu
+        npu = SimpleNamespace(
+            is_available=lambda: given["available"], device_count=lambda: given["count"], set_device=lambda _: None
+        )
+        monkeypatch.setattr(device, "find_spec", lambda name: object())
+        monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=given["version"]))
+        monkeypatch.setitem(sys.modules, "torch_npu", None if given["broken"] else SimpleNamespace(npu=npu))
     with pytest.raises(InputError, match=said):
         device.open_runner(name)
 
 
-def fake_torch_npu(monkeypatch, *, version, available=True, count=1, broken=None):
-    npu = SimpleNamespace(is_available=lambda: available, device_count=lambda: count, set_device=lambda _: None)
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=version))
-    if broken is None:
-        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
-    else:
-        monkeypatch.setitem(sys.modules, "torch_npu", None)
-
-
-def test_torch_npu_for_another_torch_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version="1.11.0")
-    with pytest.raises(InputError, match=r"torch-npu 1\.11\.0 is made for another torch"):
-        device.open_runner("npu:0")
-
-
-def matching_version():
-    return torch.__version__.split("+")[0]
-
-
-def test_torch_npu_that_cannot_be_loaded_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), broken=True)
-    with pytest.raises(InputError, match=r"cannot be loaded .*set_env\.sh"):
-        device.open_runner("npu:0")
-
-
-def test_a_machine_without_an_npu_is_told_so(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), available=False)
-    with pytest.raises(InputError, match="sees no NPU"):
-        device.open_runner("npu:0")
-
-
-def test_an_npu_too_many_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), count=2)
-    with pytest.raises(InputError, match="no npu:2; torch-npu sees 2 NPUs"):
-        device.open_runner("npu:2")
-
-
-def test_without_pypto_the_simulator_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=None))
-    with pytest.raises(InputError, match=r"pip install 'haarkv\[npu\]'"):
-        device.open_runner("sim")
-
-
-def test_another_pypto_is_refused_by_its_version(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto="0.2.1"))
-    with pytest.raises(InputError, match=r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"):
-        device.open_runner("sim")
-
-
-def test_without_a_compiler_the_simulator_names_it(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=SIMULATED))
+@pytest.mark.parametrize(
+    ("pypto", "said"),
+    [
+        (None, r"pip install 'haarkv\[npu\]'"),
+        ("0.2.1", r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"),
+        (SIMULATED, "cmake not found"),
+    ],
+)
+def test_what_the_simulator_lacks_is_named(monkeypatch, pypto, said):
+    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=pypto))
     monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == "cmake" else "/usr/bin/" + tool)
-    with pytest.raises(InputError, match="cmake not found"):
+    with pytest.raises(InputError, match=said):
         device.open_runner("sim")
 
 

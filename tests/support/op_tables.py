@@ -26,6 +26,7 @@ __all__ = [
     "Case",
     "cache_tensors",
     "every_table",
+    "everything_in",
     "filled",
     "opened",
     "poisoned_cache",
@@ -65,3 +66,8 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.filled`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.filled(case)
+
+
+def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+    """Whatever a cache holds, packed and in BF16."""
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]

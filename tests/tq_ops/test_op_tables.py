@@ -235,11 +235,12 @@ def test_a_token_by_itself_gets_the_same_bits_as_in_its_batch(table, case, dtype
 
 
 @every_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [CASES[7], *WINDOWED[:2]], ids=str)
-def test_results_do_not_depend_on_the_number_of_threads(table, case):
+def test_results_do_not_depend_on_the_number_of_threads(table, case, dtype):
     ops = table.open()
     _, batch = stored(case)
-    q, _ = expected(case, torch.float32)
+    q, _ = expected(case, dtype)
     x, weight = torch.randn(3, 96).bfloat16(), torch.randn(501, 96).bfloat16()
     results, before = [], torch.get_num_threads()
     try:
