@@ -296,7 +296,7 @@ def test_other_commands_refuse_in_one_line(tq, args, words):
 def test_a_prompt_of_bytes_that_are_no_utf8_is_refused(checkpoint, tmp_path):
     args = ["generate", "--model", str(checkpoint), "--prompt", b"caf\xe9"]
     process = start(*args, stdout=subprocess.PIPE, cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert_refused(Ran(process.returncode, out.decode(), err.decode()), "prompt 1", "UTF-8")
     assert not list(tmp_path.iterdir())
 
@@ -320,7 +320,7 @@ def test_help_and_the_bare_package_do_not_import_torch():
         "assert not slow, slow\n"
     )
     process = start(code=code, stdout=subprocess.PIPE)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err.decode()
     assert b"generate" in out
     assert b"--max-new-tokens" in out
@@ -333,7 +333,7 @@ def test_a_reader_that_leaves_early_is_no_error(endless, args):
     process = start(*args, *([str(endless)] if "generate" in args else []), stdout=subprocess.PIPE)
     process.stdout.read(5 if "generate" in args else 0)
     process.stdout.close()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert err == b""
 
@@ -342,7 +342,7 @@ def test_a_reader_that_leaves_early_is_no_error(endless, args):
 def test_closed_streams_are_no_error(args, code):
     script = "import sys; sys.stdout = sys.stderr = None; from tq.cli import main; sys.exit(main(sys.argv[1:]))"
     process = start(*args, code=script, stdout=subprocess.PIPE)
-    assert process.communicate(timeout=120) == (b"", b"")
+    assert process.communicate(timeout=300) == (b"", b"")
     assert process.returncode == code
 
 
@@ -350,7 +350,7 @@ def test_closed_streams_are_no_error(args, code):
 def test_a_full_disk_is_one_line():
     with Path("/dev/full").open("wb") as full:
         process = start("formats", "--json", stdout=full)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     assert_refused(Ran(process.returncode, "", err.decode()), "No space left")
 
 
@@ -359,7 +359,7 @@ def test_ctrl_c_while_generating_is_one_line_and_130(endless):
     process = start(*args, code=AS_IN_A_TERMINAL, stdout=subprocess.PIPE)
     assert process.stdout.read(4) == b"baba"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err == b"tq: interrupted\n"
 
