@@ -20,19 +20,9 @@ from haarkv.validation.ops.cases import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [
-    "LAYER",
-    "TABLES",
-    "Backend",
-    "Case",
-    "cache_tensors",
-    "every_table",
-    "everything_in",
-    "filled",
-    "opened",
-    "poisoned_cache",
-    "relative",
-    "windows_of",
-]
+    "LAYER", "TABLES", "Backend", "Case", "cache_tensors", "every_table", "everything_in", "filled", "opened",
+    "poisoned_cache", "relative", "windows_of",
+]  # fmt: skip
 
 
 def opened(table: Table) -> OpTable:

@@ -204,18 +204,8 @@ def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 SMALL = (
-    "--text",
-    "text.txt",
-    "--verify",
-    "unseen.txt",
-    "--tokens",
-    "60",
-    "--verify-tokens",
-    "60",
-    "--resume",
-    "run",
-    "--force",
-)
+    "--text", "text.txt", "--verify", "unseen.txt", "--tokens", "60", "--verify-tokens", "60", "--resume", "run", "--force",
+)  # fmt: skip
 COMMANDS = {
     "export": (["--out", "out", "--force"], ["out"]),
     "plan": (["--out", "out", "--budget", "3.5", "--candidates", "tq2,tq4", "--tails", "0", *SMALL], ["out", "run"]),

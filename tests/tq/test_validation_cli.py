@@ -211,19 +211,9 @@ def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
 def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
     (tmp_path / "prompt.txt").write_text("spam and eggs", encoding="utf-8")
     args = (
-        "--model",
-        checkpoint,
-        *ITSELF,
-        "--prompt-file",
-        "prompt.txt",
-        "--prompt",
-        "abc",
-        "--prompt-tokens",
-        4,
-        "--steps",
-        0,
+        "--model", checkpoint, *ITSELF, "--prompt-file", "prompt.txt", "--prompt", "abc", "--prompt-tokens", 4, "--steps", 0,
         "--json",
-    )
+    )  # fmt: skip
     assert json.loads(run(*args)[1])["prompt_tokens"] == [3, 4]
 
 
