@@ -11,7 +11,7 @@ import pytest
 import torch
 import zstandard
 from bases import calibration
-from checkpoints import poison, write_checkpoint
+from checkpoints import write_checkpoint
 from kills import every_moment
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -448,14 +448,6 @@ def test_wrong_files_are_refused_in_one_line(run, args, words, tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_another_model_is_refused(run, tmp_path):
-    write_checkpoint(tmp_path / "n", mutate=poison("model.norm.weight", value=0.5))
-    assert run("save", "--prompt", "spam", "--out", "c")[0] == 0
-    code, _, err = run("--load-cache", "c", model="n")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "other weights" in err
 
 
 # -- Conversations line by line --------------------------------------------------------------------------------------------

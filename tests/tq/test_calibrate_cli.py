@@ -166,16 +166,10 @@ def test_an_interrupt_leaves_the_old_file_and_the_layers_done(tq, tmp_path, monk
 
 # -- Mistakes -------------------------------------------------------------------------------------------------------------
 REFUSED = {
-    "no_text": (["--text", "nothing.txt"], ["--text", "No such file"]),
-    "no_unseen_text": (["--verify", "nothing.txt"], ["--verify", "No such file"]),
-    "no_model": (["--model", "nothing/here"], ["no such model"]),
-    "out_folder": (["--out", "nothing/here.safetensors"], ["does not exist"]),
     "one_file_for_both": (["--resume", "new.safetensors"], ["same file"]),
     "context": (["--context", "10000000"], ["--context must lie in 1 … "]),
     "resume": (["--resume", "text.txt"], ["no half-done calibration"]),
-    "window": (["--window", "0"], ["--window", "1 … 1,024, the context"]),
     "long_window": (["--window", "10000000"], ["--window must lie in 1 … 1,024"]),
-    "executor": (["--executor", "magic"], ["magic"]),
 }
 
 

@@ -153,11 +153,6 @@ REFUSED = {
     "long_sink": (["--sinks", "0,99999"], ["tail or sink of 99,999 tokens"]),
     "context_beyond": (["--context", "1025"], ["context of 1024", "--context"]),
     "context_beyond_the_text": (["--context", "100"], ["too short", "101"]),
-    "window": (["--window", "0"], ["--window", "1 … 1024"]),
-    "no_model": (["--model", "nothing/here"], ["no such model"]),
-    "no_text": (["--text", "nothing.txt"], ["--text", "No such file"]),
-    "no_unseen_text": (["--verify", "nothing.txt"], ["--verify", "No such file"]),
-    "out_folder": (["--out", "nothing/here.json"], ["here.json", "does not exist"]),
     "one_file_for_both": (["--resume", "new.json"], ["same file"]),
     "resume": (["--resume", "text.txt"], ["no partial result"]),
 }
@@ -179,7 +174,6 @@ def test_a_bad_text_is_one_line_and_2(tq, tmp_path, option, content):
 # -- The options of a plan --------------------------------------------------------------------------------------------------
 OPTIONS = {
     "tail_word": (["--kv-tail", "many"], ["--kv-tail", "'many'"]),
-    "tail_negative": (["--kv-tail", "-1"], ["--kv-tail", "-1"]),
     "sink_word": (["--kv-sink", "x"], ["--kv-sink", "'x'"]),
     "sink_negative": (["--kv-sink", "-2"], ["--kv-sink", "-2"]),
     "layer_absent": (["--kv-skip-layers", "99"], ["no layer 99"]),
@@ -187,7 +181,6 @@ OPTIONS = {
     "layer_twice": (["--kv-skip-layers", "1,-1"], ["layer 1 is named twice"]),
     "tail_shorter_than_a_group": (["--kv", "kivi2", "--kv-tail", "30"], ["kivi2", "tail=31"]),
     "plan_of_another_model": (["--kv-plan", "other.json"], ["another model", "hidden 80"]),
-    "plan_absent": (["--kv-plan", "nothing.json"], ["nothing.json", "cannot be read"]),
     "no_plan": (["--kv-plan", "text.txt"], ["text.txt is no KV plan"]),
     "plan_and_kv": (["--kv-plan", "plan.json", "--kv", "tq4"], ["--kv-plan", "leave out --kv"]),
     "plan_and_tail": (["--kv-plan", "plan.json", "--kv-tail", "3"], ["--kv-plan", "leave out --kv-tail"]),

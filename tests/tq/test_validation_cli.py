@@ -220,17 +220,13 @@ def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--executor", "gpu"], ["unknown executor", "reference"]),
         (["--reference", "gpu"], ["unknown executor"]),
-        (["--device", "moon"], ["moon"]),
-        (["--kv", "tq9"], ["tq9"]),
         (["--steps", "-1"], ["--steps"]),
         (["--steps", "many"], ["--steps"]),
         (["--prompt-tokens", "0"], ["--prompt-tokens"]),
         (["--layers", "1"], ["--layers"]),
         (["--dtype", "float16"], ["--dtype"]),
         (["--prompt", ""], ["empty"]),
-        (["--prompt-file", "absent.txt"], ["absent.txt"]),
         (["--csv", "absent/rows.csv"], ["absent", "does not exist"]),
         (["--html", "."], ["not a regular file"]),
         (["--csv", "/dev/null"], ["not a regular file"]),
