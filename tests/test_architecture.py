@@ -138,14 +138,6 @@ def test_every_family_has_the_four_names_with_their_signatures(model_type):
         assert [(p.name, p.kind) for p in ours] == wanted
 
 
-def test_the_rule_would_see_a_wrong_import():
-    assert not may_import("tq_ops", "models")
-    assert not may_import("models", "executors")
-    assert not may_import("executors", "tq")
-    assert not may_import("validation", "benchmarks")
-    assert may_import("tq", "codebooks")
-
-
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.__name__)
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_op_tables_have_the_signatures_that_models_call(table, op):

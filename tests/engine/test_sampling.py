@@ -79,12 +79,6 @@ def test_a_penalty_counts_the_prompt_and_each_new_token_also_when_greedy():
     assert logits.tolist() == [4.0, 3.5, 3.0, -1.0]  # the caller's own
 
 
-def test_a_penalty_makes_negative_logits_more_negative():
-    logits = torch.tensor([-1.0, -1.2])
-    assert Sampler(Sampling(repetition_penalty=1.5), prompt=[0]).next(logits) == 1
-    assert Sampler(Sampling(repetition_penalty=0.5), prompt=[1]).next(logits) == 1
-
-
 def test_a_sequence_draws_the_same_whatever_runs_beside_it():
     sampling = Sampling(1.0, seed=7)
     assert [Sampler(sampling, 1).next(logits_of(0)) for _ in range(5)] == [

@@ -250,18 +250,6 @@ def test_any_sequence_of_operations_gives_what_their_layer_gives(groups, tail, s
         assert k_format.vectors % groups[0] == 0
 
 
-def test_a_crop_through_a_group_keeps_what_is_stored():
-    grouped = Grouped(4)
-    layer = layer_of(grouped, sink=0, tail=(3, 3))
-    x = torch.randn(1, 1, 12, 8)
-    layer.update(x, x)
-    assert [side.packed.tokens for side in layer.sides] == [12, 12]
-    layer.crop(-6)  # into the middle of the second group
-    keys, _ = layer.update(x[:, :, :5], x[:, :, :5])
-    assert torch.equal(keys, torch.cat([x[:, :, :6], x[:, :, :5]], 2))
-    assert grouped.vectors == 2 * (12 + 4)
-
-
 def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
     model = build("llama")
     cache = tq.TQCache(model.config, "counted")

@@ -164,13 +164,6 @@ def test_a_plan_that_cannot_be_made_is_one_line_and_2(tq, case):
     assert_refused(plan(tq, *args), *words)
 
 
-@pytest.mark.parametrize("content", [b"", b"a", b"ab\xff"], ids=["empty", "too_short", "not_utf8"])
-@pytest.mark.parametrize("option", ["--text", "--verify"])
-def test_a_bad_text_is_one_line_and_2(tq, tmp_path, option, content):
-    (tmp_path / "bad.txt").write_bytes(content)
-    assert_refused(plan(tq, option, "bad.txt"), "bad.txt" if content != b"a" else "too short")
-
-
 # -- The options of a plan --------------------------------------------------------------------------------------------------
 OPTIONS = {
     "tail_word": (["--kv-tail", "many"], ["--kv-tail", "'many'"]),
