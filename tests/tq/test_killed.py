@@ -227,13 +227,7 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     line = [sys.executable, "-m", "tq", command, "--model", model, *options]
 
     def run(seconds=None):
-        process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            _, err = process.communicate(timeout=seconds)
-            assert process.returncode == 0, err.decode()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        killed_while(line, tmp_path, seconds, os.environ)
 
     began = time.monotonic()
     run()
@@ -250,9 +244,10 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     assert names_in(tmp_path) == sorted([*INPUTS, *made])
 
 
-def killed_while(line, folder, seconds):
+def killed_while(line, folder, seconds, env=None):
     """Run a command in a process that is killed after so many seconds; its number."""
-    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=with_temporary(folder))
+    env = env or with_temporary(folder)
+    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
     try:
         _, err = process.communicate(timeout=seconds)
         assert process.returncode == 0, err.decode()
