@@ -234,8 +234,9 @@ def in_terminal(folder, tmp_path):
     ours, theirs = pty.openpty()
     code = "import torch; torch.set_num_threads(1); " + AS_IN_A_TERMINAL
     args = ["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]
+    wide = {**os.environ, "COLUMNS": "120"}  # as wide wherever the tests run
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
+        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=wide
     )
     os.close(theirs)
     return process, ours
