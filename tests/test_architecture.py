@@ -140,14 +140,6 @@ def test_the_declaration_is_a_leaf():
     assert {module.rpartition(".")[0] for module in ours} == {"haarkv.tq_ops.kv.recurrent", "haarkv.tq_ops.kv.shapes"}
 
 
-def test_the_rule_would_see_a_wrong_import():
-    assert not may_import("tq_ops", "models")
-    assert not may_import("models", "executors")
-    assert not may_import("executors", "tq")
-    assert not may_import("validation", "benchmarks")
-    assert may_import("tq", "codebooks")
-
-
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.__name__)
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_op_tables_have_the_signatures_that_models_call(table, op):

@@ -240,7 +240,7 @@ def test_a_server_that_does_not_answer_ends_no_watch():
         return {"vllm:num_requests_running": 5}
 
     with watched(look, every=0.01) as peaks:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not peaks.seen and time.monotonic() < until:
             time.sleep(0.01)
     assert peaks.seen["vllm:num_requests_running"] == 5
@@ -337,7 +337,7 @@ time.sleep(99)
 
 def started(child):
     """What it says first."""
-    while not (said := child.log.read_text()):
+    while not (said := child.log.read_text()).endswith("\n"):
         time.sleep(0.02)
     return said.strip()
 
@@ -362,14 +362,12 @@ def test_ending_leaves_nobody_of_the_group_behind(tmp_path, monkeypatch):
 
 
 def test_processor_time_is_that_of_the_group_alone(tmp_path):
-    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ntime.sleep(99)"
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ntime.sleep(999)"
     child = Child(["-c", busy], tmp_path / "log")
     with ending([child]):
-        started_working = time.monotonic()
-        while not child.log.read_text() and time.monotonic() < started_working + 30:
-            time.sleep(0.02)
+        own = float(started(child))
         (name,) = child.members().values()
-        assert 0.25 < child.cpu_seconds(name) < 2
+        assert child.cpu_seconds(name) == pytest.approx(own, abs=0.1)
         assert child.cpu_seconds("x" + name) == 0
 
 

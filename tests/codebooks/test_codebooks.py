@@ -8,14 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from distortion import gaussian_distortion
 
 from haarkv.codebooks import haar_rotation, hadamard_signs, lloyd_max, tables
-from haarkv.codebooks.haar import compute_rotation, draw_gaussian, orthogonal_factor
+from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
 from haarkv.codebooks.lloyd_max import converged_unit_centroids, solve
-
-# Max, "Quantizing for minimum distortion", 1960: distortion of an optimal quantizer of a unit Gaussian.
-OPTIMAL_DISTORTION = {1: 0.3634, 2: 0.11748, 3: 0.03455, 4: 0.009497}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -43,14 +39,6 @@ def test_converged_codebook_satisfies_lloyds_conditions(bits):
     mass = np.bincount(cell, density, minlength=len(c))
     mean = np.bincount(cell, density * x, minlength=len(c)) / mass
     np.testing.assert_allclose(mean, c, atol=2e-5)
-
-
-@pytest.mark.parametrize("bits", OPTIMAL_DISTORTION)
-def test_distortion_is_the_literatures(bits):
-    book = lloyd_max(bits, 128, "converged")
-    assert gaussian_distortion(book, 1 / math.sqrt(128)) == pytest.approx(OPTIMAL_DISTORTION[bits], rel=5e-4)
-    published = gaussian_distortion(lloyd_max(bits, 128), 1 / math.sqrt(128))
-    assert published >= gaussian_distortion(book, 1 / math.sqrt(128)) * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("solver", ["published", "converged"])
@@ -150,11 +138,6 @@ def test_rotation_columns_follow_the_sign_of_r():
     gaussian = torch.from_numpy(draw_gaussian(42 + 7000, 128 * 128)).view(128, 128).double()
     r = haar_rotation(7, 128).double().T @ gaussian
     assert (torch.diag(r) > 0).all()
-
-
-def test_shipped_rotations_are_those_computed():
-    for layer in (0, 1, 2, 39, 63):
-        assert torch.equal(haar_rotation(layer, 128), compute_rotation(layer, 128))
 
 
 def test_shipped_tables_are_current():

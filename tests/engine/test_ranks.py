@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from npu_programs import needs_pypto
+from npu_programs import with_pypto
 from ranks import alone, benched, on_ranks, run_small, validated
 from small_models import SMALL, resized
 
@@ -90,8 +90,7 @@ def test_so_are_they_over_the_cuda_table():
     assert report.passed, report.first_divergence
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.npu_long
 def test_so_are_npu_layers_cut_in_two():
     config = resized(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)

@@ -48,20 +48,6 @@ def test_the_longest_end_of_the_text_is_looked_up_where_it_stood_last():
     assert 100 < found < 400
 
 
-@pytest.mark.parametrize(
-    ("text", "most", "expected"),
-    [
-        ([1, 2, 3, 1, 2], 3, [3, 1, 2]),
-        ([7, 7, 7], 4, [7, 7, 7, 7]),
-        ([1, 2, 3, 4], 3, []),
-        ([1, 2, 1, 2], 0, []),
-        ([5], 2, []),
-    ],
-)
-def test_a_text_that_repeats_itself_keeps_doing_so(text, most, expected):
-    assert looked_up(np.array(text), most) == expected
-
-
 # -- Greedy ------------------------------------------------------------------------------------------------------------------
 
 PROMPTS = ["def main(", "class Foo:\n    def __init__(self", "import os\nimport sys\nimport"]

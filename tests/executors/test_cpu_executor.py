@@ -14,12 +14,10 @@ from haarkv.engine.generation import generate
 from haarkv.executors import catalog
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import load_model
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
@@ -74,46 +72,11 @@ def test_in_bf16_logits_are_as_near_to_unrounded_ones_as_the_references(table):
 
 
 @every_table
-def test_chunks_of_a_prompt_and_rows_of_others_change_nothing_in_a_tail(table):
-    """A ring that begins anew, and sequences that take the rows of those before."""
-    tokens, found = random_tokens(SMALL, 13), []
-    for ops, chunk in ((reference, 13), (table.open(), 4), (table.open(), 1)):
-        cache = PagedKVCache(
-            TAIL.plan(SMALL.num_layers), KVShape(SMALL.heads.num_kv_heads, SMALL.heads.head_dim), num_blocks=8, block_size=8,
-            chunk=max(4, chunk),
-        )  # fmt: skip
-        one, paging = ReferenceExecutor(MODEL, ops), new_paging(cache)
-        for own in (tokens, tokens[::-1]):
-            ids = [paging.add(), paging.add()]
-            for begin in range(0, 13, chunk):
-                part = own[begin : begin + chunk]
-                last = prefill(one, cache, paging, ids, [part, part[::-1]])
-            for sequence in ids:
-                paging.free(sequence)
-        found.append(last[0])
-    for ours in found[1:]:
-        assert (ours - found[0]).abs().max() <= bounds.EXECUTOR_LOGITS["float32"] * found[0].std()
-
-
-@every_table
 def test_more_new_tokens_than_a_tail_has_room_for_are_refused(table):
     cache = new_cache(SMALL, TAIL)
     paging = new_paging(cache)
     with pytest.raises(ValueError, match="at most 64 new tokens"):
         prefill(ReferenceExecutor(MODEL, table.open()), cache, paging, [paging.add()], [[1] * 65])
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (KVSpec("kvarn2"), "q8_0, fp8_e4m3, bf16 and fp32, not kvarn2; only --executor reference reads every format"),
-        (KVSpec("k=tq4,v=kvarn4"), "not kvarn4"),
-    ],
-)
-def test_what_the_kernels_cannot_read_is_refused_in_one_line(spec, reason):
-    with pytest.raises(InputError, match=re.escape(reason)) as error:
-        catalog.create("cpu", MODEL, spec.plan(SMALL.num_layers))
-    assert "\n" not in str(error.value)
 
 
 def test_another_device_and_another_isa_are_refused():
@@ -122,15 +85,6 @@ def test_another_device_and_another_isa_are_refused():
     if build.compiler():
         with pytest.raises(InputError, match="no kernels for 'sse9'; choose from portable"):
             CpuOps("sse9")
-
-
-def test_a_weight_that_is_not_a_number_is_named():
-    model = load_model("tiny", "float32")
-    model.weights.layers[1].v_proj[3, 5] = float("nan")
-    cache = new_cache(model.config, num_blocks=1, block_size=16)
-    paging = new_paging(cache)
-    with pytest.raises(InputError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight holds nan at \[3, 5\]"):
-        prefill(CpuExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
 
 
 # -- Without the kernels -----------------------------------------------------------------------------------------------

@@ -117,21 +117,6 @@ def test_prompts_in_chunks_and_rows_of_others_change_nothing_in_a_tail():
     assert error.max() <= bounds.LAYER_FP32.logits
 
 
-def test_more_new_tokens_than_a_tail_has_room_for_are_refused():
-    ours, cache = executor(small_model(CONFIG)), new_cache(CONFIG, KVSpec("tq4", tail=3), num_blocks=12)
-    host, paging = OnHost(ours, cache), new_paging(cache)
-    with pytest.raises(ValueError, match="at most 64 new tokens"):
-        prefill(host, cache, paging, [paging.add()], [[1] * 65])
-
-
-def test_the_validator_passes():
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    prompts = [random_tokens(CONFIG, 5), random_tokens(CONFIG, 2, seed=1)]
-    report = validate(ReferenceExecutor(model), executor(model), model, prompts, 1, PLAN)
-    assert report.passed, report.first_divergence
-    assert sum(row.unexplained for row in report.rows) == 0
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_damaged_weight_is_named(phase):
     model = small_model(CONFIG)

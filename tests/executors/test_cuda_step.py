@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
-from small_models import SMALL, random_tokens, resized, small_model
+from op_tables import LAYER, Case, cache_tensors, everything_in, filled, poisoned_cache, relative, windows_of
+from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused
@@ -171,10 +171,6 @@ CASES = [
     (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
     (Case("k=lr80,v=lr48", 64, 2, 2, 8, (9, 0), (2, 1), tail=3, sink=2), BIASED),
 ]
-
-
-def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def given_to_attention(case: Case, dtype: torch.dtype, biased: bool, normed: bool):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
-from npu_programs import needs_pypto
-from small_models import SMALL, new_cache, resized, small_model
+from npu_programs import with_pypto
+from small_models import SMALL, new_cache, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
@@ -112,8 +112,7 @@ def test_fp32_is_refused():
         catalog.create("npu", small_model(CONFIG), TQ4, "sim")
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_another_format_and_another_block_size_are_refused():
     model = small_model(CONFIG, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="its programs read tq4, tq4_seed and bf16, not q8_0"):
@@ -125,69 +124,46 @@ def test_another_format_and_another_block_size_are_refused():
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
 
 
+HERE = torch.__version__.split("+")[0]
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("cuda:0", "sim or npu:N, not on 'cuda:0'"), ("npu:x", "not on 'npu:x'"), ("npu:0", "torch-npu is not installed")],
+    ("name", "torch_npu", "said"),
+    [
+        ("cuda:0", None, "sim or npu:N, not on 'cuda:0'"),
+        ("npu:x", None, "not on 'npu:x'"),
+        ("npu:0", None, "torch-npu is not installed"),
+        ("npu:0", {"version": "1.11.0"}, r"torch-npu 1\.11\.0 is made for another torch"),
+        ("npu:0", {"broken": True}, r"cannot be loaded .*set_env\.sh"),
+        ("npu:0", {"available": False}, "sees no NPU"),
+        ("npu:2", {"count": 2}, "no npu:2; torch-npu sees 2 NPUs"),
+    ],
 )
-def test_a_device_that_is_not_there_is_refused(name, said):
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, said):
+    if torch_npu is not None:
+        given = {"version": HERE, "available": True, "count": 1, "broken": False} | torch_npu
+        npu = SimpleNamespace(
+            is_available=lambda: given["available"], device_count=lambda: given["count"], set_device=lambda _: None
+        )
+        monkeypatch.setattr(device, "find_spec", lambda name: object())
+        monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=given["version"]))
+        monkeypatch.setitem(sys.modules, "torch_npu", None if given["broken"] else SimpleNamespace(npu=npu))
     with pytest.raises(InputError, match=said):
         device.open_runner(name)
 
 
-def fake_torch_npu(monkeypatch, *, version, available=True, count=1, broken=None):
-    npu = SimpleNamespace(is_available=lambda: available, device_count=lambda: count, set_device=lambda _: None)
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=version))
-    if broken is None:
-        monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
-    else:
-        monkeypatch.setitem(sys.modules, "torch_npu", None)
-
-
-def test_torch_npu_for_another_torch_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version="1.11.0")
-    with pytest.raises(InputError, match=r"torch-npu 1\.11\.0 is made for another torch"):
-        device.open_runner("npu:0")
-
-
-def matching_version():
-    return torch.__version__.split("+")[0]
-
-
-def test_torch_npu_that_cannot_be_loaded_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), broken=True)
-    with pytest.raises(InputError, match=r"cannot be loaded .*set_env\.sh"):
-        device.open_runner("npu:0")
-
-
-def test_a_machine_without_an_npu_is_told_so(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), available=False)
-    with pytest.raises(InputError, match="sees no NPU"):
-        device.open_runner("npu:0")
-
-
-def test_an_npu_too_many_is_refused(monkeypatch):
-    fake_torch_npu(monkeypatch, version=matching_version(), count=2)
-    with pytest.raises(InputError, match="no npu:2; torch-npu sees 2 NPUs"):
-        device.open_runner("npu:2")
-
-
-def test_without_pypto_the_simulator_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=None))
-    with pytest.raises(InputError, match=r"pip install 'haarkv\[npu\]'"):
-        device.open_runner("sim")
-
-
-def test_another_pypto_is_refused_by_its_version(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto="0.2.1"))
-    with pytest.raises(InputError, match=r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"):
-        device.open_runner("sim")
-
-
-def test_without_a_compiler_the_simulator_names_it(monkeypatch):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=SIMULATED))
+@pytest.mark.parametrize(
+    ("pypto", "said"),
+    [
+        (None, r"pip install 'haarkv\[npu\]'"),
+        ("0.2.1", r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"),
+        (SIMULATED, "cmake not found"),
+    ],
+)
+def test_what_the_simulator_lacks_is_named(monkeypatch, pypto, said):
+    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=pypto))
     monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == "cmake" else "/usr/bin/" + tool)
-    with pytest.raises(InputError, match="cmake not found"):
+    with pytest.raises(InputError, match=said):
         device.open_runner("sim")
 
 
@@ -207,8 +183,7 @@ class KeepsPrograms(device.SimRunner):
         super().call(program, tensors)
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     """So that no latency holds a compilation."""
     runner, announced = KeepsPrograms(), []
@@ -220,8 +195,7 @@ def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     assert len(announced) == 3
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_the_simulator_compiles_nothing_ahead():
     announced = []
     catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", announced.append)
@@ -232,8 +206,7 @@ def test_the_simulator_compiles_nothing_ahead():
 SHORT = [LAYER_CASES[name] for name in ("decode, GQA 5", "prefill over two tiles, GQA 2")]
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.parametrize(
     ("heads", "new", "stored"),
     [pytest.param(*case, id=name, marks=[] if case in SHORT else pytest.mark.npu_long) for name, case in LAYER_CASES.items()],
@@ -242,8 +215,7 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, ne
     check_layer(heads, new, stored)
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.parametrize(
     ("kv", "heads", "new", "stored"),
     [
@@ -257,8 +229,7 @@ def test_a_layer_of_another_format_does_so_too(kv, heads, new, stored):
     check_layer(heads, new, stored, KVSpec(kv))
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.parametrize("kv", [pytest.param("k=bf16,v=tq4", marks=pytest.mark.npu_long), "k=tq4,v=tq4_seed"])
 def test_k_and_v_of_a_layer_may_have_different_formats(kv):
     check_layer(*DECODE, KVSpec(kv))

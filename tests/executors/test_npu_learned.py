@@ -6,8 +6,8 @@ import pytest
 import torch
 from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
 from npu_learned import learned_spec, made_up
-from npu_programs import needs_pypto
-from small_models import random_tokens, resized, small_model
+from npu_programs import needs_pypto, with_pypto
+from small_models import random_tokens, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
@@ -95,8 +95,7 @@ def test_coordinates_are_handed_over_once(monkeypatch):
 
 
 # -- Layers in the interpreter -----------------------------------------------------------------------------------------------
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(case):
     check_layer(*case, learned_spec(heads_of(case)))
@@ -117,8 +116,7 @@ def validated(spec, modes=("teacher-forced",), steps=0):
     return validate(ReferenceExecutor(model), candidate, model, [random_tokens(ONE_LAYER, 20, 1)], steps, plan, modes=modes)
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.npu_long
 def test_a_validation_passes():
     report = validated(learned_spec(ONE_LAYER), ("teacher-forced", "free-running"), steps=1)

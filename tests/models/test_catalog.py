@@ -6,8 +6,7 @@ import pytest
 from checkpoints import write_checkpoint
 from huggingface_hub import constants
 
-from haarkv.models.catalog import TINY, load_model, path_of, read_config
-from haarkv.models.registry import FAMILIES, family_of
+from haarkv.models.catalog import TINY, folder_of, load_model, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 
@@ -60,9 +59,3 @@ def test_what_is_no_model_is_refused_in_one_line(hub, name):
     with pytest.raises(InputError) as refused:
         read_config(name)
     assert "\n" not in str(refused.value)
-
-
-def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match=r"'gpt2'.*qwen3, qwen3_moe, llama, mistral, qwen2") as refused:
-        family_of("gpt2")
-    assert all(known in str(refused.value) for known in FAMILIES)

@@ -19,7 +19,6 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
-from tq.cli import main
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -97,12 +96,6 @@ def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     stages = {summary.stage for summary in report.stages}
     assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "head"}
     assert "experts.down_proj" in stages if "moe" in name else "down_proj" in stages
-
-
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2.5", "qwen3_yarn", "qwen3_moe"])
-def test_tq_validate_runs_such_a_folder(saved, name, capsys):
-    args = ["--model", str(saved(name)[0]), "--executor", "cpu", "--steps", "1", "--prompt", "Spam and eggs, and then spam."]
-    assert main(["validate", *args]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,7 +20,7 @@ import torch
 import triton
 from cuda_executed import executed
 from cuda_faults import FAULTS
-from op_tables import LAYER, Case, cache_tensors, filled, relative, windows_of
+from op_tables import LAYER, Case, cache_tensors, everything_in, filled, relative
 from ptx import far
 from small_models import SMALL, decode, new_cache, new_paging, prefill, resized, small_model
 
@@ -136,10 +136,6 @@ def dead_sequences(capability: int, tail: int = 0, sink: int = 0) -> str | None:
         return "a dead sequence's output is not 0"
     same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, everything_in(made), strict=True))
     return None if same else "a dead sequence was stored"
-
-
-def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def in_any_order(case: OpCase) -> Check:

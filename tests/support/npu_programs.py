@@ -22,6 +22,11 @@ needs_pypto = [
 ]
 
 
+def with_pypto(test):
+    """Both marks, for a single test."""
+    return needs_pypto[0](needs_pypto[1](test))
+
+
 @dataclass
 class Case:
     """A program, its tensors by name, and what its outputs should become."""

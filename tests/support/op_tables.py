@@ -20,18 +20,9 @@ from haarkv.validation.ops.cases import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [
-    "LAYER",
-    "TABLES",
-    "Backend",
-    "Case",
-    "cache_tensors",
-    "every_table",
-    "filled",
-    "opened",
-    "poisoned_cache",
-    "relative",
-    "windows_of",
-]
+    "LAYER", "TABLES", "Backend", "Case", "cache_tensors", "every_table", "everything_in", "filled", "opened",
+    "poisoned_cache", "relative", "windows_of",
+]  # fmt: skip
 
 
 def opened(table: Table) -> OpTable:
@@ -65,3 +56,8 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.filled`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.filled(case)
+
+
+def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+    """Whatever a cache holds, packed and in BF16."""
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]

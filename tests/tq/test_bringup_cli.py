@@ -10,7 +10,7 @@ import pytest
 import torch
 from calibration_files import write_calibration
 from checkpoints import write_checkpoint
-from npu_programs import needs_pypto
+from npu_programs import with_pypto
 from places import ROOT
 from refusals import assert_refused
 
@@ -370,8 +370,7 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
 # -- The rehearsal -----------------------------------------------------------------------------------------------------------
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.parametrize(
     ("program", "argument", "rung", "word"),
     [("add", 2, "add", "x + y is wrong in 1 of"), ("store_kv", "k_codes", "store", "unexplained levels of K")],
@@ -395,8 +394,7 @@ def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, progra
     assert word in out, out
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.npu_long
 def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
@@ -440,7 +438,7 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoin
     assert "layer is run again: formats changed" in out
 
 
-@needs_pypto[0]
+@with_pypto
 @pytest.mark.npu_long
 def test_the_rehearsal_on_tiny(tmp_path, capsys):
     assert main(["bringup", "--device", "sim", "--threads", "1", "--out", str(tmp_path / "out")]) == 0

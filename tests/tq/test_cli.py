@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from checkpoints import (
     shard_name,
     write_checkpoint,
 )
-from small_models import resized
+from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
@@ -33,7 +34,6 @@ from haarkv.models.catalog import TINY, read_config
 from haarkv.models.qwen3_14b import config as qwen3_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 from tq.commands.generate import _Writer
 
@@ -43,8 +43,7 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     code: int
     out: str
     err: str
@@ -86,17 +85,6 @@ def endless(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("endless") / "ab", config=config, mutate=saying("ab", endless=True))
 
 
-def assert_refused(ran, *words):
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("tq: ")
-    assert ran.err.endswith("\n")
-    assert ran.err.count("\n") == 1
-    assert "Traceback" not in ran.err
-    for word in words:
-        assert str(word) in ran.err
-
-
 def start(*args, code=None, **kwargs):
     """A process of its own, whose output is buffered as it is for users: what is left at exit is where it goes wrong."""
     command = [sys.executable, *(["-c", code] if code else ["-m", "tq"]), *args]
@@ -107,14 +95,6 @@ def start(*args, code=None, **kwargs):
 # -- Refused: the checkpoint ----------------------------------------------------------------------------------------------
 
 
-def without_tensor(folder):
-    write_checkpoint(folder, mutate=lambda t: t.pop(layer_tensor(1, "mlp.up_proj")))
-
-
-def with_unlisted_tensor(folder):
-    write_checkpoint(folder, mutate=lambda t: t.update({"model.layers.2.extra.weight": torch.zeros(3)}))
-
-
 def with_mis_shaped_tensor(folder):
     write_checkpoint(folder, mutate=lambda t: t.update({layer_tensor(0, "self_attn.k_proj"): torch.zeros(32, 64)}))
 
@@ -122,18 +102,6 @@ def with_mis_shaped_tensor(folder):
 def without_weights(folder):
     write_checkpoint(folder)
     (folder / "model.safetensors").unlink()
-
-
-def with_truncated_file(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors")
-
-
-def with_truncated_header(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors", keep=1e-3)
-
-
-def with_empty_file(folder):
-    cut_off(write_checkpoint(folder) / "model.safetensors", keep=0)
 
 
 def with_truncated_shard(folder):
@@ -178,14 +146,9 @@ def with_token_id_beyond_the_model(folder):
 
 
 DAMAGED = {
-    "unknown family": (lambda f: write_checkpoint(f, config={"model_type": "gpt2"}), ["config.json", "gpt2"]),
     "no_config": (without_config, ["config.json", "does not exist"]),
-    "config_not_json": (with_config("{'model_type': 'qwen3'}"), ["config.json", "JSON"]),
     "config_not_utf8": (with_config(b"\xff\xfe{}"), ["config.json", "JSON"]),
     "no_weights": (without_weights, ["checkpoint", "no weights", "model.safetensors"]),
-    "truncated_file": (with_truncated_file, ["model.safetensors", "truncated", "model.layers.1"]),
-    "truncated_header": (with_truncated_header, ["model.safetensors", "truncated inside its header"]),
-    "empty_file": (with_empty_file, ["model.safetensors", "truncated"]),
     "truncated_shard": (with_truncated_shard, [shard_name(1, 3), "truncated", "model.layers."]),
     "missing_shard": (without_shard, [shard_name(1, 3), "missing", "model.layers."]),
     "index_is_no_object": (with_broken_index("[]"), ["model.safetensors.index.json"]),
@@ -193,8 +156,6 @@ DAMAGED = {
     "index_map_is_a_list": (with_broken_index('{"weight_map": [1]}'), ["model.safetensors.index.json"]),
     "index_not_utf8": (with_broken_index(b"\xff"), ["model.safetensors.index.json"]),
     "index_lies": (with_index_that_names_the_wrong_shard, [shard_name(0, 2), FINAL_NORM]),
-    "missing_tensor": (without_tensor, ["checkpoint", layer_tensor(1, "mlp.up_proj")]),
-    "extra_tensor": (with_unlisted_tensor, ["model.safetensors", "model.layers.2.extra.weight"]),
     "mis_shaped_tensor": (
         with_mis_shaped_tensor,
         ["model.safetensors", layer_tensor(0, "self_attn.k_proj"), "[32, 64]", "[64, 64]"],
@@ -246,23 +207,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(tq, tmp_path, damage):
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        (EMBEDDING, (ord("a"), 3)),
-        (layer_tensor(0, "self_attn.q_proj"), (5, 7)),
-        (layer_tensor(1, "self_attn.k_norm"), 2),
-        (layer_tensor(1, "mlp.down_proj"), (0, 0)),
-        (FINAL_NORM, 63),
-    ],
-)
-def test_a_nan_weight_is_named_with_its_place(tq, tmp_path, name, index, kv):
-    folder = write_checkpoint(tmp_path / "nan", mutate=poison(name, index))
-    place = list(index) if isinstance(index, tuple) else [index]
-    assert_refused(tq("generate", "--model", folder, "--prompt", "xa", "--kv", kv), f" {name} ", "nan", place)
-
-
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
 def test_a_nan_is_named_when_a_generated_token_first_meets_it(tq, tmp_path, kv):
     folder = write_checkpoint(tmp_path / "nan", mutate=in_turn(saying("abc"), poison(EMBEDDING, (ord("b"), 0))))
     common = ("generate", "--model", folder, "--prompt", "a", "--kv", kv, "--json")
@@ -282,46 +226,22 @@ def test_a_nan_in_a_row_that_is_never_used_does_not_disturb(tq, tmp_path, checkp
 # -- Refused: the arguments -----------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "no_such_model": (["--model", "nothing/here"], ["no such model", "nothing/here"]),
     "empty_model_name": (["--model", ""], ["no such model: ''"]),
     "model_is_a_file": (["--model", "file"], ["no such model"]),
     "model_name_too_long": (["--model", "a" * 5000], ["no such model"]),
     "random_99b": (["--model", "random:99b"], ["random:99b", "random:14b"]),
-    "kv_unknown": (["--kv", "tq9"], ["tq9", "tq4"]),
-    "kv_one_side": (["--kv", "k=tq4"], ["k=tq4", "k=NAME,v=NAME"]),
-    "kv_twice_k": (["--kv", "k=tq4,k=bf16"], ["k=NAME,v=NAME"]),
-    "kv_three_sides": (["--kv", "k=tq4,v=tq4,w=tq4"], ["k=NAME,v=NAME"]),
-    "kv_bare_side": (["--kv", "k=tq4,bf16"], ["k=NAME,v=NAME"]),
-    "kv_unknown_side": (["--kv", "k=tq4,v=tq9"], ["tq9"]),
-    "executor": (["--executor", "abacus"], ["abacus", "reference"]),
-    "dtype": (["--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
     "prompt_beyond_cache": (["--prompt", "abcde", "--max-context", "4"], ["5 tokens", "4", "--max-context"]),
     "prompt_beyond_model": (["--prompt", "a" * 1025], ["1025 tokens", "context only 1024"]),
     "context_beyond_model": (["--max-context", "1025"], ["1024", "--max-context"]),
     "context_zero": (["--max-context", "0"], ["--max-context"]),
     "empty_prompt": (["--prompt", ""], ["prompt 2", "empty"]),
-    "no_new_tokens": (["--max-new-tokens", "0"], ["--max-new-tokens", "0"]),
-    "negative_new_tokens": (["--max-new-tokens", "-3"], ["--max-new-tokens", "-3"]),
     "new_tokens_no_number": (["--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
-    "prompt_file_missing": (["--prompt-file", "nothing.txt"], ["nothing.txt", "No such file"]),
     "prompt_file_is_a_folder": (["--prompt-file", "."], ["--prompt-file .", "directory"]),
     "prompt_file_not_utf8": (["--prompt-file", "latin1"], ["latin1", "UTF-8", "byte 3"]),
     "stdin_not_utf8": (["--prompt-file", "-"], ["--prompt-file -", "UTF-8"]),
     "temperature_negative": (["--temperature", "-1"], ["temperature", "-1"]),
-    "temperature_nan": (["--temperature", "nan"], ["temperature", "nan"]),
-    "temperature_infinite": (["--temperature", "inf"], ["temperature", "inf"]),
-    "top_p_zero": (["--top-p", "0"], ["top-p"]),
-    "top_p_above_one": (["--top-p", "1.5"], ["top-p", "1.5"]),
-    "top_p_nan": (["--top-p", "nan"], ["top-p", "nan"]),
-    "top_k_negative": (["--top-k", "-1"], ["top-k", "-1"]),
-    "min_p_negative": (["--min-p", "-0.1"], ["min-p", "-0.1"]),
-    "min_p_above_one": (["--min-p", "1.5"], ["min-p", "1.5"]),
-    "min_p_nan": (["--min-p", "nan"], ["min-p", "nan"]),
-    "repetition_penalty_zero": (["--repetition-penalty", "0"], ["repetition penalty", "0"]),
-    "repetition_penalty_nan": (["--repetition-penalty", "nan"], ["repetition penalty", "nan"]),
     "stop_empty": (["--stop", "a", "--stop", ""], ["--stop", "empty"]),
     "system_without_template": (["--system", "Be brief."], ["chat template", "--system"]),
-    "device_of_nobody": (["--device", "moon"], ["moon", "--device takes cpu, cuda"]),
     "device_of_another": (["--executor", "cpu", "--device", "cuda:0"], ["cpu", "cuda:0"]),
     "seed_negative": (["--seed", "-1"], ["--seed"]),
     "layers_of_a_checkpoint": (["--layers", "1"], ["--layers"]),
@@ -367,7 +287,7 @@ def test_other_commands_refuse_in_one_line(tq, args, words):
 def test_a_prompt_of_bytes_that_are_no_utf8_is_refused(checkpoint, tmp_path):
     args = ["generate", "--model", str(checkpoint), "--prompt", b"caf\xe9"]
     process = start(*args, stdout=subprocess.PIPE, cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert_refused(Ran(process.returncode, out.decode(), err.decode()), "prompt 1", "UTF-8")
     assert not list(tmp_path.iterdir())
 
@@ -375,18 +295,6 @@ def test_a_prompt_of_bytes_that_are_no_utf8_is_refused(checkpoint, tmp_path):
 def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert_refused(tq("generate", "--model", checkpoint, "--prompt-file", "-"), "--prompt-file -")
-
-
-def test_a_file_that_may_not_be_read_is_refused(tq, checkpoint, monkeypatch):
-    opened = Path.open
-
-    def denied(path, *args, **kwargs):
-        if path.name == "model.safetensors":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", denied)
-    assert_refused(tq("generate", "--model", checkpoint, "--prompt", "a"), "model.safetensors", "Permission denied")
 
 
 # -- The process ----------------------------------------------------------------------------------------------------------
@@ -399,10 +307,11 @@ def test_help_and_the_bare_package_do_not_import_torch():
         "from tq.cli import _COMMANDS\n"
         "for args in [['--help'], ['--version'], *([name, '--help'] for name in _COMMANDS)]:\n"
         "    assert main(args) == 0\n"
-        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules\n"
+        "slow = {'torch', 'tokenizers', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not slow, slow\n"
     )
     process = start(code=code, stdout=subprocess.PIPE)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err.decode()
     assert b"generate" in out
     assert b"--max-new-tokens" in out
@@ -415,7 +324,7 @@ def test_a_reader_that_leaves_early_is_no_error(endless, args):
     process = start(*args, *([str(endless)] if "generate" in args else []), stdout=subprocess.PIPE)
     process.stdout.read(5 if "generate" in args else 0)
     process.stdout.close()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert err == b""
 
@@ -424,7 +333,7 @@ def test_a_reader_that_leaves_early_is_no_error(endless, args):
 def test_closed_streams_are_no_error(args, code):
     script = "import sys; sys.stdout = sys.stderr = None; from tq.cli import main; sys.exit(main(sys.argv[1:]))"
     process = start(*args, code=script, stdout=subprocess.PIPE)
-    assert process.communicate(timeout=120) == (b"", b"")
+    assert process.communicate(timeout=300) == (b"", b"")
     assert process.returncode == code
 
 
@@ -432,7 +341,7 @@ def test_closed_streams_are_no_error(args, code):
 def test_a_full_disk_is_one_line():
     with Path("/dev/full").open("wb") as full:
         process = start("formats", "--json", stdout=full)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     assert_refused(Ran(process.returncode, "", err.decode()), "No space left")
 
 
@@ -441,7 +350,7 @@ def test_ctrl_c_while_generating_is_one_line_and_130(endless):
     process = start(*args, code=AS_IN_A_TERMINAL, stdout=subprocess.PIPE)
     assert process.stdout.read(4) == b"baba"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err == b"tq: interrupted\n"
 
@@ -496,11 +405,6 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(tq, checkpoi
 
     assert text(1) == text(1)
     assert text(1) != text(2)
-
-
-def test_top_k_1_is_greedy_at_any_temperature(tq, checkpoint):
-    common = ("generate", "--model", checkpoint, "--prompt", "greedy", "--max-new-tokens", 12, "--json")
-    assert tq(*common, "--temperature", 5, "--top-k", 1).json["token_ids"] == tq(*common).json["token_ids"]
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16"])
@@ -603,13 +507,6 @@ def test_random_models_of_a_named_size_run(tq, monkeypatch):
     assert result["kv"]["bytes_per_token"] == 2 * 2 * 2 * (8 + 2)
     assert tq(*common).json["kv"]["bytes_per_token"] == 3 * 2 * 2 * (8 + 2)
     assert_refused(tq(*common, "--layers", 4), "3 layers")
-
-
-def test_the_model_that_ships_continues_a_prompt(tq):
-    result = tq("generate", "--prompt", "def main(", "--max-new-tokens", 4, "--json").json
-    assert result["model"] == "tiny"
-    assert result["kv"]["bytes_per_token"] == 2 * 6 * 2 * 66
-    assert result["new_tokens"] == 4
 
 
 # -- Streams --------------------------------------------------------------------------------------------------------------
@@ -742,25 +639,6 @@ def test_info_tells_several_memories_and_a_context(tq):
     out = tq("info", "random:14b", "--memory", "24GiB,80GiB", "--context", 200_000).out
     assert "in 80.0 GiB" in out
     assert "GiB at 200,000 tokens" in out
-
-
-@pytest.mark.parametrize("name", formats.names())
-def test_an_allocated_cache_takes_the_bytes_that_info_tells(tq, checkpoint, name):
-    from haarkv.engine.loading import load
-
-    sizes = {row["format"]: row["bytes_per_token"] for row in tq("info", checkpoint, "--json").json["kv"]}
-    if name not in sizes:  # no layout for the checkpoint's head_dim, which a cache says too
-        with pytest.raises(InputError, match=f"^{name} .* head_dim"):
-            load(str(checkpoint), kv=name).new_cache(3, 200)
-        return
-    cache, _ = load(str(checkpoint), kv=name).new_cache(3, 200)
-    layers = [fields for layer in range(2) for fields in (cache.k_fields(layer), cache.v_fields(layer))]
-    allocated = sum(tensor.untyped_storage().nbytes() for fields in layers for tensor in fields.values())
-    assert allocated == 3 * 256 * sizes[name]
-    # Tokens in groups wait in BF16: all but one and a chunk of 64, of three sequences in two layers of two KV heads.
-    groups = [formats.get(name, side).group_tokens for side in "kv"]
-    waiting = sum(3 * 2 * 2 * (group - 1 + 64) * 2 * 32 for group in groups if group > 1)
-    assert cache.nbytes == allocated + waiting
 
 
 @pytest.mark.parametrize(

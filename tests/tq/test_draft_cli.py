@@ -2,11 +2,12 @@
 
 import io
 import json
-import re
+from dataclasses import replace
 
 import pytest
 from refusals import assert_refused
 
+from haarkv.engine.drafting import Drafting
 from tq.cli import main
 
 GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]
@@ -21,22 +22,30 @@ def run(capsys):
     return run
 
 
-def test_the_cost_line_says_what_was_accepted_and_whether_it_paid(run):
+# 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
+PAID = Drafting("ngram", 3, 4, 3, 1.5, 2.0, 5.0, 2.5, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
+TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, f"{TAKEN}; 2.00 ms a token, 5.00 in plain steps between (2.50x)"),
+        ({"plain_ms_per_token": 1.0, "speed_up": 0.5},
+         f"{TAKEN}; 2.00 ms a token, 1.00 in plain steps between (0.50x): does not pay here, leave out --draft"),
+        ({"plain_ms_per_token": None, "speed_up": None, "shared_bytes": 2**20, "kv_bytes": 1200},
+         f"{TAKEN}; 1.0 MiB of weights shared with the model; 1,200 bytes of KV cache of its own"),
+        ({"proposed": 0, "accepted": 0}, "ngram: nothing drafted"),
+    ],
+)  # fmt: skip
+def test_the_cost_line_says_what_was_accepted_and_whether_it_paid(changed, line):
+    assert replace(PAID, **changed).describe() == line
+
+
+def test_the_cost_table_has_a_line_for_the_draft(run):
     code, out, err = run(*GENERATE, "--draft", "ngram", "--draft-tokens", "3")
     assert code == 0, err
-    line = next(text.split(None, 1)[1].strip() for text in err.splitlines() if text.split()[:1] == ["draft"])
-    found = re.match(
-        r"ngram, up to 3: (\d+) of (\d+) accepted \((\d+)%\), ([\d.]+) tokens a step; "
-        r"([\d.]+) ms a token, ([\d.]+) in plain steps between \(([\d.]+)x\)(: does not pay here, leave out --draft)?$",
-        line,
-    )
-    assert found, line
-    accepted, proposed, share, steps, ms, plain, times = map(float, found.groups()[:-1])
-    assert 0 < accepted <= proposed
-    assert share == pytest.approx(100 * accepted / proposed, abs=1)
-    assert times == pytest.approx(plain / ms, abs=0.02)
-    assert bool(found[8]) == (times < 1)
-    assert 1 < steps <= 4
+    assert any(line.split()[:5] == ["draft", "ngram,", "up", "to", "3:"] for line in err.splitlines()), err
     assert run(*GENERATE)[1] == out
 
 
@@ -47,6 +56,7 @@ def test_json_has_all_of_it(run):
     assert (found["name"], found["most"], found["executor"], found["same_text"]) == ("self", 4, "cpu", True)
     assert found["acceptance"] == found["accepted"] / found["proposed"] > 0.3
     assert found["speed_up"] == pytest.approx(found["plain_ms_per_token"] / found["ms_per_token"])
+    assert 1 < found["tokens_per_step"] <= 5
     assert found["kv_bytes"] > 0
     assert found["shared_bytes"] == 9_310_976 * 4
     assert "draft" not in json.loads(run(*GENERATE, "--json")[1])
@@ -56,7 +66,7 @@ def test_an_executor_whose_sums_change_says_so(run):
     reference = [arg.replace("cpu", "reference") for arg in GENERATE]
     code, _, err = run(*reference, "--max-new-tokens", 8, "--draft", "ngram")
     assert code == 0
-    assert "sums on reference change with the batch: where two tokens nearly tie, either may come" in err
+    assert "sums on reference change with the batch: where two tokens nearly tie, either may come" in " ".join(err.split())
 
 
 def test_chat_drafts_as_well(run, monkeypatch):

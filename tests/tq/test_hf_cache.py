@@ -64,7 +64,6 @@ CONFIGS = {
 MASK = torch.ones(3, PROMPT, dtype=torch.long)
 MASK[0, :5], MASK[1, :2] = 0, 0
 PROMPTS = torch.randint(2, VOCAB, (3, PROMPT), generator=torch.Generator().manual_seed(1)) * MASK
-LIKE = torch.empty(2, 3, 0, 16)
 
 
 def config_of(name):
@@ -194,33 +193,6 @@ def test_assisted_text_is_the_greedy_text(name, kv):
         assert torch.equal(assisted, greedy)
 
 
-def contrastive(model, cache, steps=6, top=3):
-    """Contrastive search as its custom `generate` drives a cache: the candidates of a row as further rows, one stays."""
-    with torch.no_grad():
-        out = model(PROMPTS, attention_mask=MASK, past_key_values=cache, use_cache=True)
-        mask, chosen, logits = MASK, [], out.logits[:, -1]
-        for _ in range(steps):
-            candidates = logits.topk(top).indices
-            cache.batch_repeat_interleave(top)
-            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
-            out = model(
-                candidates.reshape(-1, 1), attention_mask=mask.repeat_interleave(top, 0), past_key_values=cache, use_cache=True
-            )
-            best = out.logits[:, -1].view(3, top, -1).std(-1).argmax(-1)
-            cache.batch_select_indices(torch.arange(3) * top + best)
-            logits = out.logits[:, -1].view(3, top, -1)[torch.arange(3), best]
-            chosen.append(candidates[torch.arange(3), best])
-    return torch.stack(chosen), logits
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_contrastive_search(name):
-    model = build(name)
-    theirs = contrastive(model, DynamicCache(config=model.config))
-    ours = contrastive(model, tq.TQCache(model.config, "fp32"))
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-
-
 @pytest.mark.parametrize("kv", ["tq4", "kivi2"])
 def test_a_reset_cache_is_as_new(kv):
     model = build("mistral")
@@ -276,18 +248,6 @@ def test_any_sequence_of_operations_gives_what_their_layer_gives(groups, tail, s
             rows = 2 if rows == 1 and len(order) != rows else len(order)
         assert max(k_format.vectors, v_format.vectors) <= handed
         assert k_format.vectors % groups[0] == 0
-
-
-def test_a_crop_through_a_group_keeps_what_is_stored():
-    grouped = Grouped(4)
-    layer = layer_of(grouped, sink=0, tail=(3, 3))
-    x = torch.randn(1, 1, 12, 8)
-    layer.update(x, x)
-    assert [side.packed.tokens for side in layer.sides] == [12, 12]
-    layer.crop(-6)  # into the middle of the second group
-    keys, _ = layer.update(x[:, :, :5], x[:, :, :5])
-    assert torch.equal(keys, torch.cat([x[:, :, :6], x[:, :, :5]], 2))
-    assert grouped.vectors == 2 * (12 + 4)
 
 
 def test_each_vector_is_quantized_once_and_bytes_only_move(counted):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
+from kills import every_moment
 
 from haarkv.tq_ops import output_files as files
 from haarkv.tq_ops.errors import InputError
@@ -18,40 +19,7 @@ from haarkv.tq_ops.npu.sim.simulator import unavailable
 from haarkv.tq_ops.output_files import check_folder, check_writable, whole_folder, write_whole
 from haarkv.tq_ops.temporary import TemporaryFolder
 
-# Everything that Python announces before it changes a folder; the exchange of two names goes through ctypes.
-MOMENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlsym"}
 MANIFEST = "about.json"
-
-
-def killed_at(moment, work):
-    """Run `work` in a process that is killed before its so-and-so-many-th change; whether it was."""
-    process = os.fork()
-    if not process:
-        left = moment
-
-        def count(event, _):
-            nonlocal left
-            if event in MOMENTS:
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        work()
-        os._exit(0)
-    _, status = os.waitpid(process, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
-    return os.WIFSIGNALED(status)
-
-
-def every_moment(work):
-    """Kill `work` at each of its moments, one after the other; yields after each."""
-    for moment in range(100):
-        if not killed_at(moment, work):
-            assert moment > 3, "nothing was counted"
-            return
-        yield moment
-    pytest.fail("there is no end")
 
 
 def write_export(folder, text):
@@ -236,18 +204,8 @@ def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 SMALL = (
-    "--text",
-    "text.txt",
-    "--verify",
-    "unseen.txt",
-    "--tokens",
-    "60",
-    "--verify-tokens",
-    "60",
-    "--resume",
-    "run",
-    "--force",
-)
+    "--text", "text.txt", "--verify", "unseen.txt", "--tokens", "60", "--verify-tokens", "60", "--resume", "run", "--force",
+)  # fmt: skip
 COMMANDS = {
     "export": (["--out", "out", "--force"], ["out"]),
     "plan": (["--out", "out", "--budget", "3.5", "--candidates", "tq2,tq4", "--tails", "0", *SMALL], ["out", "run"]),
@@ -269,13 +227,7 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     line = [sys.executable, "-m", "tq", command, "--model", model, *options]
 
     def run(seconds=None):
-        process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            _, err = process.communicate(timeout=seconds)
-            assert process.returncode == 0, err.decode()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        killed_while(line, tmp_path, seconds, os.environ)
 
     began = time.monotonic()
     run()
@@ -292,9 +244,10 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     assert names_in(tmp_path) == sorted([*INPUTS, *made])
 
 
-def killed_while(line, folder, seconds):
+def killed_while(line, folder, seconds, env=None):
     """Run a command in a process that is killed after so many seconds; its number."""
-    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=with_temporary(folder))
+    env = env or with_temporary(folder)
+    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
     try:
         _, err = process.communicate(timeout=seconds)
         assert process.returncode == 0, err.decode()

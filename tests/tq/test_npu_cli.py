@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from calibration_files import write_calibration
 from npu_learned import KV, learned_spec
-from npu_programs import needs_pypto
+from npu_programs import with_pypto
 
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import Compiled, wanted
@@ -33,29 +33,6 @@ def refused(capfd, *args):
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--executor", "npu", "--device", "cuda:0"), "sim or npu:N, not on 'cuda:0'"),
-        (("--executor", "npu", "--device", "npu:0"), "torch-npu is not installed"),
-        (("--executor", "npu", "--device", "sim", "--dtype", "float32"), "bfloat16 only"),
-        (("--device", "npu:0"), "torch-npu is not installed"),
-        (("--device", "moon"), "no executor runs on 'moon'; --device takes cpu, cuda"),
-        (("--executor", "reference", "--device", "npu:0"), "reference runs on the cpu, not on 'npu:0'"),
-        (("--executor", "tpu"), "unknown executor 'tpu'; choose from auto, reference, cpu, cuda, npu"),
-    ],
-)
-def test_generate_refuses_in_one_line(capfd, args, said):
-    assert said in refused(capfd, *GENERATE, *args)
-
-
-@needs_pypto[0]
-@needs_pypto[1]
-def test_generate_refuses_a_format_that_no_program_reads(capfd):
-    said = "its programs read tq4, tq4_seed and bf16, not q8_0"
-    assert said in refused(capfd, *GENERATE, "--executor", "npu", "--kv", "k=tq4,v=q8_0")
-
-
 def test_compile_refuses_before_it_compiles(capfd, tmp_path):
     assert f"{tmp_path} exists" in refused(capfd, "compile", "--cpp", str(tmp_path))
     assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
@@ -65,8 +42,7 @@ def test_compile_refuses_before_it_compiles(capfd, tmp_path):
     assert said in refused(capfd, "compile", "--kv", "q8_0")
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_generate_says_where_it_ran(capfd):
     code, out, err = run(capfd, *GENERATE, "--executor", "npu", "--device", "sim")
     assert code == 0
@@ -74,8 +50,7 @@ def test_generate_says_where_it_ran(capfd):
     assert "no NPU" in err
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
     target = tmp_path / "cpp"
     code, out, _ = run(capfd, "compile", "--program", "head", "--cpp", str(target), "--json")
@@ -115,8 +90,7 @@ def test_layers_that_store_alike_share_a_program():
     assert wanted(config, ("prefill",), learned_spec(config).plan(6)) == [("prefill", "prefill", (0, 1, 2, 3, 4, 5))]
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 @pytest.mark.npu_long
 def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_path):
     file = write_calibration(tmp_path / "made.safetensors")

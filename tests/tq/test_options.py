@@ -1,5 +1,6 @@
 """Options mean and read the same in every command, and every public name is explained."""
 
+import io
 import pydoc
 import re
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import click
 import pytest
+from refusals import assert_refused
 
 import tq
-from tq.cli import _COMMANDS, cli
+from tq.cli import _COMMANDS, cli, main
 
 ROOT = Path(__file__).parents[2]
 # In this order wherever they stand together.
@@ -153,6 +155,45 @@ def test_who_runs_a_model_on_a_cache_may_leave_its_channels_as_they_are():
         "generate", "chat", "cache save", "eval", "diff", "serve",
     }  # fmt: skip
     assert {name for name, of in taken.items() if "--allow-collapse" in of} == {"generate", "chat", "cache save", "serve"}
+
+
+# -- What is wrong in one is wrong in all -----------------------------------------------------------------------------------
+
+WRONG = {
+    "--model": ("nothing/here", "no such model"), "--kv": ("tq9", "tq9"), "--kv-tail": ("-1", "--kv-tail"),
+    "--kv-plan": ("absent.json", "absent.json"), "--calibration": ("absent", "absent"), "--executor": ("abacus", "abacus"),
+    "--device": ("moon", "moon"), "--dtype": ("int3", "int3"), "--layers": ("x", "--layers"),
+    "--threads": ("99999", "processors"), "--text": ("absent.txt", "No such file"),
+    "--verify": ("absent.txt", "No such file"), "--window": ("0", "--window"),
+    "--prompt-file": ("absent.txt", "No such file"), "--out": ("absent/x", "absent"),
+    "--plot": ("absent/x", "does not exist"), "--resume": ("absent/x", "does not exist"),
+    "--max-new-tokens": ("0", "--max-new-tokens"),
+}  # fmt: skip
+NEEDED = {
+    "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
+    "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
+    "export": ("--out", "x"), "generate": ("--prompt", "a"),
+}  # fmt: skip
+"""What a command would lack."""
+ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bringup"}
+"""They want a file, ask vLLM, or say what they found before: each has tests of its own."""
+ASKED = [
+    (name, option.opts[0])
+    for name, command in COMMANDS.items()
+    for option in options(command)
+    if name not in ELSEWHERE and option.opts[0] in WRONG and (name, option.opts[0]) != ("bench decode", "--resume")
+]
+
+
+@pytest.mark.parametrize(("name", "option"), ASKED)
+def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypatch, tmp_path, name, option):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    (tmp_path / "text.txt").write_text("for spam in eggs:\n    print(spam)\n" * 40, encoding="utf-8")
+    value, word = WRONG[option]
+    code = main([*name.split(), *NEEDED.get(name, ()), option, value])
+    assert_refused((code, *capsys.readouterr()), word)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 # -- import tq ------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def talking(*more):
         process.stdout.read(4)
         pids = [rank_of(process.pid, rank) for rank in range(2)]
         yield process, pids
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while not all(map(gone, pids)) and time.monotonic() < until:
             time.sleep(0.05)
         assert all(map(gone, pids))

@@ -110,12 +110,9 @@ def writes_another_layer(op, k, v, made, layer, batch):
 
 def sees_the_future(op, q, made, layer, batch, scale):
     return op(
-        q,
-        made,
-        layer,
-        replace(batch, positions=batch.seq_lens.long().repeat_interleave(batch.query_start_loc.diff()) - 1),
+        q, made, layer, replace(batch, positions=batch.seq_lens.long().repeat_interleave(batch.query_start_loc.diff()) - 1),
         scale,
-    )
+    )  # fmt: skip
 
 
 FAULTS = [
@@ -224,23 +221,20 @@ def test_a_token_by_itself_gets_the_same_bits_as_in_its_batch(table, case, dtype
         for token in range(begin, end):
             position = batch.positions[token : token + 1]
             alone = replace(
-                batch,
-                positions=position,
-                slot_mapping=batch.slot_mapping[token : token + 1],
-                block_table=batch.block_table[row : row + 1],
-                seq_lens=position.int() + 1,
-                query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-                rows=batch.rows[row : row + 1],
-            )
+                batch, positions=position, slot_mapping=batch.slot_mapping[token : token + 1],
+                block_table=batch.block_table[row : row + 1], seq_lens=position.int() + 1,
+                query_start_loc=torch.tensor([0, 1], dtype=torch.int32), rows=batch.rows[row : row + 1],
+            )  # fmt: skip
             assert torch.equal(attention(table, case, q[token : token + 1], alone)[0], together[token])
 
 
 @every_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [CASES[7], *WINDOWED[:2]], ids=str)
-def test_results_do_not_depend_on_the_number_of_threads(table, case):
+def test_results_do_not_depend_on_the_number_of_threads(table, case, dtype):
     ops = table.open()
     _, batch = stored(case)
-    q, _ = expected(case, torch.float32)
+    q, _ = expected(case, dtype)
     x, weight = torch.randn(3, 96).bfloat16(), torch.randn(501, 96).bfloat16()
     results, before = [], torch.get_num_threads()
     try:

@@ -44,11 +44,11 @@ echo made > "$2"
 
 
 def wait_until(condition):
-    for _ in range(1500):
+    for _ in range(15_000):
         if condition():
             return
         time.sleep(0.02)
-    pytest.fail("it did not happen in 30 s")
+    pytest.fail("it did not happen in 300 s")
 
 
 @pytest.fixture

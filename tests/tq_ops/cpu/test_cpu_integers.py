@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 import torch
 from op_tables import LAYER, Case, every_table, filled, relative
@@ -18,7 +15,6 @@ from haarkv.tq_ops.kv.reads import readable
 from haarkv.validation import bounds
 
 CASE = Case("tq4", 128, 5, 2, 128, (700, 255), (1, 1))
-RAGGED = Case("tq4", 128, 5, 2, 128, (0, 120, 1030), (9, 17, 1))
 SCALE = CASE.head_dim**-0.5
 # Against exact attention, at most so many times the distance that the reference's own rounding points leave.
 BESIDE_BF16 = 1.5
@@ -126,29 +122,6 @@ def test_a_bf16_query_that_is_not_finite_gives_no_number(table):
         ours = table.open().paged_attention(q, cache, LAYER, batch, SCALE)
         assert ours[0, 3].isnan().all()
         assert ours.isnan().any(-1).sum() == 1
-
-
-@every_table
-def test_bf16_results_do_not_depend_on_threads_or_on_the_rest_of_the_batch(table):
-    cache, batch = filled(RAGGED)
-    q, ops, before = queries(RAGGED), table.open(), torch.get_num_threads()
-    together = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            together.append(ops.paged_attention(q, cache, LAYER, batch, SCALE))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(together[0], other) for other in together[1:])
-    for row, (begin, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
-        for token in range(begin, end):
-            position = batch.positions[token : token + 1]
-            alone = replace(
-                batch, positions=position, slot_mapping=batch.slot_mapping[token : token + 1],
-                block_table=batch.block_table[row : row + 1], seq_lens=position.int() + 1,
-                query_start_loc=torch.tensor([0, 1], dtype=torch.int32), rows=batch.rows[row : row + 1],
-            )  # fmt: skip
-            assert torch.equal(ops.paged_attention(q[token : token + 1], cache, LAYER, alone, SCALE)[0], together[0][token])
 
 
 def has_integers(name: str) -> bool:

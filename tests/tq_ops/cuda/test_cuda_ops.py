@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from learned_slow import other_than_golden
-from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
+from op_tables import LAYER, Case, everything_in, filled, poisoned_cache, relative
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda.layout import READS, layout_of
+from haarkv.tq_ops.cuda.layout import layout_of
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_stored
 
@@ -40,10 +39,6 @@ def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
     for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
         ours.copy_(theirs)
     return copy
-
-
-def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 def check_attention(case: Case) -> None:
@@ -184,9 +179,6 @@ STORES = [
     Case("tq4", 256, 1, 1, 24, (0,), (5,)),
     Case("tbq4_0", 128, 1, 1, 128, (0,), (5,)),
     Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
-    *(Case(kv, 64, 1, 1, 8, (0, 0), (5, 1)) for kv in ("tq2", "tq3", "k=tq8,v=tq2", "k=tq3,v=tq4")),
-    *(Case(kv, 128, 1, 1, 16, (0,), (4,), pages=True) for kv in ("k=tq5,v=tq6", "k=tq2,v=tq3")),
-    Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
 ]
 
 
@@ -263,18 +255,6 @@ def test_more_new_tokens_than_the_ring_takes_are_refused():
 
 
 # -- What they read, and the lookup -------------------------------------------------------------------------------------
-def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
-    def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
-        return unsupported(READS, (KVSpec(kv) if isinstance(kv, str) else kv).plan(2), head_dim)
-
-    read = ("tq4", "tbq4_0", "tq2", "tq3", "tq5", "tq6", "tq8", "k=tq4,v=tbq4_0", "k=tq2,v=tq8")
-    assert [reason(kv) for kv in read] == [None] * len(read)
-    assert reason("tq4", 64) is reason("tq4", 256) is reason("k=tq3,v=tq4", 64) is None
-    assert "not bf16" in reason("k=tq4,v=bf16")
-    assert "not manthan3" in reason("manthan3")
-    assert "take one scale a vector, and tbq4_0 at head_dim 256 has 2" in reason("tbq4_0", 256)
-    assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
-    assert reason(KVSpec("tq4", tail=8, sink=4)) is None
 
 
 def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:

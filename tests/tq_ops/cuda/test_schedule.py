@@ -16,7 +16,6 @@ from haarkv.tq_ops.cuda import decode
 from haarkv.tq_ops.cuda.schedule import find_piece, pieces_of, share_of, tiles_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROGRAMS, TILE = 3 * 132 // 8, 128  # of a KV head of Qwen3-14B on an H200
 BATCHES = [
     ([5], [1], 3), ([256] * 8, [1] * 8, 11), ([256, *[4] * 31], [1] * 32, 11), ([0, 3, 0, 0, 1, 0], [1] * 6, 4),
     ([0, 0], [1, 1], 4), ([7], [1], 12), ([3, 9, 1], [4, 1, 2], 5), ([1] * 33, [1] * 33, 6), ([2, 5], [3, 0], 4),
@@ -75,29 +74,6 @@ def test_the_device_finds_the_same_pieces(stored, columns, programs):
     for tile, (first, many) in enumerate(merged.tolist()):
         numbers = [piece.number for piece in wanted if piece.column_tile == tile]
         assert (many, first) == (len(numbers), numbers[0] if numbers else first)
-
-
-def by_table_width(lengths: list[int], width: int) -> int:
-    """Tokens of the busiest program if each sequence is cut into as many parts as fill a GPU, by the width of the table."""
-    splits = max(1, min(3 * 132 // (len(lengths) * 8), 64, triton.cdiv(width, TILE)))
-    return max(triton.cdiv(triton.cdiv(length, TILE), splits) for length in lengths) * TILE
-
-
-@pytest.mark.parametrize(
-    ("lengths", "width", "before", "after"),
-    [
-        ([32768, *[512] * 31], 32768, 32768, 1024),
-        ([32768] * 8, 32768, 5504, 5376),
-        ([4096], 40960, 128, 128),
-        ([32768] * 32, 32768, 32768, 21504),
-    ],
-)
-def test_the_busiest_programs_tokens(lengths, width, before, after):
-    assert by_table_width(lengths, width) == before
-    load = [0] * PROGRAMS
-    for piece in pieces([triton.cdiv(length, TILE) for length in lengths], [1] * len(lengths), PROGRAMS):
-        load[piece.program] += (piece.end - piece.begin) * TILE
-    assert max(load) == after
 
 
 @pytest.mark.parametrize(

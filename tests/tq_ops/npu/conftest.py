@@ -1,8 +1,16 @@
-"""What the tests of emitted C++ share."""
+"""What the tests of NPU programs share."""
 
 import pytest
 from emitted_programs import compile_all, compile_store, shared
 from planted_programs import StridedWhere
+
+from haarkv.tq_ops.npu.sim.simulator import Simulator
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    with Simulator() as simulator:
+        yield simulator
 
 
 @pytest.fixture(scope="session")

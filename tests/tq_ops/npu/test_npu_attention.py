@@ -14,18 +14,12 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import VARIANTS, AttentionProgram
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytestmark = needs_pypto
 HEADS, KV_HEADS, LAYER = 10, 2, 1
 # Half a step of the BF16 output and what FP16 probabilities, centroids and outputs leave. Measured: 2**-9 and 3e-4.
 RTOL, ATOL = 2.0**-8, 1e-3
-
-
-@pytest.fixture(scope="module")
-def simulator():
-    with Simulator() as simulator:
-        yield simulator
 
 
 def attention_case(variant, lengths, step):

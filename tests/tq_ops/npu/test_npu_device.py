@@ -5,7 +5,7 @@ from pathlib import Path
 
 import fake_npu
 import pytest
-from npu_programs import needs_pypto
+from npu_programs import with_pypto
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu import folders
@@ -128,8 +128,7 @@ def test_our_own_errors_pass_and_a_full_home_hides_no_line(home, monkeypatch):
         raise RuntimeError("refused\nand more")
 
 
-@needs_pypto[0]
-@needs_pypto[1]
+@with_pypto
 def test_pypto_itself_writes_where_it_is_told(tmp_path):
     """Its variable, read by its C++ at a compilation: the same with which the runner of a device sends it away."""
     code = """

@@ -1,19 +1,12 @@
 """Levels become centroids by arithmetic on the device: of every byte, and in few instructions."""
 
-import pytest
 import torch
 from npu_programs import Levels, LookUp, needs_pypto
 
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytestmark = needs_pypto
-
-
-@pytest.fixture(scope="module")
-def simulator():
-    with Simulator() as simulator:
-        yield simulator
 
 
 def test_every_byte_gives_the_fp16_of_its_two_centroids(simulator):

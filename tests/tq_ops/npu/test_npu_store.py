@@ -7,15 +7,9 @@ from npu_verify import VerificationError, check_verified
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.npu.sides import SIDES, TQ4
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytestmark = needs_pypto
-
-
-@pytest.fixture(scope="module")
-def simulator():
-    with Simulator() as simulator:
-        yield simulator
 
 
 @pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 2), (5, 8), (20, 2)])

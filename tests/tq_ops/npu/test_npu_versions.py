@@ -13,15 +13,9 @@ from places import ROOT
 from haarkv.tq_ops.npu.versions import PUBLISHED, SIMULATED, Installed, installed, unpublished, unsimulated
 
 GOOD = Installed(
-    python="3.11.9",
-    torch="2.8.0+cpu",
-    torch_npu="2.8.0.post4",
-    pypto="0.2.0",
-    cann="9.0.0",
-    cann_folder=Path("/usr/local/Ascend/cann"),
-    sourced=True,
-    driver="25.5.0",
-)
+    python="3.11.9", torch="2.8.0+cpu", torch_npu="2.8.0.post4", pypto="0.2.0", cann="9.0.0",
+    cann_folder=Path("/usr/local/Ascend/cann"), sourced=True, driver="25.5.0",
+)  # fmt: skip
 BUNDLED = replace(GOOD, pypto="0.2.1", cann="9.1.0", torch="2.12.0", torch_npu="2.12.0.post2", driver="25.5.1")
 
 
