@@ -19,7 +19,6 @@ from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 MODEL = small_model(SMALL)

@@ -44,7 +44,7 @@ class OnHost:
     def __init__(self, inner, cache) -> None:
         self.inner, self.device = inner, inner.device
         self.cache = PagedKVCache(
-            cache.plan, KVShape(cache.num_kv_heads, cache.head_dim), num_blocks=cache.num_blocks,
+            cache.plan, KVShape(cache.shape(0).num_kv_heads, cache.shape(0).head_dim), num_blocks=cache.num_blocks,
             block_size=cache.block_size, device=self.device,
         )  # fmt: skip
 

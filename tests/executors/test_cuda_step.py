@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from op_tables import LAYER, Case, cache_tensors, everything_in, filled, poisoned_cache, relative, windows_of
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused

@@ -8,7 +8,7 @@ import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
 from npu_programs import with_pypto
-from small_models import SMALL, new_cache, small_model
+from small_models import SMALL, new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill

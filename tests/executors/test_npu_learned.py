@@ -7,7 +7,7 @@ import torch
 from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
 from npu_learned import learned_spec, made_up
 from npu_programs import needs_pypto, with_pypto
-from small_models import random_tokens, small_model
+from small_models import random_tokens, resized, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor

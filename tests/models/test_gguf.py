@@ -65,7 +65,7 @@ def saved(tmp_path_factory):
 def frequencies(config):
     from haarkv.models.rope import inverse_frequencies
 
-    return inverse_frequencies(config)
+    return inverse_frequencies(config.common.attention.rope)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,7 @@ import transformers
 from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
+from haarkv.executors.base import verify
 from haarkv.models.catalog import source_of
 from haarkv.models.gguf_words import LINEAR
 from haarkv.models.source import Source
@@ -54,7 +55,7 @@ def test_byte_level_words_are_transformers_own(tmp_path, pre):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     for text in TEXTS + drawn():
         assert ids(ours, text) == theirs(text)["input_ids"], text
-        assert ours.decode(ids(ours, text), skip_special_tokens=False) == text
+        assert verify(ours, ids(ours, text), skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize(

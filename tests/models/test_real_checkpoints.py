@@ -78,6 +78,8 @@ def test_next_tokens_are_mostly_those_of_llama_cpp(file, session):
     agree = float((found.argmax(-1) == theirs.argmax(-1)).float().mean())
     sure = theirs.softmax(-1).topk(2).values.diff(dim=-1).abs()[:, 0] > 0.1
     agree_where_sure = float((found.argmax(-1) == theirs.argmax(-1))[sure].float().mean())
-    print(f"{file.stem}: {agree:.1%} of {len(ids)} next tokens agree; {agree_where_sure:.1%} where llama.cpp's two best differ by 0.1")
+    print(
+        f"{file.stem}: {agree:.1%} of {len(ids)} next tokens agree; {agree_where_sure:.1%} where llama.cpp's two best differ by 0.1"
+    )
     assert agree >= 0.97
     assert agree_where_sure >= 0.995

@@ -22,7 +22,7 @@ def _whole(x, largest_level):
 
 def integer_attention(q, cache, layer, batch, softmax_scale):
     """[T, Hq, D] bf16 of bf16 queries."""
-    kv_format, heads, dim = cache.k_format(layer), cache.num_kv_heads, cache.head_dim
+    kv_format, heads, dim = cache.k_format(layer), cache.shape(0).num_kv_heads, cache.shape(0).head_dim
     levels, unit = whole_levels(kv_format.description(dim).centroids)
     rotation, largest = haar_rotation(layer, dim).float(), int(levels.abs().max())
     blocks = batch.block_table.clamp(min=0).long()

@@ -16,7 +16,7 @@ from haarkv.tq_ops.memory import LARGE_PAGE, ask_for_large_pages
 @needs_large_pages
 def test_a_cache_asks_for_large_pages():
     plan = KVPlan.uniform(*parse("bf16"), 1)
-    cache = PagedKVCache(plan, num_kv_heads=8, head_dim=128, num_blocks=160)
+    cache = PagedKVCache(plan, KVShape(8, 128), num_blocks=160)
     assert all(asks_for_large_pages(field) for _, _, fields, _ in cache.fields() for field in fields.values())
 
 

@@ -241,7 +241,7 @@ def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
         if tensor.is_floating_point():
             tensor.copy_(torch.empty(tensor.shape).uniform_(-3e4, 3e4, generator=generator))
         else:
-            tensor.random_(0, 16 if tensor.shape[-1] == cache.head_dim else 256, generator=generator)
+            tensor.random_(0, 16 if tensor.shape[-1] == cache.shape(0).head_dim else 256, generator=generator)
 
 
 def bytes_by_slot(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def attending(**how):
 
     def paged_attention(q, cache, layer, batch, scale):
         sides = [{"data": restored(fields, layer, **how)} for fields in (cache.k_fields(layer), cache.v_fields(layer))]
-        other = PagedKVCache.over((PLAIN, PLAIN), layer, tuple(sides), cache.kept(layer), cache.head_dim)
+        other = PagedKVCache.over((PLAIN, PLAIN), layer, tuple(sides), cache.kept(layer), cache.shape(0).head_dim)
         return reference.paged_attention(q, other, layer, batch, scale)
 
     return table_with({"paged_attention": paged_attention})
