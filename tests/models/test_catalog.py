@@ -6,7 +6,7 @@ import pytest
 from checkpoints import write_checkpoint
 from huggingface_hub import constants
 
-from haarkv.models.catalog import TINY, load_model, read_config
+from haarkv.models.catalog import TINY, load_model, path_of, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 

@@ -26,6 +26,7 @@ from checkpoints import (
     write_checkpoint,
 )
 from refusals import assert_refused
+from small_models import resized
 from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
