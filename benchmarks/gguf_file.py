@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.benchmarks.cases import heads
 from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops.errors import InputError
 
@@ -65,17 +66,17 @@ def write(path: Path, model: DecoderModel) -> None:
 def _describe(writer: Any, model: DecoderModel) -> None:
     import gguf
 
-    config = model.config
+    config, of = model.config, heads(model.config)
     whole = {torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16, torch.float32: gguf.LlamaFileType.ALL_F32}
     writer.add_file_type(whole[model.dtype])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_head_count(of.q)
+    writer.add_head_count_kv(of.kv)
+    writer.add_key_length(of.dim)
+    writer.add_value_length(of.dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_vocab_size(config.vocab_size)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from haarkv.benchmarks.attention import MOST_COPIES
+from haarkv.benchmarks.cases import heads
 from haarkv.engine.plans import plan_for
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import formats
@@ -61,7 +62,8 @@ def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
     named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
         return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
-    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), config.num_kv_heads, config.head_dim)
+    _, kv_heads, dim = heads(config)
+    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), kv_heads, dim)
     parsed = {pair: formats.parse(pair, learned) for pair in pairs}
     return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
 

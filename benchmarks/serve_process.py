@@ -1,4 +1,8 @@
-"""Child processes of the serving benchmark: started in groups of their own, asked over the loopback, ended without orphans."""
+"""Child processes of the serving benchmark: started in groups of their own, asked over the loopback, ended without orphans.
+
+Run as a program, this is vLLM's own benchmark client, kept loaded: a round of requests for each line of arguments on stdin,
+and a JSON line each; what it prints goes to stderr.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +60,21 @@ class Child:
         self.process.wait()
         self._file.close()
 
-    def members(self) -> dict[int, str]:
-        """Processes of its group that run, by id, each with its name; none where there is no /proc."""
+    def members(self) -> dict[int, tuple[str, float]]:
+        """Processes of its group that run: each one's name and processor time so far; none where there is no /proc."""
         found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                name, fields = _stat(stat)
+                head, _, tail = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")  # a name may hold brackets
+                fields = tail.split()
                 if int(fields[2]) == self.process.pid and fields[0] != "Z":
-                    found[int(stat.parent.name)] = name
+                    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    found[int(stat.parent.name)] = head.split("(", 1)[1], seconds
         return found
 
     def cpu_seconds(self, name: str) -> float:
         """Processor time so far of those whose name begins so, all their threads."""
-        ticks = 0
-        for pid, called in self.members().items():
-            if called.startswith(name):
-                with suppress(OSError):
-                    ticks += sum(map(int, _stat(Path(f"/proc/{pid}/stat"))[1][11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(seconds for called, seconds in self.members().values() if called.startswith(name))
 
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
@@ -184,7 +185,43 @@ def last_reason(log: str) -> str:
     return (reasons or lines or ["it said nothing"])[-1]
 
 
-def _stat(path: Path) -> tuple[str, list[str]]:
-    """Name and fields from the state on; a name may hold blanks and brackets."""
-    head, _, tail = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
-    return head.split("(", 1)[1], tail.split()
+class Client(Child):
+    """vLLM's benchmark client in a process of its own."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(["-m", "haarkv.benchmarks.serve_process"], log, piped=True)
+
+    def round(self, args: list[str]) -> dict[str, object]:
+        """Run one round to its end; what the client would save.
+
+        Raises:
+            InputError: the client ended, with what it said last.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        answer = ""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(args) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        if not answer:
+            raise InputError(f"the benchmark client ended: {self.reason()}")
+        result: dict[str, object] = json.loads(answer)
+        return result
+
+
+def main() -> None:
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as run
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    for line in sys.stdin:
+        answers.write(json.dumps(run(parser.parse_args(json.loads(line))), default=float) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

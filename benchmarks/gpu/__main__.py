@@ -78,9 +78,8 @@ def run_part(part: str, folder: Path, seconds: float, since: int, *, dry: bool) 
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its own processes end as well
     from haarkv.benchmarks.gpu import checks, device
-    from haarkv.benchmarks.gpu.sizes import DRY, FULL
 
-    sizes = DRY if dry else FULL
+    sizes = device.DRY if dry else device.FULL
     at, log = device.device_of(sizes), Log(folder, part, seconds, since)
     try:
         if part == "machine":

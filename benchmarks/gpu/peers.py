@@ -49,7 +49,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int]) -> I
         copies: how many copies of K and V take turns, from the bytes of one.
     """
     for peer in decode_peers.attention(q, k, v, copies):
-        yield Peer(peer.name, partial(_as_given, peer.run))
+        yield Peer(peer.name, lambda run=peer.run: run)  # type: ignore[misc]
     count = copies(2 * k.numel() * k.itemsize)
     yield from _flash_attention(q.unsqueeze(1), k, v, count)
     yield _flash_infer(q, k, v, count)
@@ -89,10 +89,6 @@ def prefill(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Peer]:
         return lambda _number: prompt(q, keys, values, causal=True)
 
     yield Peer("flashinfer", single, _absent("flashinfer"))
-
-
-def _as_given(run: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    return run
 
 
 def _absent(module: str) -> str:
@@ -136,14 +132,8 @@ def _flash_infer(q: Tensor, k: Tensor, v: Tensor, count: int) -> Peer:
             paged_kv_indptr_buffer=steps.clone(), paged_kv_indices_buffer=indices.clone(),
             paged_kv_last_page_len_buffer=last.clone(),
         )  # fmt: skip
-        planned.plan(
-            steps, indices, last, q.shape[1], kv_heads, dim, _PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
-        )
-
-        def run(number: int) -> Tensor:
-            out: Tensor = planned.run(q, tuple(kv[number % count]))
-            return out
-
-        return run
+        types = dict.fromkeys(("q_data_type", "kv_data_type"), torch.bfloat16)
+        planned.plan(steps, indices, last, q.shape[1], kv_heads, dim, _PAGE, **types)
+        return lambda number: planned.run(q, tuple(kv[number % count]))
 
     return Peer("flashinfer", make, _absent("flashinfer"))

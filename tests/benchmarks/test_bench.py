@@ -11,10 +11,10 @@ from checkpoints import write_checkpoint
 from machines import has_only
 from small_models import SMALL, small_model
 
-from haarkv.benchmarks import attention, caches, decode_peers, timing
-from haarkv.benchmarks.decode_cost import Case, attention_cost, layer_cost, row, step_cost, store_cost
+from haarkv.benchmarks import attention, cases, decode_peers, report, timing, whole
+from haarkv.benchmarks.cases import Case
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.plans import parse_caches, plan_of
-from haarkv.benchmarks.report import RESULTS
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
@@ -70,10 +70,21 @@ def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert MACHINE.floor_ms(10e9, 1) == 1000
     assert MACHINE.floor_ms(1, 100e9) == 1000
     cost = attention_cost(QWEN3_14B, Case(1, 1024), 1056, 2)
-    made = row("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0))
-    assert made.of_floor == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
-    assert math.isclose(made.gbps, cost.nbytes / 2e-3 / 1e9)
-    assert math.isclose(made.of_copy, made.gbps / 10)
+    made = CostRow("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0)).figures()
+    assert made["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
+    assert math.isclose(made["gbps"], cost.nbytes / 2e-3 / 1e9)
+    assert math.isclose(made["of_copy"], made["gbps"] / 10)
+
+
+def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
+    def made(who, ms, context=64, kind="step"):
+        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms))
+
+    ours = made("cpu tq4", 2.0)
+    others = [made("sdpa bf16 rows", 5.0), made("hf DynamicCache bf16", 3.0), made("cpu bf16", 1.0)]
+    elsewhere = [made("sdpa a", 0.5, context=65), made("sdpa a", 0.5, kind="layer")]
+    assert ours.as_json([ours, *others, *elsewhere])["speed_up"] == 1.5
+    assert "speed_up" not in ours.as_json([ours, *elsewhere])
 
 
 def test_variants_take_turns_and_warm_up_does_not_count(monkeypatch):
@@ -107,9 +118,10 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
     monkeypatch.setattr(attention, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)
-    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), model, case, q, k, v, attention.copies(1))
+    asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
+    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
     found = [attend(number) for number in range(4)]
     assert torch.equal(found[0], found[3])
@@ -136,8 +148,8 @@ def test_torch_gets_the_same_attention_in_every_form():
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = caches.filled(plan, SMALL, case, k, v, 3)
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = cases.filled(plan, SMALL, case, k, v, 3)
     assert [paging.length(s) for s in range(2)] == [69, 69]
     batch = paging.batch([0, 1], [1, 1])
     for layer in range(SMALL.num_layers):
@@ -156,8 +168,8 @@ def test_transformers_steps_continue_the_same_cache(kind):
     from haarkv.executors.reference import ReferenceExecutor
 
     model, case = small_model(replace(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
     own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
     peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
@@ -178,6 +190,7 @@ def run(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "_MATRIX", 16)
     monkeypatch.setattr(timing, "_REST_S", 0.0)
     monkeypatch.setattr(attention, "_COLD_BYTES", 2**16)
+    monkeypatch.setattr(whole, "_REST_S", 0.0)
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
 
     def run(name, *args):
@@ -199,7 +212,8 @@ def test_bench_decode_measures_what_it_names(run):
         "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
         "torch bf16 products": bf16,
     }  # fmt: skip
-    assert result["machine"]["copy_gbps"] > 0
+    assert result["limits"]["copy_gbps"] > 0
+    assert (result["context"], result["kv"], set(result["versions"]) >= {"python", "torch"}) == ([40], ["tq4"], True)
 
 
 def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
@@ -237,12 +251,12 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
 
 
 def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
-    from tq.commands.bench_request import request_of
+    from tq.commands.bench import request_of
 
     has_only(monkeypatch, "cpu", "reference")
     given = {
         "model": "tiny", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": None, "device": None, "repeats": 1,
-        "threads": None,
+        "isa": None,
     }  # fmt: skip
     for executors, kvs, expected in (
         (["auto"], [], ["cpu"]),
@@ -255,11 +269,11 @@ def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeyp
 
 
 def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
-    from tq.commands.bench_request import request_of
+    from tq.commands.bench import request_of
 
     given = {
         "model": "random:0.6b", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1,
-        "threads": None, "executors": ["auto"],
+        "isa": None, "executors": ["auto"],
     }  # fmt: skip
     for device, name in (("cuda", "cuda"), ("sim", "npu")):
         assert request_of({**given, "kvs": [], "device": device}).executors == [name]
@@ -287,29 +301,45 @@ def test_a_layers_share_of_a_step():
     assert math.isclose(40 * layer.flops + 2 * 2 * head, step.flops)
 
 
-def test_bench_ops_measures_each_op(run):
-    code, table, _ = run("ops", *QUICK, "--kv", "tq4")
-    assert code == 0
-    assert "store_kv" in table
-    assert "{" not in table  # JSON only when asked
-    code, line, _ = run("ops", *QUICK, "--kv", "tq4", "--json")
-    assert (code, line.count("\n")) == (0, 1)
-    rows = json.loads(line)["rows"]
-    assert {(r["op"], r["new_tokens"]) for r in rows} == {(op, 1) for op in ("quantize", "store_kv", "paged_attention")}
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+# -- Lines -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        assert row["benchmark"] == path.stem
-        assert row["date"] >= "2026-"
+    for result in report.read(path):
+        assert result.benchmark == path.stem
+        assert result.date >= "2026-"
+        assert result.cpu is None or set(result.versions) >= {"python", "torch"}
+
+
+def test_what_is_saved_is_read_again_and_no_value_takes_the_place_of_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    found = report.Report("decode", "tiny", [8, 16], ["tq4"], {"kv": "none", "rows": [1]}, [], packages=("numpy", "nothing"))
+    found.save()
+    found.save()
+    for result in report.read(tmp_path / "decode.jsonl"):
+        assert (result.model, result.context, result.kv, result.values) == ("tiny", (8, 16), ("tq4",), {"rows": [1]})
+        assert set(result.versions) == {"python", "torch", "numpy"}
+        assert result.cpu
+        assert result.threads == torch.get_num_threads()
+
+
+def test_older_lines_stay_readable(tmp_path):
+    old = {"benchmark": "serve", "date": "2026-11-21", "cpu": "X", "threads": 2, "python": "3.11.7", "torch": "2.13.0",
+           "vllm": "0.32.0", "context": 64, "kv": "tq4", "rows": []}  # fmt: skip
+    (tmp_path / "serve.jsonl").write_text(json.dumps(old) + "\n")
+    (result,) = report.read(tmp_path / "serve.jsonl")
+    assert (result.context, result.kv, result.commit) == ((64,), ("tq4",), None)
+    assert result.versions == {"python": "3.11.7", "torch": "2.13.0", "vllm": "0.32.0"}
+    assert result.values == {"rows": []}
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--contexts", "0"], ["--contexts", "positive integers"]),
+        (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
+        (["--peers", "llama.cpp", "--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
+        (["--only", "prompt", "--batches", "2"], ["one sequence", "--batches"]),
+        (["--only", "step", "--only", "prompt", "--contexts", "4"], ["too short"]),
         (["--batches", "x"], ["--batches", "positive integers"]),
         (["--kv", "tq9"], ["tq9", "choose from"]),
         (["--executor", "gpu"], ["gpu", "choose from"]),

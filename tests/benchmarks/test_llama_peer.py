@@ -10,14 +10,12 @@ import torch
 from checkpoints import write_checkpoint
 from small_models import CONFIGS, small_model
 
-from haarkv.benchmarks import gguf_file, timing, whole
+from haarkv.benchmarks import cases, gguf_file, timing, whole
 from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.temporary import TemporaryFolder
 from tq.cli import main
@@ -67,13 +65,9 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 def our_logits(model, ids, kv):
     """[tokens, vocab]: after each token of a prompt, step by step behind the first."""
     config, executor = model.config, ReferenceExecutor(model)
-    cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        num_blocks=blocks_for(len(ids)), num_rows=1,
-    )  # fmt: skip
-    paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=1)
+    cache, paging = cases.new_cache(KVSpec(kv).plan(config.num_layers), config, len(ids))
     sequence = paging.add()
-    return torch.cat([executor.decode(torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
+    return torch.cat([cases.decode(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +80,8 @@ def tiny_text():
 def their_logits(model, ids, kind, folder):
     gguf_file.write(folder / "m.gguf", model)
     with LlamaProcess(folder / "m.gguf", 1) as llama:
-        llama.open(kind, len(ids))
-        return torch.from_numpy(llama.logits(kind, ids))
+        llama.call("open", kind, len(ids))
+        return torch.from_numpy(llama.call("logits", kind, ids))
 
 
 def kl(p, q):
@@ -124,12 +118,12 @@ def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
         assert "llama-cpp-python" in llama.about
         assert "CPU" in llama.about
         kind = LlamaKV("q8_0", True)
-        llama.open(kind, 16)
+        llama.call("open", kind, 16)
         with pytest.raises(LlamaError, match="does not decode"):
-            llama.prompt(kind, [10**6])
+            llama.call("prompt", kind, [10**6])
         os.kill(llama._process.pid, signal.SIGKILL)
         with pytest.raises(LlamaError, match="SIGKILL"):
-            llama.prompt(kind, [1, 2, 3])
+            llama.call("prompt", kind, [1, 2, 3])
     (tmp_path / "m.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(LlamaError, match="does not load"):
         LlamaProcess(tmp_path / "m.gguf", 1)
@@ -142,17 +136,15 @@ def test_the_command_measures_it_in_turns_and_leaves_no_file(tmp_path, monkeypat
     monkeypatch.setattr(whole, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     args = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40", "--kv", "tq4"]
-    peers = ["--peers", "llama.cpp", "--only", "prompt", "--only", "step", "--resume", str(tmp_path / "times.json")]
-    for _again in range(2):  # the second has all its times already
-        assert main(["bench", "decode", *args, *peers, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
-        assert [(r["kind"], r["who"]) for r in rows] == [(kind, name) for kind in ("prompt", "step") for name in names]
-        assert all(r["ms"] > 0 for r in rows)
-        assert {r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"} == {
-            40 * 2 * 2 * 2 * 32 * 4.5 / 8
-        }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "times.json"]
+    peers = ["--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
+    assert main(["bench", "decode", *args, *peers, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
+    assert [(r["kind"], r["who"]) for r in rows] == [(kind, name) for kind in ("prompt", "step") for name in names]
+    assert all(r["ms"] > 0 for r in rows)
+    (q4,) = [r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"]
+    assert q4 == 40 * 2 * 2 * 2 * 32 * 4.5 / 8
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert main(["bench", "decode", *args, *peers]) == 0
     out = capsys.readouterr().out
     assert "reference tq4 at 40 tokens:" in out

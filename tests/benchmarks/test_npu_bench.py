@@ -2,7 +2,7 @@
 
 import re
 
-from haarkv.benchmarks.npu_attention import program_hash
+from haarkv.benchmarks.npu import program_hash
 
 
 def test_the_sources_that_decide_the_cycles_are_found():

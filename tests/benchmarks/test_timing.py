@@ -164,21 +164,8 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
 @needs_pypto[1]
 def test_a_simulated_device_gives_no_times(capsys, monkeypatch):
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    args = [
-        "--model",
-        "tiny",
-        "--executor",
-        "npu",
-        "--device",
-        "sim",
-        "--kv",
-        "tq4",
-        "--contexts",
-        "40",
-        "--no-peers",
-        "--json",
-    ]
-    assert main(["bench", "decode", *args]) == 0
+    args = "--model tiny --executor npu --device sim --kv tq4 --contexts 40 --no-peers --json"
+    assert main(["bench", "decode", *args.split(" ")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["kind"] for row in rows} == {"attention", "layer", "step"}
     assert all("ms" not in row and "first_ms" not in row for row in rows)
