@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import Case, as_rows, filled, first_layer, heads, random_queries, scale, token_bytes
+from haarkv.benchmarks.cases import MOST_COPIES, Case, as_rows, filled, first_layer, heads, random_queries, scale, token_bytes
 from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, attention_cost, prompt_attention_cost, store_cost
 from haarkv.benchmarks.timing import Machine, OnTurn, take_rested_turns, take_turns
 from haarkv.executors.base import Executor
@@ -32,8 +32,6 @@ PROMPT_PEER = "sdpa bf16 causal"
 NO_OPS = "its layers are whole programs"
 _COLD_BYTES = 128 * 2**20
 """Far more than a processor's cache holds."""
-MOST_COPIES = 64
-"""As many layers as there are rotations; a short context stays within the cache all the same."""
 
 
 def copies(layer_bytes: float) -> int:
@@ -43,13 +41,7 @@ def copies(layer_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What both measurements are told.
-
-    Attributes:
-        k, v: [B, Hkv, context, D] bf16.
-        peers: whether torch's attention is timed too.
-        repeats: turns that count.
-    """
+    """What both measurements are told; k, v [B, Hkv, context, D] bf16, and whether torch's attention is timed too."""
 
     sides: Sides
     model: DecoderModel

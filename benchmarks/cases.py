@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
+from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
 _FILL = 4096
 CPU = torch.device("cpu")
@@ -51,7 +56,7 @@ def scale(config: DecoderConfig) -> float:
 
 
 def every_layer(config: DecoderConfig) -> list[Heads]:
-    """Of each layer in turn."""
+    """Heads of each layer in turn."""
     return [heads(config, layer) for layer in range(config.num_layers)]
 
 
@@ -75,27 +80,18 @@ def first_layer(plan: KVPlan, times: int = 1) -> KVPlan:
 
 
 def new_cache(
-    plan: KVPlan,
-    config: DecoderConfig,
-    tokens: int,
-    batch: int = 1,
-    device: torch.device = CPU,
-    order: Sequence[int] | None = None,
+    plan: KVPlan, config: DecoderConfig, tokens: int, batch: int = 1, device: torch.device = CPU
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache with room for sequences of so many tokens, and their pages.
-
-    Args:
-        order: in which blocks are handed out.
-    """
+    """An empty cache with room for sequences of so many tokens, and their pages."""
     _, kv, dim = heads(config)
     blocks = batch * blocks_for(tokens)
     cache = PagedKVCache(plan, num_kv_heads=kv, head_dim=dim, num_blocks=blocks, num_rows=batch, device=device)
-    return cache, new_pages(cache, order)
+    return cache, new_pages(cache)
 
 
-def new_pages(cache: PagedKVCache, order: Sequence[int] | None = None) -> PagedSequences:
+def new_pages(cache: PagedKVCache) -> PagedSequences:
     """Pages of a cache that holds nothing."""
-    return PagedSequences(cache.num_blocks, cache.block_size, order=order, num_rows=cache.num_rows)
+    return PagedSequences(cache.num_blocks, cache.block_size, num_rows=cache.num_rows)
 
 
 def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -195,3 +191,76 @@ def layer_call(
         return executor.layers(hidden, range(1), batch, cache)
 
     return run
+
+
+# -- Caches by name --------------------------------------------------------------------------------------------------------
+
+MOST_COPIES = 64
+"""Of one layer, that take turns: as many layers as there are rotations; a short context stays within a processor's cache."""
+_CACHE = re.compile(r"(?P<pairs>[^+]+)(?P<beside>(\+(tail|sink)\d{1,9})*)")
+
+
+def parse_caches(specs: Sequence[str]) -> list[str]:
+    """Caches from lists of them, each once: a format, or several that layers take in turn, with tokens in BF16 beside them.
+
+        list := cache {"," cache}
+        cache := pair {"/" pair} {"+tail" N | "+sink" N}
+        pair := NAME | "k=" NAME ",v=" NAME
+
+    >>> parse_caches(["tq4,k=tq4,v=tq3+tail128", "k=tq4,v=tq3/bf16"])
+    ['tq4', 'k=tq4,v=tq3+tail128', 'k=tq4,v=tq3/bf16']
+
+    Raises:
+        InputError: half a pair, an empty part, or an unknown format.
+    """
+    found: dict[str, None] = {}
+    for spec in specs:
+        parts = iter(part.strip() for part in spec.split(","))
+        for whole in parts:
+            while whole.count("k=") != whole.count("v="):
+                following = next(parts, None)
+                if following is None:
+                    raise _unreadable(spec)
+                whole = f"{whole},{following}"
+            for pair in _split(whole)[0]:
+                if not formats.needs_calibration(pair):
+                    formats.parse(pair)
+            found[whole] = None
+    return list(found)
+
+
+def plain(kv: str) -> bool:
+    """Whether a cache is one pair of formats for all layers, with nothing beside it."""
+    return not set(kv) & set("+/")
+
+
+def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
+    """The plan of a cache for a model; learned nibbles are of made-up coordinates, other ones in each copy of a layer.
+
+    Raises:
+        InputError: as `parse_caches`, or it does not fit the model.
+    """
+    pairs, tail, sink = _split(kv)
+    named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
+    if not any(map(formats.needs_calibration, pairs)):
+        return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
+    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), *heads(config)[1:])
+    parsed = {pair: formats.parse(pair, learned) for pair in pairs}
+    return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
+
+
+def _split(kv: str) -> tuple[list[str], int | None, int]:
+    """Pairs, tail and sink."""
+    read = _CACHE.fullmatch(kv)
+    if read is None:
+        raise _unreadable(kv)
+    beside = dict(re.findall(r"\+(tail|sink)(\d+)", read["beside"]))
+    tail = beside.get("tail")
+    return read["pairs"].split("/"), None if tail is None else int(tail), int(beside.get("sink", 0))
+
+
+def _unreadable(spec: str) -> InputError:
+    return InputError(
+        f"cannot read --kv {spec!r}; write caches with commas between, each NAME or k=NAME,v=NAME, or several with / between "
+        "for layers that take turns; then +tailN and +sinkN"
+    )

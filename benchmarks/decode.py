@@ -15,11 +15,20 @@ from typing import Literal
 
 from haarkv.benchmarks import decode_peers, plots, whole
 from haarkv.benchmarks.attention import Asked, Sides, decode_rows, prompt_rows
-from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, kv_numbers, layer_call, random_kv, token_bytes
+from haarkv.benchmarks.cases import (
+    Case,
+    decode_step,
+    filled,
+    first_layer,
+    kv_numbers,
+    layer_call,
+    plan_of,
+    random_kv,
+    token_bytes,
+)
 from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, layer_cost, step_cost
 from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
 from haarkv.benchmarks.llama_process import LlamaKV
-from haarkv.benchmarks.plans import plan_of
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors import catalog
@@ -42,7 +51,7 @@ class Request:
 
     Attributes:
         model, dtype, layers, device: as in `engine.loading.load`.
-        executors, kvs: each executor is run with each cache that it supports; caches as `benchmarks.plans` reads them.
+        executors, kvs: each executor is run with each cache that it supports; caches as `cases.parse_caches` reads them.
         peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
         llama_kvs: kinds of llama.cpp's KV cache.
         hf_caches: other caches for transformers' model, measured beside its own.
@@ -83,7 +92,7 @@ def measure(
     """Every row of a request, case by case.
 
     Raises:
-        InputError: a model, executor, format or device that is not there, or a case that the model's context does not hold.
+        InputError: a model, executor, format or device is not there, or a case is longer than the model's context.
     """
     if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")

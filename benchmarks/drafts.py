@@ -29,14 +29,7 @@ _COLUMNS = ("context", "draft", "ms/token", "speed-up", "CPU ms/token", "CPU spe
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What to measure.
-
-    Attributes:
-        model, executor, kv, device, dtype, layers: as in `engine.loading.load`.
-        draft: is measured beside none.
-        contexts: tokens of the prompt; `new_tokens` follow it.
-        repeats: turns that count, after one that does not.
-    """
+    """What to measure: a draft beside none, behind prompts of some lengths; turns that count come after one that does not."""
 
     model: str
     executor: str
@@ -52,10 +45,9 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftRow:
-    """One draft at one context.
+    """One draft, or "none", at one context.
 
     Attributes:
-        draft: its name; "none" without.
         ms, cpu_ms: a token, median wall time and median CPU time of the calling thread.
         speed_up, cpu_speed_up: medians of the turns' ratios to no drafts; None of none itself.
         same_text: the new tokens are those without drafts.
@@ -73,11 +65,7 @@ class DraftRow:
 
 
 def measure(request: DraftRequest, progress: Progress | None = None, on_turn: OnTurn = lambda _: None) -> list[DraftRow]:
-    """Every row of a request.
-
-    Raises:
-        InputError: as `engine.loading.load`, or a context that the model or the text does not have.
-    """
+    """Every row of a request; a context that the model or the text does not have is refused."""
     drafting = load(
         request.model, kv=KVSpec(request.kv), executor=request.executor, device=request.device, dtype=request.dtype,
         layers=request.layers, progress=progress, draft=request.draft, allow_collapse=True,

@@ -33,8 +33,7 @@ def unsupported(config: DecoderConfig) -> str | None:
 def write(path: Path, model: DecoderModel) -> None:
     """Write a model; matrices in its dtype (BF16 or FP32), norms in FP32. A tied head is left out, as llama.cpp has it.
 
-    Raises:
-        InputError: the package gguf is not installed, the model has no such file, or there is too little room for it.
+    Without gguf, for a model that has no such file, or with too little room, it is refused.
     """
     if not find_spec("gguf"):
         raise InputError("writing a GGUF needs the package gguf: pip install 'haarkv[peers]'")

@@ -23,13 +23,11 @@ REPEATS, WARM_UP = 7, 2
 
 
 class LatencyRow(NamedTuple):
-    """One call in one format at one context.
+    """A `prefill` of `context` tokens, a decode `step` behind so many, or a `layer`'s call in such a step, in one format.
 
     Attributes:
-        kind: a `prefill` of `context` tokens, a decode `step` behind so many, or a `layer`'s call in such a step.
         tokens: that the call takes in, of all sequences.
-        ms, low, high: median and extremes; None in a simulator.
-        first_ms: the very first call, which may compile; counted in none of them.
+        ms, low, high, first_ms: as a `Spread`; None in a simulator.
     """
 
     kind: str

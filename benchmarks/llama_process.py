@@ -49,15 +49,10 @@ class LlamaKV(NamedTuple):
 
 
 def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
-    """Kinds of KV cache from a list: `TYPE` is every way in which llama.cpp reads it, `TYPE:flash` and `TYPE:plain` are one.
+    """Kinds of KV cache from a list; a quantized V is read by flash attention alone, and what is not read is refused.
 
-    A quantized V is read by flash attention alone.
-
-    >>> [kind.name for kind in parse_kinds("f16,q8_0")]
-    ['f16 flash', 'f16 plain', 'q8_0 flash']
-
-    Raises:
-        InputError: an unknown type, or a way in which it is not read.
+    >>> [kind.name for kind in parse_kinds("f16,q8_0,bf16:plain")]
+    ['f16 flash', 'f16 plain', 'q8_0 flash', 'bf16 plain']
     """
     found: dict[LlamaKV, None] = {}
     for part in text.split(","):
@@ -72,21 +67,14 @@ def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
 
 
 def require() -> None:
-    """Check that llama.cpp is installed.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Refuse where llama.cpp is not installed."""
     if not find_spec("llama_cpp"):
         raise InputError("llama.cpp needs the package llama-cpp-python: pip install 'haarkv[peers]'")
 
 
 class LlamaProcess:
-    """llama.cpp with a model, in a process that ends with this object, or with its parent.
+    """llama.cpp with a GGUF, which may be removed then, in a process that ends with this object, or with its parent.
 
-    Args:
-        file: a GGUF; once this is made the file may be removed.
-        threads: for prompts and for steps.
     Attributes:
         about: version, and what it was built for, in its own words.
     Raises:
@@ -101,15 +89,9 @@ class LlamaProcess:
         theirs.close()
         try:
             self.about: str = self.call("load", str(file), threads)
-        except BaseException:
+        except LlamaError:
             self.close()
             raise
-
-    def __enter__(self) -> LlamaProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process."""
@@ -118,11 +100,7 @@ class LlamaProcess:
         self._pipe.close()
 
     def call(self, method: str, *given: object) -> Any:
-        """Call a method of `Contexts` there.
-
-        Raises:
-            LlamaError: it refuses, or the process has ended.
-        """
+        """Call a method of `Contexts` there; LlamaError if it refuses, or the process has ended."""
         try:
             self._pipe.send((method, given))
             done, value = self._pipe.recv()
@@ -175,20 +153,19 @@ class Contexts:
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
 
-    def _log(self, level: int, text: bytes, _: object) -> None:
-        """Keep the last error."""
+    def _log(self, level: int, text: bytes, _: object) -> None:  # keeps the last error
         if level == _LOG_ERROR and (line := text.decode(errors="replace").strip()):
             self.said[:] = [line]
 
-    def _refused(self, what: str) -> LlamaError:
-        return LlamaError(": ".join([what, *self.said]))
+    def _refuse(self, failed: object, what: str) -> None:
+        if failed:
+            raise LlamaError(": ".join([what, *self.said]))
 
     def load(self, file: str, threads: int) -> str:
         """Load a GGUF; what the library says of itself."""
         self.threads = threads
         self.model = self.lib.llama_model_load_from_file(file.encode(), self.lib.llama_model_default_params())
-        if not self.model:
-            raise self._refused("it does not load the model")
+        self._refuse(not self.model, "it does not load the model")
         self.vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
         system = " ".join(self.lib.llama_print_system_info().decode().split())
         return f"llama-cpp-python {self.version}, n_batch {BATCH}, n_ubatch {MICRO_BATCH}, {threads} threads; {system}"
@@ -204,8 +181,7 @@ class Contexts:
         flash = "ENABLED" if kind.flash else "DISABLED"
         params.flash_attn_type = getattr(self.lib, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
         made = self.lib.llama_init_from_model(self.model, params)
-        if not made:
-            raise self._refused("it makes no such context")
+        self._refuse(not made, "it makes no such context")
         self.contexts[kind] = made
 
     def shut(self, kind: LlamaKV) -> None:
@@ -246,8 +222,8 @@ class Contexts:
 
     def _decode(self, kind: LlamaKV, ids: Sequence[int]) -> None:
         tokens = (ctypes.c_int32 * len(ids))(*ids)
-        if code := self.lib.llama_decode(self.contexts[kind], self.lib.llama_batch_get_one(tokens, len(ids))):
-            raise self._refused(f"it does not decode ({code})")
+        code = self.lib.llama_decode(self.contexts[kind], self.lib.llama_batch_get_one(tokens, len(ids)))
+        self._refuse(code, f"it does not decode ({code})")
 
     def _logits(self, kind: LlamaKV) -> Any:
         """[vocab], after the last call's last token."""

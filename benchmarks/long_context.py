@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from haarkv.models.rope import RopeTable, extended
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import hand_back
+from haarkv.tq_ops.table import OpTable
 
 _STATUS = Path("/proc/self/status")
 _FORGET_PEAK = Path("/proc/self/clear_refs"), "5"
@@ -63,14 +64,9 @@ class Request:
     threads: int
 
     @property
-    def room(self) -> int:
-        """Tokens that the cache takes."""
-        return self.context + self.steps + 1
-
-    @property
     def config(self) -> DecoderConfig:
         """Of the model, extended if its positions are too few."""
-        return extended(read_config(self.model, self.layers), self.room)
+        return extended(read_config(self.model, self.layers), self.context + self.steps + 1)
 
     @property
     def plan(self) -> KVPlan:
@@ -79,12 +75,7 @@ class Request:
 
 
 class Held:
-    """One sequence in a cache of its own, whose first tokens are random.
-
-    Args:
-        context: tokens that are to be stored before the steps.
-        computed: the last ones of them, which are left to compute.
-    """
+    """One sequence in a cache of its own: tokens of a context are random, but for the last, which are left to compute."""
 
     def __init__(self, request: Request, executor: Executor, context: int, computed: int) -> None:
         self.executor, self.clock = executor, time.thread_time if request.threads == 1 else time.perf_counter
@@ -94,15 +85,12 @@ class Held:
 
     @torch.inference_mode()
     def _fill(self, tokens: int) -> None:
-        """Store random K and V, the same in every layer."""
-        ops, config = self.executor.ops, self.executor.config
-        assert ops is not None, "`loaded` takes executors that run op by op"
-        most = self.cache.most_new_tokens or _FILL
+        ops, most = cast(OpTable, self.executor.ops), self.cache.most_new_tokens or _FILL
         for begin in range(0, tokens, most):
             count = min(most, tokens - begin)
             batch = self.paging.batch([self.sequence], [count])
-            k, v = map(as_rows, random_kv(config, Case(1, count), CPU))
-            for layer in range(config.num_layers):
+            k, v = map(as_rows, random_kv(self.executor.config, Case(1, count), CPU))
+            for layer in range(self.executor.config.num_layers):
                 ops.store_kv(k, v, self.cache, layer, batch)
 
     def prefill(self, tokens: int) -> float:
@@ -121,11 +109,7 @@ class Held:
 
 
 def loaded(request: Request) -> Executor:
-    """The executor of a request.
-
-    Raises:
-        InputError: what it names is not there, does not fit together, or does not run op by op on the host.
-    """
+    """The executor of a request; one that is not there, does not fit, or does not run op by op on the host is refused."""
     config, plan = request.config, request.plan
     model = replace(load_model(request.model, request.dtype, request.layers), config=config, rope=RopeTable(config))
     name = catalog.select(request.executor, config, [plan], dtype=request.dtype).name
@@ -160,7 +144,8 @@ def memory_row(request: Request) -> dict[str, Any]:
     untrimmed = _memory("RssAnon") - before
     hand_back()
     resident = _memory("RssAnon") - before
-    predicted = needed(request.config, held.cache.plan, request.room, number_bytes=DTYPES[request.dtype].itemsize)
+    room, item = request.context + request.steps + 1, DTYPES[request.dtype].itemsize
+    predicted = needed(request.config, held.cache.plan, room, number_bytes=item)
     return {
         "kv": request.kv, "context": request.context, "prefill_s": prefill_s, "step_ms": step_ms,
         "predicted_bytes": predicted.total, "weight_bytes": predicted.weights, "kv_bytes": predicted.kv,
@@ -176,11 +161,7 @@ def _memory(name: str) -> int:
 
 
 def measure(requests: Sequence[Request], on_turn: OnTurn = lambda _: None) -> Iterator[dict[str, Any]]:
-    """A row of each request, each in a process of its own.
-
-    Raises:
-        InputError: as `loaded`; a prompt longer than the context; or this machine does not tell a process's memory.
-    """
+    """A row of each request, each in a process of its own; refused as `loaded`, and before any work what cannot be."""
     if not _STATUS.exists():
         raise InputError(f"{_STATUS} is not there: the memory of a process is measured on Linux alone")
     for request in requests:

@@ -110,11 +110,7 @@ def ask(session: Session, kv: str, context: int, count: int, seed: int) -> Found
 
 
 def stretched(model: str, positions: int, folder: Path) -> str:
-    """A model of so many positions: itself, or a folder that extends it by YaRN.
-
-    Raises:
-        InputError: it is no plain checkpoint.
-    """
+    """A model of so many positions: itself, or a folder that extends a plain checkpoint by YaRN; others are refused."""
     config, source = read_config(model), folder_of(model)
     trained = config.max_position_embeddings
     if positions <= trained:
@@ -134,13 +130,7 @@ def stretched(model: str, positions: int, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
-
-    Attributes:
-        model, dtype: as in `engine.loading.load`.
-        calibration: a file of `tq calibrate`, for learned formats.
-        needles: in each haystack; `haystacks`, of each context.
-    """
+    """What is asked: needles in each haystack, haystacks of each context; a file of `tq calibrate` for learned formats."""
 
     model: str
     contexts: Sequence[int]

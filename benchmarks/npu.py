@@ -5,16 +5,13 @@ The cycles are simulated, for one Ascend 910B; they compare designs and are no l
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from haarkv.benchmarks import plots
 from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.models.catalog import read_config
-from haarkv.tq_ops.npu import scopes
 from haarkv.tq_ops.npu.scopes import VARIANTS as VARIANTS
 from haarkv.tq_ops.npu.scopes import AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, pipe_shares
@@ -26,12 +23,9 @@ _TITLE = "decode attention of one Qwen3-14B layer, simulated on an Ascend 910B (
 
 @dataclass(frozen=True)
 class Point:
-    """One simulated run.
+    """One simulated run of a variant: cycles and tasks of the whole scope, bytes of K and V that it must read once.
 
     Attributes:
-        variant: of `tq_ops.npu.scopes.VARIANTS`.
-        cycles, tasks: of the whole scope, all heads and sequences.
-        kv_bytes: of codes, scales or values that it must read once.
         pipes: share of all cycles in which the average pipe of a kind is busy, in percent.
         seconds: that the simulation took.
     """
@@ -46,23 +40,10 @@ class Point:
     seconds: float
 
 
-def program_hash() -> str:
-    """SHA-256 over every source that decides what is costed, so that old figures are known as such."""
-    folder = Path(scopes.__file__).parent
-    kernels = (f"kernels/{name}.py" for name in ("attention", "attention_kernel", "side", "sides", "bf16", "tq4"))
-    names = ("scopes.py", "sides.py", *kernels)
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()[:12]
-
-
 def measure(
     contexts: Sequence[int], batches: Sequence[int], variants: Sequence[str], on_turn: Callable[[str], None] = lambda _: None
 ) -> Iterator[Point]:
-    """Simulate every combination at the 14B shape, the cheap ones first.
-
-    Raises:
-        InputError: PyPTO is missing.
-        SimulatorError: a program does not compile.
-    """
+    """Simulate every combination at the 14B shape, the cheap ones first; refused without PyPTO."""
     of = heads(read_config(MODEL))
     with Simulator() as simulator:
         for context, batch in ((c, b) for c in sorted(contexts) for b in sorted(batches)):
@@ -88,7 +69,7 @@ def report(points: Sequence[Point]) -> Report:
             f"{p.kv_bytes / 2**20:.1f}", *(f"{p.pipes.get(pipe, 0):.1f}" for pipe in _PIPES),
         ))  # fmt: skip
     columns = ("context", "batch", "variant", "cycles", "of bf16", "tasks", "KV MiB", *(f"{pipe} %" for pipe in _PIPES))
-    values = {"program": program_hash(), "points": [asdict(p) for p in points]}
+    values = {"points": [asdict(p) for p in points]}
     contexts, variants = dict.fromkeys(p.context for p in points), dict.fromkeys(p.variant for p in points)
     return Report("npu_attention", MODEL, list(contexts), list(variants), values, [Table(_TITLE, columns, cells)])
 

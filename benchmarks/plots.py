@@ -1,4 +1,4 @@
-"""Every plot of the benchmarks, as SVG text: lines over a logarithmic axis, a panel for each case."""
+"""Every plot of the benchmarks, as SVG text: lines over logarithmic axes, a panel for each case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Panel:
     Attributes:
         lines: by name, the point of each x.
         dashed: lines that are drawn so.
-        log_y: whether y is logarithmic too; it begins at 0 otherwise.
     """
 
     title: str
@@ -30,7 +29,6 @@ class Panel:
     y: str
     lines: Mapping[str, Mapping[int, Point]]
     dashed: frozenset[str] = frozenset()
-    log_y: bool = True
 
 
 def require_matplotlib() -> None:
@@ -43,20 +41,18 @@ def require_matplotlib() -> None:
         raise InputError("matplotlib is not installed, so nothing can be drawn; run pip install 'haarkv[plot]'")
 
 
-def svg(title: str, panels: Sequence[Panel], columns: int | None = None) -> str:
-    """Panels side by side, or in lines of so many; a line has the same colour in all of them."""
+def svg(title: str, panels: Sequence[Panel]) -> str:
+    """Panels side by side; a line has the same colour in all of them."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    columns = columns or len(panels)
-    rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     # A fixed salt and no date: the same figures give the same file.
     with rc_context({"svg.hashsalt": "haarkv", "font.size": 10, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(4.4 * columns + 2.4, 3.4 * rows + 0.4), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axis, panel in zip(axes, panels, strict=False):
+        figure = Figure(figsize=(4.4 * len(panels) + 2.4, 3.8), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, panel in zip(axes, panels, strict=True):
             for name, points in panel.lines.items():
                 given = [(x, *(p if isinstance(p, tuple) else (p, p, p))) for x, p in sorted(points.items())]
                 xs, ys, low, high = zip(*given, strict=True) if given else ((), (), (), ())
@@ -67,12 +63,8 @@ def svg(title: str, panels: Sequence[Panel], columns: int | None = None) -> str:
                     marker="s" if dashed else "o", linestyle="--" if dashed else "-", elinewidth=0.8,
                 )  # fmt: skip
             ticks = sorted({x for points in panel.lines.values() for x in points})
-            axis.set(xscale="log", xlabel=panel.x, ylabel=panel.y, title=panel.title)
+            axis.set(xscale="log", yscale="log", xlabel=panel.x, ylabel=panel.y, title=panel.title)
             axis.set_xticks(ticks, [f"{x:,}" for x in ticks], minor=False)
-            if panel.log_y:
-                axis.set_yscale("log")
-            else:
-                axis.set_ylim(0, 1.08 * axis.dataLim.y1)
             axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axis.minorticks_off()
             axis.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from haarkv.benchmarks import plots, serve_rounds
+from haarkv.benchmarks import serve_rounds
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.serve_process import Child, Client, Server, ending
 from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, Row
@@ -38,6 +38,8 @@ _LEGEND = (
     "TTFT (ms), cold: prompts sent for the first time; fits: tokens of KV cache, as vLLM says"
 )
 _WORKER = "VLLM::Worker"
+_PATIENCE_S = 300.0
+"""That a server may take to start."""
 _WARM_UP = Case(users=2, prompt=128, output=4)
 
 
@@ -50,10 +52,7 @@ class Request:
             first is the ratio.
         calibration: a file of `tq calibrate`; of a random model, coordinates are made up unless it is given.
         memory: MiB of KV cache of each server.
-        cold: rounds that send prompts which the servers have not seen.
-        repeats: rounds that send the last of them again.
-        patience: seconds that a server may take to start.
-        out: where the client's own results go; None for nowhere.
+        cold, repeats: rounds of prompts that the servers have not seen, and rounds that send the last of them again.
     """
 
     model: str
@@ -64,8 +63,6 @@ class Request:
     cold: int
     repeats: int
     seed: int
-    patience: float = 300.0
-    out: Path | None = None
     plans: Sequence[Path] = ()
     calibration: Path | None = None
 
@@ -74,11 +71,7 @@ def request_of(
     *, model: str, layers: int | None, kv: str, users: Sequence[int], prompt_tokens: Sequence[int], output_tokens: int,
     plans: Sequence[Path], **more: Any,
 ) -> Request:  # fmt: skip
-    """A request of a list of formats, users and prompt lengths; of a random model it takes four layers unless told.
-
-    Raises:
-        InputError: a format that is none, or two storages of one name.
-    """
+    """A request; of a random model four layers unless told. A format that is none is refused, and two storages of one name."""
     kvs = names_in(kv)
     if len({*kvs, *(plan.stem for plan in plans)}) < len(kvs) + len(plans):
         raise InputError("two storages have the same name; rename a plan's file")
@@ -88,11 +81,7 @@ def request_of(
 
 
 def server_flags(request: Request, served: Served) -> list[str]:
-    """What all servers get alike; of the longest case in whole pages, since vLLM counts in these what fits.
-
-    Raises:
-        InputError: a case that is longer than the model's context.
-    """
+    """What all servers get alike; of the longest case, which must fit, in whole pages: vLLM counts in these what fits."""
     limit, longest = served.config.max_position_embeddings, max(case.prompt + 1 + case.output for case in request.cases)
     if longest > limit:
         raise InputError(f"{request.model} has room for {limit} tokens, not for {longest}")
@@ -112,11 +101,7 @@ class Bench:
         self.scratch, self.on_turn = scratch, on_turn
 
     def rounds(self, case: Case, number: int, cold: int, known: int) -> dict[str, Rounds]:
-        """Rounds of one case by storage, the servers taking turns.
-
-        Args:
-            number: of the case; no other has its prompts.
-        """
+        """Rounds of one case by storage, the servers taking turns; no other case has its number, nor its prompts."""
         prompts = self.scratch / "prompts.jsonl"
         rounds = {server.kv: Rounds() for server in self.servers}
         for turn in range(cold + known):
@@ -124,14 +109,12 @@ class Bench:
                 serve_rounds.write_prompts(prompts, case, number * 1000 + turn)
             for server in self.servers:
                 self.on_turn(f"{case.users} users, {case.prompt:,} tokens, {server.kv}, round {turn + 1} of {cold + known}")
-                taken = self._round(server, case, prompts, turn)
+                taken = self._round(server, case, prompts)
                 (rounds[server.kv].cold if turn < cold else rounds[server.kv].known).append(taken)
         return rounds
 
-    def _round(self, server: Server, case: Case, prompts: Path, turn: int) -> Round:
-        name = f"{server.kv}-{case.users}x{case.prompt}-{turn}.json"
-        saved = None if self.request.out is None or case is _WARM_UP else self.request.out / name
-        args = serve_rounds.client_args(self.served.folder, server.port, case, prompts, self.request.seed, saved)
+    def _round(self, server: Server, case: Case, prompts: Path) -> Round:
+        args = serve_rounds.client_args(self.served.folder, server.port, case, prompts, self.request.seed)
         before, cpu = server.metrics(), server.cpu_seconds(_WORKER)
         result = self.client.round(args)
         return serve_rounds.read_round(result, before, server.metrics(), server.cpu_seconds(_WORKER) - cpu)
@@ -165,19 +148,16 @@ def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Report:
         served = model_folder(request.model, request.layers, scratch)
         flags, random = server_flags(request, served), request.model.startswith("random:")
         kvs = storages(request.kvs, request.plans, request.calibration, served.config, scratch, random=random)
-        if request.out is not None:
-            request.out.mkdir(parents=True, exist_ok=True)
         servers = []
         for number, kv in enumerate(kvs):
             servers.append(Server(served.folder, kv.name, [*kv.flags, *flags], scratch / f"{number}.log"))
             children.append(servers[-1])
         for server in servers:
-            server.wait(request.patience)
-        about = servers[0].about()
+            server.wait(_PATIENCE_S)
         client = Client(scratch / "client.log")
         children.append(client)
         rows, ratios = Bench(request, served, servers, client, scratch, on_turn).measure()
-    return report(request, served.said, about, rows, ratios)
+    return report(request, served.said, rows, ratios)
 
 
 @contextmanager
@@ -197,9 +177,7 @@ def _stoppable() -> Iterator[None]:
 # -- What is shown -----------------------------------------------------------------------------------------------------------
 
 
-def report(
-    request: Request, said: str, about: dict[str, object], rows: Sequence[Row], ratios: Sequence[Row]
-) -> Report:  # fmt: skip
+def report(request: Request, said: str, rows: Sequence[Row], ratios: Sequence[Row]) -> Report:
     """Everything that was measured; the ratio of a case stands below its rows."""
     cells = []
     for case in request.cases:
@@ -207,7 +185,7 @@ def report(
         for r in (row for row in (*rows, *ratios) if (row["users"], row["prompt"]) == (case.users, case.prompt)):
             cells.append((*begin, *_cells(r)))
     output = request.cases[0].output
-    values = {"served": said, **about, "memory_mib": request.memory, "output_tokens": output, "cold": request.cold,
+    values = {"served": said, "memory_mib": request.memory, "output_tokens": output, "cold": request.cold,
               "repeats": request.repeats, "rows": list(rows), "ratios": list(ratios)}  # fmt: skip
     title = f"{said}; {request.memory:,} MiB of KV cache, {output} tokens an answer"
     prompts, kvs = ([*dict.fromkeys(row[name] for row in rows)] for name in ("prompt", "kv"))
@@ -223,19 +201,3 @@ def _cells(r: Row) -> tuple[str, ...]:
             f"{r['tpot_p99']:.1f}", f"{r['cpu_ms']:.1f}", f"{r['found']:.0%}", f"{r['ttft']:,.0f}", f"{r['ttft_p99']:,.0f}",
             f"{r['cold_rate']:.1f}", f"{r['cold_cpu_ms']:,.1f}", f"{r['capacity']:,}", str(r["preempted"]), str(r["failed"]),
             )  # fmt: skip
-
-
-def svg(heading: str, rows: Sequence[Row]) -> str:
-    """Rate of answers, time of a token and time to the first one by users; a line of panels for each prompt length."""
-    panels = []
-    for prompt in dict.fromkeys(row["prompt"] for row in rows):
-        here = [row for row in rows if row["prompt"] == prompt]
-        for name, label in (("output_rate", "answers, tokens/s"), ("tpot", "ms a token"), ("ttft", "first token, ms")):
-            lines: dict[str, dict[int, plots.Point]] = {}
-            for row in here:
-                spread = (row[name], row["low"], row["high"])
-                lines.setdefault(row["kv"], {})[row["users"]] = spread if name == "output_rate" else row[name]
-            panels.append(
-                plots.Panel(f"prompts of {prompt:,} tokens", "users", label, lines, frozenset({"bf16"}), log_y=False)
-            )
-    return plots.svg(heading, panels, columns=3)

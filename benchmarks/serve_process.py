@@ -32,12 +32,7 @@ _NOT_THE_CAUSE = "See root cause above"
 
 
 class Child:
-    """One process and all that it starts.
-
-    Args:
-        command: Python's arguments.
-        log: takes what it says; stdin and stdout are pipes if `piped`.
-    """
+    """Python with some arguments, and all that it starts; what it says goes to a log, unless stdin and stdout are piped."""
 
     def __init__(self, command: Sequence[str], log: Path, *, piped: bool = False) -> None:
         self.log = log
@@ -82,12 +77,7 @@ class Child:
 
 
 class Server(Child):
-    """vLLM's server with one storage of K and V.
-
-    Args:
-        kv: what rows call the storage.
-        model, flags: of `tq serve`.
-    """
+    """vLLM's server with one storage of K and V, called so by rows; model and flags are those of `tq serve`."""
 
     def __init__(self, model: Path, kv: str, flags: Sequence[str], log: Path) -> None:
         self.kv, self.port = kv, free_port()
@@ -95,11 +85,7 @@ class Server(Child):
         super().__init__(["-m", "tq", "serve", str(model), *flags, *where], log)
 
     def wait(self, seconds: float) -> None:
-        """Return when it answers.
-
-        Raises:
-            InputError: it ended, or did not answer in time, with what it said last.
-        """
+        """Return when it answers; refused with what it said last if it ended, or did not answer in time."""
         until = time.monotonic() + seconds
         while True:
             with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
@@ -112,27 +98,10 @@ class Server(Child):
             time.sleep(0.5)
 
     def metrics(self) -> dict[str, float]:
-        """What `/metrics` tells now, as `parse_metrics`.
-
-        Raises:
-            InputError: it does not answer.
-        """
-        return parse_metrics(self._get("/metrics"))
-
-    def about(self) -> dict[str, object]:
-        """Its version, and the cores that its worker computes on.
-
-        Raises:
-            InputError: it does not answer.
-        """
-        version = json.loads(self._get("/version"))["version"]
-        return {"vllm": version, "worker_cores": worker_cores(self.log.read_text(encoding="utf-8", errors="replace"))}
-
-    def _get(self, path: str) -> str:
+        """What `/metrics` tells now, as `parse_metrics`."""
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-                text: str = answer.read().decode()
-                return text
+            with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+                return parse_metrics(answer.read().decode())
         except (URLError, OSError) as error:
             raise InputError(f"the server with {self.kv} does not answer ({error}): {self.reason()}") from None
 
@@ -153,15 +122,11 @@ def free_port() -> int:
     """A port of the loopback that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text by name: samples that differ in their labels added up, and `tokens`, the KV cache's size.
-
-    vLLM says how many tokens its cache holds in a label of `vllm:cache_config_info`.
-    """
+    """Prometheus' text by name: samples that differ in their labels added up; `tokens`, the KV cache's size, from a label."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if sample := _SAMPLE.match(line):
@@ -170,12 +135,6 @@ def parse_metrics(text: str) -> dict[str, float]:
             if name == "vllm:cache_config_info" and (size := re.search(r'kv_cache_size_tokens="(\d+)"', sample["labels"])):
                 found["tokens"] = float(size[1])
     return found
-
-
-def worker_cores(log: str) -> list[int]:
-    """The cores that vLLM binds its first worker to, from its log; none where it does not say."""
-    found = re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", log)
-    return [int(core) for core in found[1].split(",")] if found else []
 
 
 def last_reason(log: str) -> str:
@@ -192,11 +151,7 @@ class Client(Child):
         super().__init__(["-m", "haarkv.benchmarks.serve_process"], log, piped=True)
 
     def round(self, args: list[str]) -> dict[str, object]:
-        """Run one round to its end; what the client would save.
-
-        Raises:
-            InputError: the client ended, with what it said last.
-        """
+        """Run one round to its end; what the client would save. Refused with what it said last if it ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         answer = ""

@@ -15,11 +15,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """So many users, each with one request at a time.
+    """So many users, each with one request at a time; tokens of a prompt and of an answer.
 
-    Attributes:
-        prompt: tokens of a prompt; one more is sent, so that all pages of a prompt can be found again.
-        output: tokens of an answer.
+    A prompt is sent with one token more, so that all its pages can be found again.
     """
 
     users: int
@@ -32,11 +30,9 @@ class Round:
     """One request of each user, all sent at once.
 
     Attributes:
-        output_rate, total_rate: tokens a second, of the answers and of prompts and answers, from the first request to the
-            last answer.
+        output_rate, total_rate: tokens a second, of the answers and of prompts and answers.
         ttft, tpot: of each answered request, milliseconds; to the first token, and a token after it.
-        failed: requests without an answer.
-        preempted: times that the server took a request's pages away.
+        failed, preempted: requests without an answer, and times that the server took a request's pages away.
         found: of the prompts' tokens, the share whose K and V were still there.
         cpu_ms: processor time of the server's worker, a token of the answers.
     """
@@ -69,33 +65,20 @@ def write_prompts(path: Path, case: Case, number: int) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def client_args(model: Path, port: int, case: Case, prompts: Path, seed: int, result: Path | None) -> list[str]:
-    """Arguments of `vllm bench serve`: the prompts of a trace all at once, greedy answers of the full length.
-
-    Args:
-        result: where the client is to save all that it measured; None for nowhere.
-    """
+def client_args(model: Path, port: int, case: Case, prompts: Path, seed: int) -> list[str]:
+    """Arguments of `vllm bench serve`: the prompts of a trace all at once, greedy answers of the full length."""
     size = str(case.prompt + 1)
-    args = ["--backend", "vllm", "--endpoint", "/v1/completions", "--host", "127.0.0.1", "--port", str(port),
+    return ["--backend", "vllm", "--endpoint", "/v1/completions", "--host", "127.0.0.1", "--port", str(port),
             "--model", str(model), "--dataset-name", "timed_trace", "--dataset-path", str(prompts), "--no-self-timed",
             "--timed-trace-chunk-hash-size", size, "--num-prompts", str(case.users), "--max-concurrency", str(case.users),
             "--ignore-eos", "--temperature", "0", "--seed", str(seed), "--num-warmups", "0", "--ready-check-timeout-sec", "0",
             "--save-detailed", "--disable-tqdm"]  # fmt: skip
-    if result is not None:
-        args += ["--save-result", "--result-dir", str(result.parent), "--result-filename", result.name]
-    return args
 
 
 def read_round(
     result: Mapping[str, Any], before: Mapping[str, float], after: Mapping[str, float], cpu_seconds: float
 ) -> Round:
-    """A round from what the client measured and what the server counted.
-
-    Args:
-        result: of `vllm bench serve --save-detailed`.
-        before, after: `parse_metrics` of both ends.
-        cpu_seconds: of the worker between them.
-    """
+    """A round from what `vllm bench serve --save-detailed` measured, `parse_metrics` around it, and the worker's time."""
 
     def counted(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)

@@ -39,11 +39,8 @@ class Served(NamedTuple):
 
 
 def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
-    """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config without weights.
+    """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config of so many layers without weights.
 
-    Args:
-        name: `tiny`, `random:SIZE` (0.6b … 32b) or a folder in Hugging Face format.
-        layers: for `random:SIZE`, how many of its layers.
     Raises:
         InputError: no such model, or layers that it does not have.
     """
@@ -96,11 +93,7 @@ class Storage(NamedTuple):
 
 
 def names_in(text: str) -> list[str]:
-    """Formats with commas between: `bf16,tq4,k=lr128,v=lr64` names three.
-
-    Raises:
-        InputError: one of them is none.
-    """
+    """Formats with commas between: `bf16,tq4,k=lr128,v=lr64` names three. One that is none is refused."""
     names = list(dict.fromkeys(part.strip() for part in re.split(r",(?!\s*v=)", text)))
     for name in names:
         formats.parse(name, made_up.calibration())  # of any model: which nibbles there are does not depend on it
@@ -116,15 +109,11 @@ def storages(
     *,
     random: bool,
 ) -> list[Storage]:
-    """What is asked for, in order, formats first.
+    """What is asked for, in order: formats, with a file of `tq calibrate` for `lrN`, then files of `tq plan`.
 
     Args:
-        names: of formats.
-        plans: files of `tq plan`.
-        calibration: a file of `tq calibrate`, for formats `lrN`.
-        config: of the model that is served.
         scratch: a folder for made-up coordinates: they take as long as learned ones, and random weights fit any.
-        random: whether its weights are.
+        random: whether the weights are.
     Raises:
         InputError: learned formats of a model with weights, without a calibration; or a file that does not fit.
     """

@@ -25,11 +25,9 @@ OnTurn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Spread:
-    """Times of one variant.
+    """Times of one variant in milliseconds: median, fastest and slowest turn.
 
     Attributes:
-        ms: median, in milliseconds.
-        low, high: the fastest and the slowest turn.
         first_ms: wall time of the very first call, which may compile or capture; it counts in none of the others.
     """
 
@@ -133,13 +131,7 @@ def take_rested_turns(
 
 @dataclass(frozen=True)
 class Machine:
-    """What bounds any kernel here, measured now.
-
-    Attributes:
-        copy_gbps: bytes read and written by a plain copy of a tensor larger than the caches, in 1e9 a second.
-        fp32_gflops: of a square FP32 matrix product.
-        bf16_gflops: of a BF16 one.
-    """
+    """What bounds any kernel here, measured now: bytes that a copy reads and writes, operations of square matrix products."""
 
     copy_gbps: float
     fp32_gflops: float

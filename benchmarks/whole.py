@@ -20,7 +20,7 @@ import torch
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process
 from haarkv.benchmarks.cases import Case, decode, kv_numbers, new_cache, new_pages, prefill, random_prompts, token_bytes
-from haarkv.benchmarks.decode_cost import CostRow, step_cost, whole_prompt_cost
+from haarkv.benchmarks.decode_cost import Cost, CostRow, step_cost, whole_prompt_cost
 from haarkv.benchmarks.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 from haarkv.benchmarks.timing import Machine, OnTurn, spread
 from haarkv.executors.base import Executor
@@ -44,13 +44,7 @@ _WARM_UP = 32
 
 
 class Side:
-    """Someone with a cache of their own.
-
-    Args:
-        name: of its rows.
-        token_bytes: of K and V of one token, all layers and heads.
-        about: whose program it is, and how it was built; empty of ours.
-    """
+    """Someone with a cache of their own: their name, bytes of a token's K and V, and whose program it is if not ours."""
 
     def __init__(self, name: str, token_bytes: float, about: str = "") -> None:
         self.name, self.token_bytes, self.about = name, token_bytes, about
@@ -138,11 +132,7 @@ class Llama(Side):
 
 
 def check(request: Request, model: DecoderModel, sides: Sides) -> None:
-    """Check, before any work, that a request's prompts and steps can be measured.
-
-    Raises:
-        InputError: they cannot.
-    """
+    """Refuse, before any work, a request whose prompts and steps cannot be measured."""
     if tuple(request.batches) != (1,):
         raise InputError("whole prompts, and llama.cpp, are measured with one sequence; leave out --batches")
     if min(request.contexts) <= _steps(request):
@@ -158,11 +148,7 @@ def check(request: Request, model: DecoderModel, sides: Sides) -> None:
 
 
 def measure(request: Request, model: DecoderModel, sides: Sides, machine: Machine, on_turn: OnTurn) -> list[CostRow]:
-    """Prompts and steps of every side at every context.
-
-    Raises:
-        InputError: llama.cpp cannot be measured.
-    """
+    """Prompts and steps of every side at every context; refused if llama.cpp cannot be measured."""
     with ExitStack() as stack:
         all_sides: list[Side] = [Ours(name, *pair) for name, pair in sides.items() if not pair[0].simulated]
         failed: dict[str, str] = {}
@@ -192,18 +178,15 @@ def _llama_sides(request: Request, model: DecoderModel, stack: ExitStack, on_tur
         on_turn("llama.cpp loading it")
         try:
             # It maps the file into memory, so that the file can go.
-            process = stack.enter_context(LlamaProcess(folder / "model.gguf", torch.get_num_threads()))
+            process = LlamaProcess(folder / "model.gguf", torch.get_num_threads())
         except LlamaError as error:
             raise InputError(f"llama.cpp cannot be measured: {error}") from None
+    stack.callback(process.close)
     return [Llama(process, kind, model) for kind in request.llama_kvs]
 
 
 class AtContext:
-    """One context: every side's prompt, then its steps.
-
-    Args:
-        failed: sides that are out, each with the reason; one that fails here is added.
-    """
+    """One context: every side's prompt, then its steps; sides that `failed` are out, and one that fails here is added."""
 
     def __init__(
         self, request: Request, model: DecoderModel, sides: Sequence[Side], context: int, failed: dict[str, str]
@@ -253,16 +236,13 @@ class AtContext:
     def rows(self, machine: Machine) -> Iterator[CostRow]:
         """What was measured, of the kinds that were asked for."""
         case, tokens = Case(1, self.context), len(self.ids)
-        kinds: tuple[Literal["prompt", "step"], ...] = ("prompt", "step")
-        for kind in kinds:
-            for side in self.sides if kind in self.request.kinds else ():
-                times = self.seconds[kind, side.name]
-                taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
-                length = tokens if kind == "prompt" else None
-                if kind == "prompt":
-                    cost = whole_prompt_cost(self.model, tokens, side.token_bytes)
-                else:
-                    cost = step_cost(self.model, case, side.token_bytes)
-                yield CostRow(
-                    kind, side.name, case, cost, machine, taken, note, tokens=length, runs=len(times), about=side.about
-                )
+
+        def made(kind: Literal["prompt", "step"], side: Side, cost: Cost, length: int | None) -> CostRow:
+            times = self.seconds[kind, side.name]
+            taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
+            return CostRow(kind, side.name, case, cost, machine, taken, note, None, length, len(times), side.about)
+
+        for side in self.sides if "prompt" in self.request.kinds else ():
+            yield made("prompt", side, whole_prompt_cost(self.model, tokens, side.token_bytes), tokens)
+        for side in self.sides if "step" in self.request.kinds else ():
+            yield made("step", side, step_cost(self.model, case, side.token_bytes), None)

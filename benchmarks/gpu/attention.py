@@ -50,12 +50,7 @@ def triton_beside(device: torch.device) -> Attend | None:
 
 
 class Attention:
-    """The parts that time one layer.
-
-    Args:
-        ops: from `step_ops`.
-        triton: decode attention by the Triton kernels, where `ops` takes others; it is timed beside them.
-    """
+    """The parts that time one layer, with `step_ops`, and with attention by the Triton kernels where these take others."""
 
     def __init__(self, sizes: Sizes, device: torch.device, ops: OpTable, log: Log, triton: Attend | None = None) -> None:
         self.sizes, self.device, self.ops, self.log = sizes, device, ops, log
@@ -163,12 +158,7 @@ class Attention:
 
     # -- One measurement -----------------------------------------------------------------------------------------------
     def _time(self, key: str, make: Make, count: int, row: Row) -> None:
-        """Measure a call and write its row.
-
-        Args:
-            count: copies of its data that take turns.
-            row: what is known before; `bytes` and `flops` become rates.
-        """
+        """Measure a call, copies of whose data take turns, and add times to its row; `bytes` and `flops` become rates."""
         if not self.log.wants(key):
             return
         with self.log.attempt(key) as filled, torch.inference_mode():

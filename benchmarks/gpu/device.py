@@ -40,9 +40,6 @@ class Sizes:
     """Shapes and cases of a run.
 
     Attributes:
-        config: of the model; whole steps run all its layers where they fit.
-        attention, append, steps: sequences, and tokens of each.
-        prefill: prompts of one sequence.
         every_format: the cases in which each format that the kernels read is timed; the others take `tq4` alone.
         cold_bytes: so many bytes take turns, far more than a cache holds, in `most_copies` of K and V at most.
         warm_up, repeats: turns that do not count, and turns that do.
@@ -81,11 +78,7 @@ DRY = Sizes(
 
 
 def device_of(sizes: Sizes) -> torch.device:
-    """The first GPU, or the CPU in a rehearsal.
-
-    Raises:
-        InputError: there is no GPU.
-    """
+    """The first GPU, which must be there, or the CPU in a rehearsal."""
     return torch.device("cpu") if sizes.dry else open_gpu(None)
 
 

@@ -17,17 +17,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import (
-    Case,
-    decode,
-    every_layer,
-    filled,
-    kv_numbers,
-    next_tokens,
-    random_kv,
-    random_queries,
-    token_bytes,
-)
+from haarkv.benchmarks.cases import Case, decode, every_layer, filled, kv_numbers, next_tokens, random_kv, random_queries
+from haarkv.benchmarks.cases import token_bytes as bytes_of
 from haarkv.benchmarks.decode_cost import step_cost
 from haarkv.benchmarks.gpu.attention import BEST
 from haarkv.benchmarks.gpu.device import FORMAT, Sizes, captured, time_of
@@ -113,10 +104,9 @@ class Steps:
         def dense() -> tuple[Callable[[], object], Row]:
             attend, best = self._fastest_sdpa(k, v)
             kv = [(k.clone(), v.clone()) for _ in range(self.config.num_layers)]
-            step = DenseStep(self.fused, kv, cache, batch, tokens, attend)
-            return step.run, {"attention": best, "side": "dense"}
+            return dense_step(self.fused, cache, batch, tokens, kv, attend), {"attention": best, "side": "dense"}
 
-        packed_bytes, bf16_bytes = token_bytes(plan, self.config), 2.0 * kv_numbers(self.config)
+        packed_bytes, bf16_bytes = bytes_of(plan, self.config), 2.0 * kv_numbers(self.config)
         for who, make, kv_bytes in ((FORMAT, packed, packed_bytes), (DENSE, dense, bf16_bytes)):
             key = f"{name} {who}"
             if not self.log.wants(key):
@@ -158,10 +148,6 @@ class DenseOps(CudaFused):
 
     What it computes means nothing: the queries come rotated, and their 16 bits are read as another type. It takes the time
     that such a step takes.
-
-    Attributes:
-        kv: K and V of every layer.
-        attend: SDPA.
     """
 
     kv: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
@@ -179,29 +165,21 @@ class DenseOps(CudaFused):
         return (pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).flatten(1)
 
 
-class DenseStep:
-    """A captured step of `DenseOps`.
+def dense_step(
+    model: FusedModel, cache: PagedKVCache, batch: Batch, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa
+) -> Callable[[], object]:
+    """A captured step of `DenseOps`, over when the host knows that it went well, as an executor's is.
 
     Args:
-        kv: K and V of every layer.
         cache, batch: of the packed step, whose codes this one writes, too.
+        kv: K and V of every layer.
     """
+    dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
 
-    def __init__(
-        self, model: FusedModel, kv: Sequence[tuple[Tensor, Tensor]], cache: PagedKVCache, batch: Batch, tokens: Tensor,
-        attend: Sdpa,
-    ) -> None:  # fmt: skip
-        self._batch, self._tokens = batch, tokens
-        dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
+    def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = model.decode(token_ids, batch, cache, dense)
+        return logits, torch.isfinite(logits).all()
 
-        def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = model.decode(token_ids, batch, cache, dense)
-            return logits, torch.isfinite(logits).all()
-
-        pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
-        self._step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
-
-    @torch.inference_mode()
-    def run(self) -> bool:
-        """One step, over when the host knows that it went well, as an executor's is."""
-        return bool(self._step(self._tokens, self._batch)[1])
+    pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
+    captured_step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
+    return torch.inference_mode()(lambda: bool(captured_step(tokens, batch)[1]))

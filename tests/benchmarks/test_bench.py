@@ -12,9 +12,8 @@ from machines import has_only
 from small_models import SMALL, small_model
 
 from haarkv.benchmarks import attention, cases, decode_peers, report, timing, whole
-from haarkv.benchmarks.cases import Case
+from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
-from haarkv.benchmarks.plans import parse_caches, plan_of
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
@@ -79,7 +80,7 @@ def tiny_text():
 
 def their_logits(model, ids, kind, folder):
     gguf_file.write(folder / "m.gguf", model)
-    with LlamaProcess(folder / "m.gguf", 1) as llama:
+    with closing(LlamaProcess(folder / "m.gguf", 1)) as llama:
         llama.call("open", kind, len(ids))
         return torch.from_numpy(llama.call("logits", kind, ids))
 
@@ -114,7 +115,7 @@ def test_in_bf16_its_logits_are_ours_but_for_rounding(flash, tmp_path, tiny_text
 @needs_llama
 def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
     gguf_file.write(tmp_path / "m.gguf", small_model(dtype=torch.bfloat16))
-    with LlamaProcess(tmp_path / "m.gguf", 1) as llama:
+    with closing(LlamaProcess(tmp_path / "m.gguf", 1)) as llama:
         assert "llama-cpp-python" in llama.about
         assert "CPU" in llama.about
         kind = LlamaKV("q8_0", True)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from haarkv.benchmarks import serve
-from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics, worker_cores
+from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
 from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
 from haarkv.benchmarks.serve_setup import hf_config, model_folder, names_in, scaled_vocabulary, storages
 from haarkv.engine.plans import shape_of
@@ -58,15 +58,11 @@ def test_every_user_has_a_prompt_of_its_own_and_no_case_shares_any(tmp_path):
 
 
 def test_the_client_sends_all_at_once_and_takes_whole_answers(tmp_path):
-    args = client_args(TINY, 81, CASE, tmp_path / "p", 7, None)
+    args = client_args(TINY, 81, CASE, tmp_path / "p", 7)
     given = dict(pairwise(args))
     assert (given["--num-prompts"], given["--max-concurrency"], given["--port"], given["--seed"]) == ("3", "3", "81", "7")
     assert given["--timed-trace-chunk-hash-size"] == "129"  # one draw fills a prompt
     assert {"--ignore-eos", "--save-detailed", "--no-self-timed"} <= set(args)
-    assert "--save-result" not in args
-    kept = client_args(TINY, 81, CASE, tmp_path / "p", 7, tmp_path / "r.json")
-    assert kept[: len(args)] == args
-    assert kept[len(args) :] == ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
 
 
 def asked(**changed):
@@ -168,11 +164,6 @@ def test_the_reason_is_the_error_that_is_not_about_another_one():
     assert last_reason("") == "it said nothing"
 
 
-def test_the_cores_of_the_worker_are_in_its_log():
-    assert worker_cores("x\n(EngineCore pid=7) INFO [omp.py:185] \tlocal_rank=0, core ids=[0, 12]\n") == [0, 12]
-    assert worker_cores("nothing of the kind") == []
-
-
 def test_a_round_is_what_changed_between_both_ends():
     result = {
         "ttfts": [0.5, 0.7, 0.0], "latencies": [0.9, 1.5, 0.0], "output_lens": [5, 5, 0], "errors": ["", "", "refused"],
@@ -231,7 +222,7 @@ class Turns(serve.Bench):
         super().__init__(None, None, [SimpleNamespace(kv="bf16"), SimpleNamespace(kv="tq4")], None, scratch, print)
         self.seen = []
 
-    def _round(self, server, case, prompts, turn):
+    def _round(self, server, case, prompts):
         self.seen.append((server.kv, prompts.read_text()))
         return made()
 
@@ -256,10 +247,10 @@ def test_nobody_answered():
     assert row["failed"] == 6
 
 
-def test_the_ratio_stands_below_the_rows_of_its_case_and_each_prompt_length_has_panels():
+def test_the_ratio_stands_below_the_rows_of_its_case():
     request, rounds = asked(users=(1, 8), prompt_tokens=(128, 1024)), Rounds([made()], [made()])
     rows = [summed_up(kv, case, 42240, rounds) for case in request.cases for kv in ("bf16", "tq4")]
-    found = serve.report(request, "m", {"vllm": "1"}, rows, [ratio(case, rounds, rounds) for case in request.cases])
+    found = serve.report(request, "m", rows, [ratio(case, rounds, rounds) for case in request.cases])
     (table,) = found.tables
     cases = [(users, prompt) for prompt in ("128", "1,024") for users in ("1", "8")]
     assert [cells[:3] for cells in table.rows] == [(*case, kv) for case in cases for kv in ("bf16", "tq4", "ratio")]
@@ -267,10 +258,6 @@ def test_the_ratio_stands_below_the_rows_of_its_case_and_each_prompt_length_has_
     assert table.rows[2][3] == "1.00"
     line = json.loads(found.line())
     assert (line["context"], line["kv"], line["rows"][0]["capacity"]) == ([128, 1024], ["bf16", "tq4"], 42240)
-    pytest.importorskip("matplotlib")
-    drawn = serve.svg("title", rows)
-    assert drawn.count("prompts of 128 tokens") == drawn.count("prompts of 1,024 tokens") == 3
-    assert drawn == serve.svg("title", rows)
 
 
 # -- Processes ---------------------------------------------------------------------------------------------------------

@@ -69,7 +69,6 @@ OWN = {
     ("bench serve", "--layers"): "four unless given",
     ("bench serve", "--memory"): "of each server",
     ("bench serve", "--repeats"): "rounds",
-    ("bench serve", "--out"): "a folder of results",
     ("bench npu", "--contexts"): "another default",
     ("bench npu", "--batches"): "another default",
     ("plan", "--out"): "a file",

@@ -121,7 +121,7 @@ def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
 
 
 def _kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
-    from haarkv.benchmarks.plans import parse_caches
+    from haarkv.benchmarks.cases import parse_caches
 
     return parse_caches(given["kvs"]) or list(default)
 
@@ -138,7 +138,7 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
     """The fastest executor here that reads at least one of the formats."""
-    from haarkv.benchmarks.plans import plan_of
+    from haarkv.benchmarks.cases import plan_of
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
@@ -242,9 +242,8 @@ def prefill(no_peers: bool, **given: Any) -> None:
 
 def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     """`TQCache` in each format, read packed by transformers' model."""
-    from haarkv.benchmarks.cases import kv_numbers, token_bytes
+    from haarkv.benchmarks.cases import kv_numbers, plain, plan_of, token_bytes
     from haarkv.benchmarks.decode_peers import HFCache
-    from haarkv.benchmarks.plans import plain, plan_of
     from haarkv.tq_ops import formats
 
     if find_spec("transformers") is None:
@@ -333,19 +332,15 @@ def needles(**given: Any) -> None:
 @click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
 @_all(_count("--output-tokens", 64, "Of each answer."), _count("--memory", 1536, "MiB of KV cache of each server."))
 @_all(_count("--cold", 1, "Rounds of new prompts."), _count("--repeats", 3, "Rounds that send the last of them again."))
-@click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
-@_all(
-    click.option("--out", type=Path, metavar="FOLDER", help="Keep vLLM's own result of each round."), _plot, _save, json_option
-)
+@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, json_option)
 def serve(**given: Any) -> None:
     """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
-    from haarkv.benchmarks.serve import measure, request_of, svg
+    from haarkv.benchmarks.serve import measure, request_of
 
-    own = ("plot", "save", "as_json")
-    request = request_of(**{name: value for name, value in given.items() if name not in own})
+    request = request_of(**{name: value for name, value in given.items() if name not in ("save", "as_json")})
     with _turning(given) as on_turn:
         report = measure(request, on_turn)
-    _finish(report, given, partial(svg, report.tables[0].title, report.values["rows"]))
+    _finish(report, given)
 
 
 @command.command("npu")
