@@ -209,7 +209,7 @@ def report(name: str, request: Request, machine: Machine, rows: Sequence[CostRow
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa")}
     values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
-    packages = ("transformers", "llama-cpp-python", "triton")
+    packages = [name for name, peer in (("transformers", TRANSFORMERS), ("llama-cpp-python", LLAMA)) if peer in request.peers]
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes, packages)
 
 

@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from machines import has_only
 from small_models import SMALL, small_model
 
-from haarkv.benchmarks import attention, cases, decode_peers, report, timing, whole
+from haarkv.benchmarks import attention, cases, decode_peers, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
@@ -22,7 +21,7 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from tq.cli import main
+from tq.commands.bench import request_of
 
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
@@ -55,14 +54,12 @@ def test_a_step_of_the_14b_must_move_what_arithmetic_says(kv, gigabytes):
     assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(QWEN3_14B, Case(1, 32768), 0, 0).flops
 
 
-def test_attention_of_one_layer():
-    cost = attention_cost(QWEN3_14B, Case(8, 4096), 2 * 8 * 66, 2)
+def test_attention_and_storing_of_one_layer():
+    case, nbytes = Case(8, 4096), 2 * 8 * 66
+    cost = attention_cost(QWEN3_14B, case, nbytes, 2)
     assert (cost.weights, cost.kv, cost.rest) == (0, 8 * 4096 * 1056, 2 * 8 * 40 * 128 * 2)
     assert cost.flops == 8 * 40 * 4096 * 128 * 4  # two products, a multiplication and an addition each
-
-
-def test_storing_a_token_moves_its_vectors_and_what_becomes_of_them():
-    assert store_cost(QWEN3_14B, Case(8, 4096), 2 * 8 * 66).nbytes == 8 * (2 * 8 * 66 + 2 * 8 * 128 * 4)
+    assert store_cost(QWEN3_14B, case, nbytes).nbytes == 8 * (nbytes + 2 * 8 * 128 * 4)
 
 
 def test_the_floor_is_the_longer_of_bytes_and_operations():
@@ -178,29 +175,8 @@ def test_transformers_steps_continue_the_same_cache(kind):
 
 
 # -- The commands ----------------------------------------------------------------------------------------------------------
-QUICK = ["--executor", "reference", "--repeats", "1", "--contexts", "40"]
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """A small checkpoint, and a machine that is measured by a glance."""
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
-    monkeypatch.setattr(timing, "_REST_S", 0.0)
-    monkeypatch.setattr(attention, "_COLD_BYTES", 2**16)
-    monkeypatch.setattr(whole, "_REST_S", 0.0)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-
-    def run(name, *args):
-        code = main(["bench", name, "--model", str(checkpoint), *args])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_bench_decode_measures_what_it_names(run):
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--only", "attention", "--json")
+    code, out, _ = run("decode", "--kv", "tq4", "--only", "attention", "--json")
     result = json.loads(out)
     assert (code, result["benchmark"]) == (0, "decode")
     assert all(r["ms"] > 0 and r["low"] <= r["ms"] <= r["high"] and r["context"] == 40 for r in result["rows"])
@@ -217,7 +193,7 @@ def test_bench_decode_measures_what_it_names(run):
 
 def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
     """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
+    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
     assert code == 0
     for who in ("tq4/k=tq4,v=tq3+tail8", "lr16"):
         assert f"reference {who} at 40 tokens: " in out
@@ -237,51 +213,46 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
 
 
 def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
-    code, out, _ = run("prefill", *QUICK, "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("prefill", "--kv", "tq4,bf16", "--json")
     result = json.loads(out)
     assert (code, result["benchmark"]) == (0, "prefill")
     assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
         "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
     }  # fmt: skip
     assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
-    code, out, _ = run("prefill", *QUICK, "--kv", "tq4", "--no-peers")
+    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers")
     assert code == 0
     assert "sdpa" not in out
 
 
-def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
-    from tq.commands.bench import request_of
+GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
 
+
+@pytest.mark.parametrize(
+    ("device", "executors", "kvs", "expected"),
+    [
+        (None, ["auto"], [], ["cpu"]),
+        (None, ["auto"], ["q8_0"], ["cpu"]),
+        (None, ["auto"], ["kvarn4"], ["reference"]),
+        (None, ["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
+        ("cuda", ["auto"], [], ["cuda"]),
+        ("sim", ["auto"], [], ["npu"]),
+        ("cuda", ["auto"], ["q8_0"], "executor cuda cannot run this: .*q8_0"),
+        ("sim", ["auto"], ["q8_0"], "executor npu cannot run this: .*q8_0"),
+    ],
+)
+def test_auto_is_the_fastest_executor_that_reads_one_of_the_formats(device, executors, kvs, expected, monkeypatch):
     has_only(monkeypatch, "cpu", "reference")
-    given = {
-        "model": "tiny", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": None, "device": None, "repeats": 1,
-        "isa": None,
-    }  # fmt: skip
-    for executors, kvs, expected in (
-        (["auto"], [], ["cpu"]),
-        (["auto"], ["bf16"], ["cpu"]),
-        (["auto"], ["q8_0"], ["cpu"]),
-        (["auto"], ["kvarn4"], ["reference"]),
-        (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
-    ):
-        assert request_of({**given, "executors": executors, "kvs": kvs}).executors == expected
-
-
-def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
-    from tq.commands.bench import request_of
-
-    given = {
-        "model": "random:0.6b", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1,
-        "isa": None, "executors": ["auto"],
-    }  # fmt: skip
-    for device, name in (("cuda", "cuda"), ("sim", "npu")):
-        assert request_of({**given, "kvs": [], "device": device}).executors == [name]
-        with pytest.raises(InputError, match=rf"executor {name} cannot run this: .*q8_0"):
-            request_of({**given, "kvs": ["q8_0"], "device": device})
+    given = {**GIVEN, "model": "random:0.6b", "device": device, "executors": executors, "kvs": kvs}
+    if isinstance(expected, list):
+        assert request_of(given).executors == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            request_of(given)
 
 
 def test_a_step_and_a_layers_call_are_timed_and_named(run):
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
+    code, out, _ = run("decode", "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
     rows = {r["kind"]: r for r in json.loads(out)["rows"] if r["kind"] in ("layer", "step")}
     assert (code, set(rows)) == (0, {"layer", "step"})
     assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
@@ -352,8 +323,7 @@ def test_older_lines_stay_readable(tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_2(run, args, words):
-    quick = [a for a in QUICK if args[0] != "--executor" or a not in ("--executor", "reference")]
-    code, out, error = run("decode", *quick, *args)
+    code, out, error = run("decode", *args)
     assert (code, out) == (2, "")
     assert len(error.strip().splitlines()) == 1
     assert all(word in error for word in words)

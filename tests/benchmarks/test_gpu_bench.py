@@ -17,7 +17,7 @@ from haarkv.benchmarks.cases import Case, random_kv, random_queries
 from haarkv.benchmarks.gpu import __main__ as command
 from haarkv.benchmarks.gpu import checks, page, peers
 from haarkv.benchmarks.gpu.attention import Attention, off
-from haarkv.benchmarks.gpu.device import DRY, FULL
+from haarkv.benchmarks.gpu.device import DRY
 from haarkv.benchmarks.gpu.log import DeviceLostError, Log, drop_half_row, is_result, outcomes, read_rows, unfinished
 from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import reference
@@ -336,11 +336,3 @@ def test_plots_are_drawn_where_matplotlib_is(monkeypatch):
         assert all(words in page.html(rows, page.predictions()) for words in ("<svg", "best of all peers", "predicted"))
     monkeypatch.setattr(page, "find_spec", lambda _: None)
     assert "<svg" not in page.html(rows, page.predictions())
-
-
-def test_what_is_measured_on_a_card_is_what_the_task_names():
-    assert [(case.batch, case.context) for case in FULL.attention] == [
-        (batch, context) for batch in (1, 8, 32) for context in (1024, 4096, 16384, 32768)
-    ]
-    assert Case(8, 32768) in FULL.steps
-    assert {(prompt.new, prompt.stored) for prompt in FULL.prefill} == {(2048, 0), (2048, 32768)}

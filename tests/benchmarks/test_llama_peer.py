@@ -8,10 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from small_models import CONFIGS, small_model
 
-from haarkv.benchmarks import cases, gguf_file, timing, whole
+from haarkv.benchmarks import cases, gguf_file, whole
 from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -19,7 +18,6 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.temporary import TemporaryFolder
-from tq.cli import main
 
 needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs the peers extra: no gguf")
 
@@ -131,22 +129,19 @@ def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
 
 
 @needs_llama
-def test_the_command_measures_it_in_turns_and_leaves_no_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
+def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(whole, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    args = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40", "--kv", "tq4"]
-    peers = ["--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
-    assert main(["bench", "decode", *args, *peers, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    peers = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
+    code, out, _ = run("decode", *peers, "--json")
+    rows = json.loads(out)["rows"]
     names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
+    assert code == 0
     assert [(r["kind"], r["who"]) for r in rows] == [(kind, name) for kind in ("prompt", "step") for name in names]
     assert all(r["ms"] > 0 for r in rows)
     (q4,) = [r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"]
     assert q4 == 40 * 2 * 2 * 2 * 32 * 4.5 / 8
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    assert main(["bench", "decode", *args, *peers]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = run("decode", *peers)
+    assert code == 0
     assert "reference tq4 at 40 tokens:" in out
     assert "the fastest of llama.cpp's" in out

@@ -13,11 +13,10 @@ import pytest
 from haarkv.benchmarks import serve
 from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
 from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
-from haarkv.benchmarks.serve_setup import hf_config, model_folder, names_in, scaled_vocabulary, storages
+from haarkv.benchmarks.serve_setup import model_folder, names_in, storages
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -119,13 +118,6 @@ def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
     assert "random weights" in served.said
     assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served.folder.iterdir()}
     assert served.flags == ("--load-format", "dummy")
-
-
-def test_the_head_keeps_its_share_of_a_step():
-    assert scaled_vocabulary(151936, 28, 28) == 151936
-    assert scaled_vocabulary(151936, 14, 28) == 76032  # 75,968 in whole 128s
-    assert scaled_vocabulary(151936, 1, 64) == 4096  # the tokenizer's own
-    assert hf_config(QWEN3_14B)["num_key_value_heads"] == QWEN3_14B.num_kv_heads
 
 
 def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):

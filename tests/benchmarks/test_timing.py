@@ -1,11 +1,9 @@
 """The clock: a device's own events, first calls apart, no times from a simulator."""
 
-import ast
 import json
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
-import fake_npu
 import pytest
 import torch
 from npu_programs import needs_pypto
@@ -110,37 +108,6 @@ def test_every_device_beside_the_host_has_one_path(monkeypatch, name):
     monkeypatch.setattr(torch, name, module, raising=False)
     assert timing.accelerator(SimpleNamespace(type=name)) is module
     assert timing.accelerator(torch.device("cpu")) is None
-
-
-COMPILES = """
-import time
-from haarkv.tq_ops.npu import device
-device.find_spec = lambda name: object()  # torch-npu and PyPTO
-runner = device.open_runner("npu:0")
-
-class Program:
-    name = "decode_layer"
-    def build(self, **options):
-        calls = []
-        def kernel(*tensors):
-            time.sleep(0 if calls else 0.3)
-            calls.append(tensors)
-        return kernel
-
-program = Program()
-for _ in range(3): runner.call(program, [])
-print(runner.compiled)
-"""
-
-
-def test_a_device_keeps_what_each_program_took_to_compile(tmp_path):
-    """The first call compiles; the others add nothing."""
-    fake_npu.install(tmp_path / "site", fake_npu.PRESENT)
-    done = fake_npu.run(tmp_path / "site", tmp_path, "-c", COMPILES)
-    assert done.returncode == 0, done.stderr
-    ((name, seconds),) = ast.literal_eval(done.stdout).items()
-    assert name == "decode_layer"
-    assert 0.3 <= seconds < 30
 
 
 def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):

@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from small_models import SMALL, small_model
 
-from haarkv.benchmarks import decode_peers, gguf_file, llama_process, timing, whole
+from haarkv.benchmarks import decode_peers, gguf_file, llama_process, whole
 from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case, attention_cost, step_cost, whole_prompt_cost
 from haarkv.benchmarks.llama_process import LlamaError
@@ -16,8 +15,8 @@ from haarkv.benchmarks.timing import Machine
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from tq.cli import main
 
+pytestmark = pytest.mark.usefixtures("glance")
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 BOTH = ("prompt", "step")
 
@@ -46,24 +45,6 @@ class FakeSide(whole.Side):
         if self.fails_at == "step":
             raise LlamaError("its process ended with signal SIGABRT")
         return [50.0] + [0.001 * (k + 1) for k in range(len(ids) - 1)]
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(whole, "_REST_S", 0.0)
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-
-    def run(*args):
-        quick = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40"]
-        return main(["bench", "decode", *quick, *args]), *capsys.readouterr()
-
-    return run
 
 
 def request(kinds=BOTH, repeats=2, **more):
@@ -145,7 +126,7 @@ def test_transformers_side_holds_the_same_tokens():
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):
     monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
-    code, out, _ = run("--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0
     assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
@@ -157,37 +138,38 @@ def test_without_transformers_its_rows_say_so(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "expected"),
     [
         ("f16", ["f16 flash", "f16 plain"]),
         ("q8_0,q4_0", ["q8_0 flash", "q4_0 flash"]),
         ("f16:plain, f16:plain,bf16:flash", ["f16 plain", "bf16 flash"]),
+        ("q2_k", "q2_k"),
+        ("", "choose from"),
+        ("q8_0:plain", "q8_0:flash"),
     ],
 )
-def test_a_quantized_cache_is_read_by_flash_attention_alone(text, names):
-    assert [kind.name for kind in llama_process.parse_kinds(text)] == names
-
-
-@pytest.mark.parametrize(("text", "words"), [("q2_k", "q2_k"), ("", "choose from"), ("q8_0:plain", "q8_0:flash")])
-def test_a_cache_that_llama_does_not_have_is_refused(text, words):
-    with pytest.raises(InputError, match=words):
-        llama_process.parse_kinds(text)
+def test_a_quantized_cache_is_read_by_flash_attention_alone(text, expected):
+    if isinstance(expected, list):
+        assert [kind.name for kind in llama_process.parse_kinds(text)] == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            llama_process.parse_kinds(text)
 
 
 def test_prompts_are_measured_without_llama_as_well(run):
-    code, out, _ = run("--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     assert [(r["kind"], r["who"]) for r in rows] == [(kind, f"reference {kv}") for kind in BOTH for kv in ("tq4", "bf16")]
     assert all(r["tokens_per_s"] > 0 and r["tokens"] == 36 for r in rows if r["kind"] == "prompt")
-    code, out, _ = run("--only", "prompt", "--no-peers", "--kv", "tq4")
+    code, out, _ = run("decode", "--only", "prompt", "--no-peers", "--kv", "tq4")
     assert code == 0
     assert "tokens/s" in out
 
 
 def test_without_the_package_the_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(llama_process, "find_spec", lambda _: None)
-    code, out, error = run("--peers", "llama.cpp", "--kv", "tq4")
+    code, out, error = run("decode", "--peers", "llama.cpp", "--kv", "tq4")
     assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
     assert "pip install 'haarkv[peers]'" in error
 
