@@ -33,9 +33,6 @@ class Case:
     context: int
 
 
-# -- Shapes ----------------------------------------------------------------------------------------------------------------
-
-
 class Heads(NamedTuple):
     """Query heads, KV heads, and numbers of a head's vector."""
 
@@ -74,9 +71,6 @@ def token_bytes(plan: KVPlan, config: DecoderConfig) -> float:
 def first_layer(plan: KVPlan, times: int = 1) -> KVPlan:
     """A plan of its first layer alone, as often as asked for."""
     return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink)
-
-
-# -- Caches ----------------------------------------------------------------------------------------------------------------
 
 
 def new_cache(
@@ -138,9 +132,6 @@ def filled(
     return cache, paging
 
 
-# -- Calls of an executor --------------------------------------------------------------------------------------------------
-
-
 def prefill(
     executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences, cache: PagedKVCache
 ) -> Tensor:
@@ -192,8 +183,6 @@ def layer_call(
 
     return run
 
-
-# -- Caches by name --------------------------------------------------------------------------------------------------------
 
 MOST_COPIES = 64
 """Of one layer, that take turns: as many layers as there are rotations; a short context stays within a processor's cache."""

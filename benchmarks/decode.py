@@ -13,19 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from haarkv.benchmarks import decode_peers, plots, whole
+from haarkv.benchmarks import cases, decode_peers, plots, whole
 from haarkv.benchmarks.attention import Asked, Sides, decode_rows, prompt_rows
-from haarkv.benchmarks.cases import (
-    Case,
-    decode_step,
-    filled,
-    first_layer,
-    kv_numbers,
-    layer_call,
-    plan_of,
-    random_kv,
-    token_bytes,
-)
+from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, kv_numbers, layer_call, random_kv, token_bytes
 from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, layer_cost, step_cost
 from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
 from haarkv.benchmarks.llama_process import LlamaKV
@@ -131,7 +121,7 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
     for name in request.executors:
         executor: Executor | None = None
         for kv in request.kvs:
-            plan = plan_of(kv, model.config)
+            plan = cases.plan_of(kv, model.config)
             try:
                 if executor is None and request.isa is None:
                     device = None if name == "reference" else request.device
@@ -177,8 +167,6 @@ def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -
         compiled = dict(asked.sides[who][0].compiled) if who in asked.sides else None
         yield CostRow(kind, who, case, costs[who], asked.machine, taken, compiled=compiled or None)
 
-
-# -- What is shown -----------------------------------------------------------------------------------------------------------
 
 _TITLES = {
     "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",

@@ -114,9 +114,6 @@ class LlamaProcess:
         return value
 
 
-# -- In that process -------------------------------------------------------------------------------------------------------
-
-
 def _serve(pipe: Connection, parent: int) -> None:
     """Answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides

@@ -21,9 +21,6 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-# -- The header ------------------------------------------------------------------------------------------------------------
-
-
 def machine() -> dict[str, Any]:
     """The machine, and the versions and the commit that run on it."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -99,9 +96,6 @@ def read(path: Path) -> list[Result]:
         head = {name: line.pop(name, None) for name in ("benchmark", "date", "commit", "cpu", "gpu", "threads", "model")}
         results.append(Result(**head, versions=versions, context=context, kv=kv, values=line))
     return results
-
-
-# -- What a benchmark found ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

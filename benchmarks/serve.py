@@ -174,9 +174,6 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# -- What is shown -----------------------------------------------------------------------------------------------------------
-
-
 def report(request: Request, said: str, rows: Sequence[Row], ratios: Sequence[Row]) -> Report:
     """Everything that was measured; the ratio of a case stands below its rows."""
     cells = []

@@ -55,9 +55,6 @@ class Rounds:
     known: list[Round] = field(default_factory=list)
 
 
-# -- One round ---------------------------------------------------------------------------------------------------------------
-
-
 def write_prompts(path: Path, case: Case, number: int) -> None:
     """A trace for the client: prompts of exactly so many tokens, drawn from a number that no other user and case has."""
     asked = {"timestamp": 0, "input_length": case.prompt + 1, "output_length": case.output}
@@ -95,8 +92,6 @@ def read_round(
         cpu_ms=1e3 * cpu_seconds / tokens if tokens else math.nan,
     )  # fmt: skip
 
-
-# -- What rounds come to -----------------------------------------------------------------------------------------------------
 
 Row = dict[str, Any]
 

@@ -79,8 +79,6 @@ def hf_config(config: DecoderConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-# -- Storages of K and V ----------------------------------------------------------------------------------------------------
-
 _ANY_WEIGHTS = "0" * 16
 """The fingerprint of made-up coordinates: they belong to random weights, which are not compared."""
 

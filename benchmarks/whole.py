@@ -128,9 +128,6 @@ class Llama(Side):
             setattr(self, method, partial(process.call, method, kind))
 
 
-# -- Measuring -------------------------------------------------------------------------------------------------------------
-
-
 def check(request: Request, model: DecoderModel, sides: Sides) -> None:
     """Refuse, before any work, a request whose prompts and steps cannot be measured."""
     if tuple(request.batches) != (1,):

@@ -89,7 +89,6 @@ class Attention:
             self._time(f"{name} {FORMAT}", ours, count, {**row, "who": FORMAT, "side": "ours"})
             self._time(f"{name} bf16 index_copy", dense, count, {**row, "who": "bf16 index_copy", "side": "peer"})
 
-    # -- One case ------------------------------------------------------------------------------------------------------
     def _decode(self, case: Case, name: str) -> None:
         k, v = random_kv(self.config, case, self.device)
         q = random_queries(self.config, case.batch, self.device)
@@ -156,7 +155,6 @@ class Attention:
             if name != FORMAT and not unsupported(layout.READS, KVSpec(name).plan(1), heads(self.config).dim):
                 yield name
 
-    # -- One measurement -----------------------------------------------------------------------------------------------
     def _time(self, key: str, make: Make, count: int, row: Row) -> None:
         """Measure a call, copies of whose data take turns, and add times to its row; `bytes` and `flops` become rates."""
         if not self.log.wants(key):

@@ -18,7 +18,7 @@ def glance(monkeypatch):
 
 @pytest.fixture
 def run(capsys, tmp_path, glance):
-    """Runs a benchmark of it: exit code, stdout, stderr. Unless told another executor, the reference does, once, at 40 tokens."""
+    """Runs a benchmark of it: exit code, stdout, stderr. Unless told otherwise the reference does, once, at 40 tokens."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
 
     def run(name, *args):
