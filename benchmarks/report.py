@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,44 +62,23 @@ def header(
             "kv": list(kv)}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """A line that was saved.
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every line of a results file: the header's names, None or empty where a line lacks one, and all else as `values`.
 
-    Attributes:
-        context, kv: empty where an older line has them in its rows alone.
-        values: all that is not the header's.
+    In older lines versions stand alone, and context and kv may be single values, or in each row alone.
     """
-
-    benchmark: str
-    date: str
-    commit: str | None
-    cpu: str | None
-    gpu: str | None
-    threads: int | None
-    versions: Mapping[str, str]
-    model: str | None
-    context: tuple[int, ...]
-    kv: tuple[str, ...]
-    values: Mapping[str, Any]
-
-
-def read(path: Path) -> list[Result]:
-    """Every line of a results file; in older ones versions stand alone, and context and kv may be single values."""
     results = []
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        versions = line.pop("versions", {}) | {name: line.pop(name) for name in ("python", "torch", "vllm") if name in line}
-        context, kv = line.pop("context", ()), line.pop("kv", ())
-        context = (context,) if isinstance(context, int) else tuple(context)
-        kv = (kv,) if isinstance(kv, str) else tuple(kv)
         head = {name: line.pop(name, None) for name in ("benchmark", "date", "commit", "cpu", "gpu", "threads", "model")}
-        results.append(Result(**head, versions=versions, context=context, kv=kv, values=line))
+        versions = line.pop("versions", {}) | {name: line.pop(name) for name in ("python", "torch", "vllm") if name in line}
+        given = {name: line.pop(name, []) for name in ("context", "kv")}
+        lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+        results.append({**head, "versions": versions, **lists, "values": line})
     return results
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Cells under the names of their columns."""
 
     title: str

@@ -12,20 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import (
-    Numbers,
-    calibration_option,
-    draft_options,
-    draft_spec,
-    executor_option,
-    json_option,
-    kv_option,
-    layers_option,
-    model_option,
-    run_options,
-    set_threads,
-    threads_option,
-)
+from tq import options
 from tq.output import err, loading, print_table
 from tq.ranks import tensor_parallel
 
@@ -42,9 +29,6 @@ def command() -> None:
     """Measure what executors, caches and servers cost."""
 
 
-# -- What every measurement has --------------------------------------------------------------------------------------------
-
-
 def _kvs(default: str) -> Callable[..., Any]:
     about = (
         "Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
@@ -54,7 +38,7 @@ def _kvs(default: str) -> Callable[..., Any]:
 
 
 def _numbers(name: str, default: str, about: str) -> Callable[..., Any]:
-    return click.option(name, type=Numbers(), default=default, show_default=True, help=about)
+    return click.option(name, type=options.Numbers(), default=default, show_default=True, help=about)
 
 
 def _count(name: str, default: int, about: str) -> Callable[..., Any]:
@@ -71,9 +55,9 @@ _plot = click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), 
 _dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 
 
-def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
+def _all(*chosen: Callable[..., Any]) -> Callable[..., Any]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
+        for option in reversed(chosen):
             function = option(function)
         return function
 
@@ -81,8 +65,8 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _of_a_layer = _all(
-    model_option("random:0.6b"), _kvs("bf16,tq4"), executor_option(multiple=True), run_options("bfloat16"),
-    _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save, json_option,
+    options.model_option("random:0.6b"), _kvs("bf16,tq4"), options.executor_option(multiple=True),
+    options.run_options("bfloat16"), _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save, options.json_option,
 )  # fmt: skip
 
 
@@ -109,7 +93,7 @@ def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     from haarkv.benchmarks.plots import require_matplotlib
     from haarkv.tq_ops.output_files import check_writable
 
-    set_threads(given.get("threads"))
+    options.set_threads(given.get("threads"))
     if given.get("plot"):
         require_matplotlib()
         check_writable(given["plot"])
@@ -154,9 +138,6 @@ def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
     if not found:
         raise refused[0]
     return min(found, key=FASTEST_FIRST.index)
-
-
-# -- Decoding and prompts --------------------------------------------------------------------------------------------------
 
 
 class Peers(click.ParamType[tuple[str, ...]]):
@@ -256,26 +237,23 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     return [HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in chosen.items()]
 
 
-# -- Whole texts and long contexts -----------------------------------------------------------------------------------------
-
-
 @command.command("drafts")
 @_all(
-    model_option(),
-    kv_option,
-    executor_option(),
-    run_options(),
+    options.model_option(),
+    options.kv_option,
+    options.executor_option(),
+    options.run_options(),
     _contexts("1024"),
     _repeats(3),
-    draft_options,
+    options.draft_options,
     _save,
-    json_option,
+    options.json_option,
 )
 def drafts(**given: Any) -> None:
     """Continue the held-out text of tiny with a draft and without, in turns, and measure what the draft is worth."""
     from haarkv.benchmarks.drafts import DraftRequest, measure, report
 
-    if (spec := draft_spec(given)) is None:
+    if (spec := options.draft_spec(given)) is None:
         raise click.UsageError("name what guesses the tokens: --draft ngram, self, or a smaller model")
     names = ("model", "executor", "kv", "contexts", "dtype", "layers", "device", "repeats")
     request = DraftRequest(draft=spec, **{name: given[name] for name in names})
@@ -285,10 +263,10 @@ def drafts(**given: Any) -> None:
 
 
 @command.command("long-context")
-@_all(model_option("random:14b"), _kvs("tq4"), executor_option(), _dtype, layers_option)
+@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
 @_all(_count("--threads", 1, "CPU threads; 1 measures CPU time, more wall time."), _contexts("200000"))
 @_count("--prefill", 4096, "Last tokens of a context that are computed.")
-@_all(_count("--steps", 7, "Decode steps that count."), _save, json_option)
+@_all(_count("--steps", 7, "Decode steps that count."), _save, options.json_option)
 def long_context(**given: Any) -> None:
     """Measure the memory of a process that holds a long context, a chunked prefill at its end, and the steps behind it.
 
@@ -306,8 +284,15 @@ def long_context(**given: Any) -> None:
 
 
 @command.command("needles")
-@_all(model_option(), _kvs("bf16,tq4"), calibration_option, _dtype, threads_option, _contexts("1024,2048,4096,8192,16384"))
-@_all(_count("--needles", 16, "In each haystack."), _count("--haystacks", 2, "Of each context."), _save, json_option)
+@_all(
+    options.model_option(),
+    _kvs("bf16,tq4"),
+    options.calibration_option,
+    _dtype,
+    options.threads_option,
+    _contexts("1024,2048,4096,8192,16384"),
+)
+@_all(_count("--needles", 16, "In each haystack."), _count("--haystacks", 2, "Of each context."), _save, options.json_option)
 def needles(**given: Any) -> None:
     """Count how often a model knows again what was said once, far back, with a packed cache and with bf16."""
     from haarkv.benchmarks.needles import Request, measure, report
@@ -319,20 +304,20 @@ def needles(**given: Any) -> None:
     _finish(report(request, rows), given)
 
 
-# -- A server, and an NPU's cost model --------------------------------------------------------------------------------------
-
-
 @command.command("serve")
-@_all(model_option("random:0.6b"), _numbers("--users", "1,2,4,8,16,25", "Requests at once."))
+@_all(options.model_option("random:0.6b"), _numbers("--users", "1,2,4,8,16,25", "Requests at once."))
 @_numbers("--prompt-tokens", "128,1024,8192", "Of each prompt.")
 @click.option(
-    "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is compared with the first."
+    "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is measured by the first."
 )
-@_all(calibration_option, click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."))
+@_all(
+    options.calibration_option,
+    click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."),
+)
 @click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
 @_all(_count("--output-tokens", 64, "Of each answer."), _count("--memory", 1536, "MiB of KV cache of each server."))
 @_all(_count("--cold", 1, "Rounds of new prompts."), _count("--repeats", 3, "Rounds that send the last of them again."))
-@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, json_option)
+@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, options.json_option)
 def serve(**given: Any) -> None:
     """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
     from haarkv.benchmarks.serve import measure, request_of
@@ -346,7 +331,7 @@ def serve(**given: Any) -> None:
 @command.command("npu")
 @_all(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
 @click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
-@_all(_plot, _save, json_option)
+@_all(_plot, _save, options.json_option)
 def npu(contexts: tuple[int, ...], batches: tuple[int, ...], variants: tuple[str, ...], **given: Any) -> None:
     """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
 
