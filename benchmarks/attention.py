@@ -30,8 +30,7 @@ Call = Callable[[int], object]
 
 PROMPT_PEER = "sdpa bf16 causal"
 NO_OPS = "its layers are whole programs"
-_COLD_BYTES = 128 * 2**20
-"""Far more than a processor's cache holds."""
+_COLD_BYTES = 128 * 2**20  # far more than a processor's cache holds
 
 
 def copies(layer_bytes: float) -> int:

@@ -19,8 +19,7 @@ from haarkv.tq_ops.errors import InputError
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
 """Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
-_MARGIN = 2**26
-"""Bytes that stay free beside the file."""
+_MARGIN = 2**26  # bytes that stay free beside the file
 
 
 def unsupported(config: DecoderConfig) -> str | None:

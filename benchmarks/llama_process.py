@@ -28,8 +28,7 @@ BITS = {
 BATCH, MICRO_BATCH = 2048, 512
 """Tokens of a prompt that it takes at a time, and those that it computes at a time: its own defaults."""
 _PROCESSES = multiprocessing.get_context("spawn")
-_LOG_ERROR = 4
-"""ggml's number of an error."""
+_LOG_ERROR = 4  # ggml's number of an error
 
 
 class LlamaError(Exception):

@@ -38,8 +38,7 @@ _LEGEND = (
     "TTFT (ms), cold: prompts sent for the first time; fits: tokens of KV cache, as vLLM says"
 )
 _WORKER = "VLLM::Worker"
-_PATIENCE_S = 300.0
-"""That a server may take to start."""
+_PATIENCE_S = 300.0  # that a server may take to start
 _WARM_UP = Case(users=2, prompt=128, output=4)
 
 

@@ -25,8 +25,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec
 
-_WORDS = 4096
-"""Of the tokenizer that random weights are served with; ids from there on mean nothing."""
+_WORDS = 4096  # of the tokenizer that random weights are served with; ids from there on mean nothing
 
 
 class Served(NamedTuple):

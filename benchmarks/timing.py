@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-_FLUSH_BYTES = 256 * 2**20
-"""More than any cache holds, of a CPU or of a GPU."""
+_FLUSH_BYTES = 256 * 2**20  # more than any cache holds, of a CPU or of a GPU
 _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
-_REST_S = 0.03
-"""Threads of OpenMP spin for up to 20 ms after a loop."""
+_REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
 _TURN_RUNS = 5
 
 OnTurn = Callable[[str], None]

@@ -33,14 +33,11 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.attention import Sides
     from haarkv.benchmarks.decode import Request
 
-_REST_S = 0.05
-"""Threads of OpenMP spin for up to 20 ms after a loop."""
-_COUNTED = 3
-"""Steps of a turn that count, after one that does not."""
+_REST_S = 0.05  # threads of OpenMP spin for up to 20 ms after a loop
+_COUNTED = 3  # steps of a turn that count, after one that does not
 _ENOUGH_S = 60.0
 """Prompts of a case are computed again until there are as many turns as asked for, or all took so long together."""
-_WARM_UP = 32
-"""Tokens of a prompt that brings weights into memory, and does not count."""
+_WARM_UP = 32  # tokens of a prompt that brings weights into memory, and does not count
 
 
 class Side:

@@ -27,8 +27,7 @@ from haarkv.tq_ops.errors import InputError
 
 SHARES = {"machine": 25.0, "checks": 165.0, "attention": 140.0, "append": 30.0, "prefill": 45.0, "steps": 105.0}
 """Seconds of each part, in their order; what one leaves over, the next may take."""
-_GRACE_S = 8.0
-"""After its time a part may finish what it has begun for so long."""
+_GRACE_S = 8.0  # after its time a part may finish what it has begun for so long
 ROOT = Path(__file__).resolve().parents[2]
 """Where a part's process runs: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
 _DEVICE_LOST, _INTERRUPTED = 3, 130

@@ -24,8 +24,7 @@ from haarkv.tq_ops.table import OpTable, with_ops
 
 COPY, BEST = "copy", "best"
 _FEWEST_CALLS = 4
-_TRUE_ROWS, _TRUE_SEQUENCES = 64, 2
-"""Tokens of a prompt, and sequences of a step, whose attention is also computed exactly."""
+_TRUE_ROWS, _TRUE_SEQUENCES = 64, 2  # tokens of a prompt, and sequences of a step, whose attention is also computed exactly
 _NOT_ATTENTION = 2.0**-4
 """An output that is off by more is not attention's, and its time says nothing. The checks know the true bounds."""
 

@@ -1,6 +1,7 @@
 """The clock: a device's own events, first calls apart, no times from a simulator."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
@@ -23,38 +24,25 @@ class Device:
     def queue(self, ms):
         self.now += ms
 
+    def event(self, *, enable_timing):
+        def record():
+            assert self.current is not None, "recorded on whatever device is current"
+            event.at = self.now
+
+        event = SimpleNamespace(record=record, synchronize=lambda: event.at, elapsed_time=lambda end: end.at - event.at)
+        return event
+
+    @contextmanager
+    def device(self, device):
+        self.current = device
+        yield
+        self.current = None
+
+    def synchronize(self, _):
+        self.synchronized += 1
+
     def module(self):
-        outer = self
-
-        class Event:
-            def __init__(self, *, enable_timing):
-                assert enable_timing
-                self.at = None
-
-            def record(self):
-                assert outer.current is not None, "recorded on whatever device is current"
-                self.at = outer.now
-
-            def synchronize(self):
-                assert self.at is not None
-
-            def elapsed_time(self, end):
-                return end.at - self.at
-
-        class Current:
-            def __init__(self, device):
-                self.device = device
-
-            def __enter__(self):
-                outer.current = self.device
-
-            def __exit__(self, *_):
-                outer.current = None
-
-        def synchronize(_):
-            outer.synchronized += 1
-
-        return SimpleNamespace(Event=Event, device=Current, synchronize=synchronize)
+        return SimpleNamespace(Event=self.event, device=self.device, synchronize=self.synchronize)
 
 
 NPU = SimpleNamespace(type="npu", index=0)
