@@ -30,7 +30,7 @@ help:
 	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers and llama.cpp"
 	@echo "make lint    linters and types only"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
-	@echo "make bench   decode latency beside transformers, one JSON line at the end"
+	@echo "make bench   decode latency of the reference beside transformers, as one JSON line"
 	@echo "make clean   remove .venv and .venv-vllm"
 
 run: $(VENV)/run.stamp
@@ -99,7 +99,8 @@ tables: $(VENV)/run.stamp
 	$(BIN)/python -m haarkv.codebooks
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/python -m haarkv.benchmarks.decode_vs_transformers
+	$(BIN)/tq bench decode --model tiny --executor reference --dtype float32 --contexts 512 --kv fp32,bf16,tq4 --peers transformers \
+		--only step --json
 
 clean:
 	rm -rf $(VENV) $(VLLM)

@@ -1,1 +1,1 @@
-"""Measurements that a reader can repeat: `python -m haarkv.benchmarks.NAME`."""
+"""Measurements that a reader can repeat: `tq bench NAME`, and `python -m haarkv.benchmarks.gpu OUT`."""

@@ -1,32 +1,36 @@
-"""Decode attention of one layer, and storing its new token: ours beside torch's attention, over the same K and V.
+"""Attention of one layer beside torch's: a decode step's, with storing its new token, and a whole prompt's.
 
 A model reads another layer's K and V with every call, so they come from memory, while code, query and rotation stay warm.
-Here the same holds: so many copies of the layer take turns that together they exceed any processor's cache.
+Here the same holds of a decode step: so many copies of the layer take turns that together they exceed any processor's cache.
+Storing a prompt is not timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.caches import filled
-from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, attention_cost, row, store_cost
-from haarkv.benchmarks.timing import Machine, OnTurn, take_rested_turns
+from haarkv.benchmarks.cases import MOST_COPIES, Case, as_rows, filled, first_layer, heads, random_queries, scale, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, attention_cost, prompt_attention_cost, store_cost
+from haarkv.benchmarks.timing import Machine, OnTurn, take_rested_turns, take_turns
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 
 Sides = dict[str, tuple[Executor, KVPlan]]
 Call = Callable[[int], object]
 
-_COLD_BYTES = 128 * 2**20
-"""Far more than a processor's cache holds."""
-MOST_COPIES = 64
-"""As many layers as there are rotations; a short context stays within the cache all the same."""
+PROMPT_PEER = "sdpa bf16 causal"
+NO_OPS = "its layers are whole programs"
+_COLD_BYTES = 128 * 2**20  # far more than a processor's cache holds
 
 
 def copies(layer_bytes: float) -> int:
@@ -34,69 +38,107 @@ def copies(layer_bytes: float) -> int:
     return max(1, min(MOST_COPIES, int(_COLD_BYTES // layer_bytes)))
 
 
-def attention_rows(
-    sides: Sides,
-    model: DecoderModel,
-    case: Case,
-    k: Tensor,
-    v: Tensor,
-    machine: Machine,
-    *,
-    peers: bool,
-    repeats: int,
-    on_turn: OnTurn,
-) -> Iterator[CostRow]:
-    """Attention and storing of every side in a case, then of the peers; all take turns.
+@dataclass(frozen=True)
+class Asked:
+    """What both measurements are told; k, v [B, Hkv, context, D] bf16, and whether torch's attention is timed too."""
 
-    Args:
-        k, v: [B, Hkv, context, D] bf16.
-        peers: whether torch's attention is timed too.
-        repeats: turns that count.
-    """
-    config, item = model.config, model.dtype.itemsize
-    q = torch.randn(case.batch, config.heads.num_heads, config.heads.head_dim, generator=torch.Generator().manual_seed(1))
-    q = q.to(k.device, model.dtype)
+    sides: Sides
+    model: DecoderModel
+    case: Case
+    k: Tensor
+    v: Tensor
+    machine: Machine
+    peers: bool
+    repeats: int
+    on_turn: OnTurn
+
+
+def decode_rows(asked: Asked) -> Iterator[CostRow]:
+    """Decode attention and storing of every side, then of the peers; all take turns."""
+    config, case, k, item = asked.model.config, asked.case, asked.k, asked.model.dtype.itemsize
+    q = random_queries(config, case.batch, k.device, asked.model.dtype)
     runs: dict[tuple[Kind, str], Call] = {}
     costs: dict[tuple[Kind, str], Cost] = {}
-    for who, (executor, plan) in sides.items():
+    for who, (executor, plan) in asked.sides.items():
         if executor.ops is None:
-            no_cost = attention_cost(config, case, 0, item)
-            yield row("attention", who, case, no_cost, machine, None, "its layers are whole programs")
+            yield CostRow("attention", who, case, attention_cost(config, case, 0, item), asked.machine, None, NO_OPS)
             continue
-        one = KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        token_bytes = one.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
-        cost = attention_cost(config, case, token_bytes, item)
-        attend, store = _ours(executor.ops, plan, model, case, q, k, v, copies(cost.kv))
-        runs["attention", who], costs["attention", who] = attend, cost
-        runs["store", who], costs["store", who] = store, store_cost(config, case, token_bytes)
-    if peers:
-        for peer in decode_peers.attention(q, k, v, copies):
-            runs["attention", peer.name] = peer.run
-            costs["attention", peer.name] = attention_cost(config, case, peer.token_bytes, item)
+        nbytes = token_bytes(first_layer(plan), config)
+        cost = attention_cost(config, case, nbytes, item)
+        runs["attention", who], runs["store", who] = _ours(executor.ops, plan, asked, q, copies(cost.kv))
+        costs["attention", who], costs["store", who] = cost, store_cost(config, case, nbytes)
+    for peer in decode_peers.attention(q, k, asked.v, copies) if asked.peers else ():
+        runs["attention", peer.name] = peer.run
+        costs["attention", peer.name] = attention_cost(config, case, peer.token_bytes, item)
     named = {f"{kind} {who}": run for (kind, who), run in runs.items()}
-    times = take_rested_turns(named, k.device, repeats=repeats, on_turn=on_turn)
+    times = take_rested_turns(named, k.device, repeats=asked.repeats, on_turn=asked.on_turn)
     for (kind, who), taken in zip(runs, times.values(), strict=True):
-        yield row(kind, who, case, costs[kind, who], machine, taken)
+        yield CostRow(kind, who, case, costs[kind, who], asked.machine, taken)
 
 
-def _ours(
-    ops: OpTable, plan: KVPlan, model: DecoderModel, case: Case, q: Tensor, k: Tensor, v: Tensor, layers: int
-) -> tuple[Call, Call]:
+def _ours(ops: OpTable, plan: KVPlan, asked: Asked, q: Tensor, layers: int) -> tuple[Call, Call]:
     """Attention over copies of a plan's first layer, and storing their last token again and again."""
-    config = model.config
-    copied = KVPlan(plan.layers[:1] * layers, plan.recent, plan.sink)
-    cache, paging = filled(copied, config, case, k, v, 1)
-    batch = paging.batch(range(case.batch), [1] * case.batch).to(k.device)
-    new_k, new_v = (x[:, :, -1].float().contiguous() for x in (k, v))
+    config = asked.model.config
+    cache, batch = stored_copies(plan, config, asked.case, asked.k, asked.v, layers)
+    new_k, new_v = (as_rows(x[:, :, -1:]) for x in (asked.k, asked.v))
     for layer in range(layers):
         ops.store_kv(new_k, new_v, cache, layer, batch)
 
     @torch.inference_mode()
     def attend(number: int) -> Tensor:
-        return ops.paged_attention(q, cache, number % layers, batch, config.attentions[0].scale)
+        return ops.paged_attention(q, cache, number % layers, batch, scale(config))
 
     @torch.inference_mode()
     def store(number: int) -> None:
         ops.store_kv(new_k, new_v, cache, number % layers, batch)
 
     return attend, store
+
+
+def stored_copies(
+    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
+) -> tuple[PagedKVCache, Batch]:
+    """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of so many new."""
+    cache, paging = filled(first_layer(plan, count), config, case, k, v, new)
+    return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
+
+
+def prompt_rows(asked: Asked) -> Iterator[CostRow]:
+    """Attention of a whole prompt of every side, over its packed cache, then torch's; all take turns."""
+    config, case, k, v = asked.model.config, asked.case, asked.k, asked.v
+    q = random_queries(config, case.batch * case.context, k.device)
+    runs: dict[str, Callable[[], object]] = {}
+    costs: dict[str, Cost] = {}
+    for who, (executor, plan) in asked.sides.items():
+        one = first_layer(plan)
+        costs[who] = prompt_attention_cost(config, case, token_bytes(one, config))
+        cache, batch = stored_copies(one, config, Case(case.batch, 1), k, v, 1, case.context)
+        note = "" if executor.ops else NO_OPS
+        if cache.most_new_tokens and cache.most_new_tokens < case.context:
+            note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
+        if executor.ops is None or note:
+            yield CostRow("prefill", who, case, costs[who], asked.machine, None, note)
+            continue
+        executor.ops.store_kv(as_rows(k), as_rows(v), cache, 0, batch)
+        given = (q, cache, 0, batch, scale(config))
+
+        @torch.inference_mode()
+        def ours(attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given) -> Tensor:
+            return attend(*given)
+
+        runs[who] = ours
+    if asked.peers:
+        shape = heads(config)
+        costs[PROMPT_PEER] = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim)
+        rows_of_heads = q.view(case.batch, case.context, shape.q, shape.dim).transpose(1, 2).contiguous()
+
+        @torch.inference_mode()
+        def theirs() -> Tensor:
+            return scaled_dot_product_attention(
+                rows_of_heads, k, v, is_causal=True, enable_gqa=True, scale=scale(config)
+            )  # fmt: skip
+
+        runs[PROMPT_PEER] = theirs
+    times = take_turns(runs, k.device, repeats=asked.repeats, warm_up=1, cold=False, on_turn=asked.on_turn)
+    for who, taken in times.items():
+        yield CostRow("prefill", who, case, costs[who], asked.machine, taken)

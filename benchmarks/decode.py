@@ -1,6 +1,7 @@
 """Decode latency: attention alone and whole steps, ours beside torch's SDPA and transformers' caches, on the same tensors.
 
     tq bench decode --model random:0.6b --contexts 4096,16384 --kv bf16,tq4 --executor cpu
+    tq bench prefill --model random:14b --layers 1 --kv tq4 --contexts 1024,4096,16384 --executor cpu
 
 A row says what was measured, how many bytes it must move (weights, KV, rest) and how far it is from the floor of this machine,
 measured in the same run: the longer of moving those bytes at a copy's speed and doing the operations at a matrix product's.
@@ -9,33 +10,28 @@ measured in the same run: the longer of moving those bytes at a copy's speed and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from haarkv.benchmarks import decode_peers, whole
-from haarkv.benchmarks.attention import Sides, attention_rows
-from haarkv.benchmarks.caches import filled, random_kv
-from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
+from haarkv.benchmarks import cases, decode_peers, plots, whole
+from haarkv.benchmarks.attention import Asked, Sides, decode_rows, prompt_rows
+from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, kv_numbers, layer_call, random_kv, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, layer_cost, step_cost
 from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
 from haarkv.benchmarks.llama_process import LlamaKV
-from haarkv.benchmarks.plans import plan_of
+from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors import catalog
-from haarkv.executors.base import Executor, verify
+from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
+
+SIMULATED = "simulated: its times mean nothing, so that none is given"
+_MUCH_LONGER = 10  # a first call that takes so many times as long as the others has compiled something
 
 
 @dataclass(frozen=True)
@@ -44,13 +40,11 @@ class Request:
 
     Attributes:
         model, dtype, layers, device: as in `engine.loading.load`.
-        executors, kvs: each executor is run with each cache that it supports; caches as `benchmarks.plans` reads them.
+        executors, kvs: each executor is run with each cache that it supports; caches as `cases.parse_caches` reads them.
         peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
         llama_kvs: kinds of llama.cpp's KV cache.
         hf_caches: other caches for transformers' model, measured beside its own.
-        kinds: attention alone, one call of a layer, whole prompts, whole steps, or several of them.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
-        resume: a file that keeps the times of whole prompts and of the steps after them, and has them already if it exists.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
@@ -64,15 +58,21 @@ class Request:
     device: str | None = None
     peers: Sequence[str] = (SDPA, TRANSFORMERS)
     llama_kvs: Sequence[LlamaKV] = ()
-    hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
+    hf_caches: Callable[[DecoderConfig], Sequence[HFCache]] = lambda _: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
-    resume: Path | None = None
     ranks: Ranks = ALONE
 
+    @property
+    def on_prompts(self) -> bool:
+        """Whether steps follow a prompt that each side computes, since llama.cpp's cache cannot be filled otherwise."""
+        return LLAMA in self.peers or "prompt" in self.kinds
 
-# -- Measuring -------------------------------------------------------------------------------------------------------------
+    @property
+    def steps(self) -> int:
+        """Tokens that a whole-step measurement appends to each sequence."""
+        return self.repeats + 2
 
 
 def measure(
@@ -81,41 +81,36 @@ def measure(
     """Every row of a request, case by case.
 
     Raises:
-        InputError: a model, executor, format or device that is not there, or a case that the model's context does not hold.
+        InputError: a model, executor, format or device is not there, or a case is longer than the model's context.
     """
     if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
     model = load_model(request.model, request.dtype, request.layers, progress, request.ranks)
-    config, longest = model.config, max(request.contexts)
-    if {"layer", "prompt", "step"} & set(request.kinds) and longest + _steps(request) > config.max_position_embeddings:
-        limit = config.max_position_embeddings - _steps(request)
+    longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
+    if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
             f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}; lower --contexts"
         )
     sides = sides_of(request, model, on_turn)
-    on_prompts = LLAMA in request.peers or "prompt" in request.kinds
-    if on_prompts:
+    if request.on_prompts:
         whole.check(request, model, sides)
     device = next(iter(sides.values()))[0].device
-    machine = measure_machine(device)
+    machine, peers = measure_machine(device), SDPA in request.peers
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
-        k, v = random_kv(config, case, device)
+        k, v = random_kv(model.config, case, device)
+        asked = Asked(sides, model, case, k, v, machine, peers, request.repeats, on_turn)
         if "attention" in request.kinds:
-            peers = SDPA in request.peers
-            rows += attention_rows(sides, model, case, k, v, machine, peers=peers, repeats=request.repeats, on_turn=on_turn)
-        own_steps: tuple[Literal["layer", "step"], ...] = ("layer",) if on_prompts else ("layer", "step")
-        for kind in own_steps:
-            if kind in request.kinds:
-                rows += _call_rows(kind, request, model, sides, case, k, v, machine, on_turn)
-    if on_prompts:
+            rows += decode_rows(asked)
+        if "prefill" in request.kinds:
+            rows += prompt_rows(asked)
+        if "layer" in request.kinds:
+            rows += _call_rows("layer", request, asked)
+        if "step" in request.kinds and not request.on_prompts:
+            rows += _call_rows("step", request, asked)
+    if request.on_prompts:
         rows += whole.measure(request, model, sides, machine, on_turn)
     return machine, rows
-
-
-def _steps(request: Request) -> int:
-    """Tokens that a whole-step measurement appends to each sequence."""
-    return request.repeats + 2
 
 
 def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> Sides:
@@ -125,9 +120,14 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
     for name in request.executors:
         executor: Executor | None = None
         for kv in request.kvs:
-            plan = plan_of(kv, model.config)
+            plan = cases.plan_of(kv, model.config)
             try:
-                executor = executor or _executor(request, name, model, plan, on_turn)
+                if executor is None and request.isa is None:
+                    device = None if name == "reference" else request.device
+                    executor = catalog.create(name, model, plan, device, lambda of: on_turn(f"the compilation of {of}"))
+                elif executor is None and name != CpuExecutor.name:
+                    raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
+                executor = executor or CpuExecutor(model, request.isa)
             except InputError as error:
                 refused = str(error)
                 continue
@@ -140,76 +140,112 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
     return sides
 
 
-def _executor(request: Request, name: str, model: DecoderModel, plan: KVPlan, on_turn: OnTurn) -> Executor:
-    if request.isa is None:
-        device = None if name == "reference" else request.device
-        return catalog.create(name, model, plan, device, lambda program: on_turn(f"the compilation of {program}"))
-    if name != CpuExecutor.name:
-        raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
-    return CpuExecutor(model, request.isa)
-
-
-def _call_rows(
-    kind: Literal["layer", "step"], request: Request, model: DecoderModel, sides: Sides, case: Case, k: Tensor, v: Tensor,
-    machine: Machine, on_turn: OnTurn,
-) -> Iterator[CostRow]:  # fmt: skip
+def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -> Iterator[CostRow]:
     """One call of a layer, or a whole step, of every side in a case; beside steps those of transformers."""
-    config = model.config
+    model, case, k, v = asked.model, asked.case, asked.k, asked.v
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}
-    for who, (executor, plan) in sides.items():
-        held = plan if kind == "step" else KVPlan(plan.layers[:1], plan.recent, plan.sink)
-        token_bytes = held.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
-        cost = step_cost(model, case, token_bytes) if kind == "step" else layer_cost(model, case, token_bytes)
+    for who, (executor, plan) in asked.sides.items():
+        held, cost_of = (plan, step_cost) if kind == "step" else (first_layer(plan), layer_cost)
+        costs[who] = cost_of(model, case, token_bytes(held, model.config))
         if executor.simulated:
-            yield row(kind, who, case, cost, machine, None, SIMULATED)
+            yield CostRow(kind, who, case, costs[who], asked.machine, None, SIMULATED)
             continue
-        cache, paging = filled(held, config, case, k, v, _steps(request))
-        if kind == "step":
-            runs[who] = decode_step(executor, cache, paging, case)
-        else:
-            runs[who] = layer_call(executor, model, cache, paging, case)
-        costs[who] = cost
+        cache, paging = filled(held, model.config, case, k, v, request.steps)
+        step = kind == "step"
+        runs[who] = decode_step(executor, cache, paging, case) if step else layer_call(executor, model, cache, paging, case)
     if TRANSFORMERS in request.peers and kind == "step":
-        for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(config)):
-            size = config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * 2 * peer.bits / 8
-            costs[peer.name] = step_cost(model, case, size)
+        for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(model.config)):
+            costs[peer.name] = step_cost(model, case, kv_numbers(model.config) * peer.bits / 8)
             if peer.run is None:
-                yield row(kind, peer.name, case, costs[peer.name], machine, None, peer.note)
+                yield CostRow(kind, peer.name, case, costs[peer.name], asked.machine, None, peer.note)
             else:
                 runs[peer.name] = peer.run
     # Weights and caches of a step leave no cache warm.
-    for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=on_turn).items():
-        compiled = dict(sides[who][0].compiled) if who in sides else None
-        yield replace(row(kind, who, case, costs[who], machine, taken), compiled=compiled or None)
+    for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=asked.on_turn).items():
+        compiled = dict(asked.sides[who][0].compiled) if who in asked.sides else None
+        yield CostRow(kind, who, case, costs[who], asked.machine, taken, compiled=compiled or None)
 
 
-SIMULATED = "simulated: its times mean nothing, so that none is given"
+_TITLES = {
+    "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",
+    "layer": "one call of one decoder layer", "prompt": "whole prompt, weights and all", "step": "whole decode step",
+    "prefill": "attention of one layer over a whole prompt",
+}  # fmt: skip
+_LEGEND = "speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer"
 
 
-def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], Tensor]:
-    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the logits [B, vocab]."""
-    tokens = torch.arange(case.batch, device=cache.device) % executor.config.vocab_size
+def report(name: str, request: Request, machine: Machine, rows: Sequence[CostRow]) -> Report:
+    """Everything that was measured: a table for each kind, and beneath it what explains its rows."""
+    limits = (
+        f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
+    )
+    tables: list[Table] = []
+    notes: dict[int, list[str]] = {}
+    ranks = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
+    for kind, title in _TITLES.items():
+        if not (chosen := [r for r in rows if r.kind == kind]):
+            continue
+        columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token", "speed-up",
+                   "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
+        counts = {r.runs or request.repeats for r in chosen}
+        runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
+        notes[len(tables)] = list(dict.fromkeys(_notes(chosen)))
+        tables.append(Table(heading, columns, [_cells(r, rows) for r in chosen]))
+    notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), _LEGEND]
+    values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa")}
+    values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
+    packages = [name for name, peer in (("transformers", TRANSFORMERS), ("llama-cpp-python", LLAMA)) if peer in request.peers]
+    return Report(name, request.model, request.contexts, request.kvs, values, tables, notes, packages)
 
-    def run() -> Tensor:
-        batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-        logits = verify(executor, tokens, batch, cache)
-        # A sampler reads the token on the host, so a step is over when it is there.
-        logits.argmax(-1).tolist()
-        return logits
 
-    return run
+def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
+    """Why rows have no time, each of ours beside its executor's first cache and llama.cpp's best, and what was compiled."""
+    yield from (f"{r.who}: {r.note}" for r in rows if r.note)
+    timed = [(r, r.ms) for r in rows if r.ms is not None]
+    first: dict[tuple[str, Case], tuple[CostRow, float]] = {}
+    for r, ms in timed:
+        other, others_ms = first.setdefault((r.who.split()[0], r.case), (r, ms))
+        if not r.peer and other is not r:
+            yield f"{r.who} at {r.case.context:,} tokens: {ms / others_ms:.2f} of {other.who}'s time"
+    for r, ms in timed:
+        theirs = [(p_ms, p.who) for p, p_ms in timed if p.who.startswith(LLAMA) and p.case == r.case]
+        if theirs and not r.peer:
+            best, who = min(theirs)
+            yield f"{r.who} at {r.case.context:,} tokens: {best / ms:.2f} times as fast as {who}, the fastest of llama.cpp's"
+    for r, ms in timed:
+        if r.compiled:
+            said = ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in r.compiled.items())
+            yield f"{r.who}: compiled {said}, counted in no figure"
+        if r.taken and r.taken.first_ms and r.taken.first_ms > _MUCH_LONGER * ms:
+            where = f"{r.who}, batch {r.case.batch}, context {r.case.context}"
+            yield f"{where}: first call {r.taken.first_ms / 1e3:.2f} s, counted in no figure"
 
 
-def layer_call(
-    executor: Executor, model: DecoderModel, cache: PagedKVCache, paging: PagedSequences, case: Case
-) -> Callable[[], Tensor]:
-    """One call of the first layer for one new token a sequence, always the same; it gives the hidden states [B, hidden]."""
-    batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-    hidden = model.embed(torch.arange(case.batch) % model.config.vocab_size).to(cache.device)
+def _cells(r: CostRow, rows: Sequence[CostRow]) -> tuple[str, ...]:
+    figures = r.figures(rows)
 
-    @torch.inference_mode()
-    def run() -> Tensor:
-        return executor.layers(hidden, range(1), batch, cache)
+    def shown(name: str, form: str) -> str:
+        return "–" if figures.get(name) is None else format(figures[name], form)
 
-    return run
+    form = {"prompt": ".0f", "step": ".2f"}.get(r.kind, ".3f")
+    spread = "–" if r.taken is None else f"{r.taken.low:{form}} … {r.taken.high:{form}}"
+    rate = shown("tokens_per_s", ".1f") if r.kind == "prompt" else shown("ms_per_token", form)
+    megabytes = (f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}")
+    return (str(r.case.batch), str(r.case.context), r.who, shown("ms", form), spread, rate, shown("speed_up", ".2f"),
+            *megabytes, shown("gbps", ".1f"), shown("of_copy", ".0%"), shown("floor_ms", form), shown("of_floor", ".2f"),
+            )  # fmt: skip
+
+
+def svg(request: Request, rows: Sequence[CostRow]) -> str:
+    """Milliseconds by context, a panel for each batch and kind; ours solid, others dashed; medians with their extremes."""
+    panels = []
+    for kind, batch in dict.fromkeys((r.kind, r.case.batch) for r in rows):
+        lines: dict[str, dict[int, plots.Point]] = {}
+        for r in rows:
+            if r.taken and (r.kind, r.case.batch) == (kind, batch):
+                lines.setdefault(r.who, {})[r.case.context] = (r.taken.ms, r.taken.low, r.taken.high)
+        title, dashed = f"{_TITLES[kind].split(',')[0]}, batch {batch}", frozenset(r.who for r in rows if r.peer)
+        panels.append(plots.Panel(title, "tokens in the cache", "ms", lines, dashed))
+    return plots.svg(f"Decode latency: {request.model}, {request.dtype}", panels)

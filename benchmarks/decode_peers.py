@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
-
-Call = Callable[[], object]
+from haarkv.benchmarks.cases import heads, next_tokens
+from haarkv.models.base import DecoderConfig, DecoderModel
 
 SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
 """Who can be measured beside ours: torch's attention, transformers' model with its caches, llama.cpp."""
 
 
-@dataclass(frozen=True)
-class AttentionPeer:
-    """One way of asking torch for decode attention.
-
-    Attributes:
-        run: attention over one of its copies of K and V, by number.
-        token_bytes: of one token, K and V of all heads.
-    """
+class AttentionPeer(NamedTuple):
+    """One way of asking torch for decode attention, over one of its copies of K and V; bytes of one token's K and V."""
 
     name: str
     run: Callable[[int], Tensor]
@@ -46,39 +38,38 @@ def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = 
         q: [B, Hq, D]; k, v: [B, Hkv, S, D] bf16.
         copies: how many copies of K and V take turns, from the bytes of one.
     """
-    batch, heads, dim = q.shape
+    batch, query_heads, dim = q.shape
     kv_heads = k.shape[1]
-    rows = q.to(torch.bfloat16).view(batch, kv_heads, heads // kv_heads, dim)
-    whole = q.to(torch.bfloat16).view(batch, heads, 1, dim)
+    rows = q.to(torch.bfloat16).view(batch, kv_heads, query_heads // kv_heads, dim)
+    whole = q.to(torch.bfloat16).view(batch, query_heads, 1, dim)
 
     def copied(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         count = copies(k.numel() * 2 * dtype.itemsize)
         return [(k.to(dtype, copy=True), v.to(dtype, copy=True)) for _ in range(count)]
 
     half, half_bytes = copied(torch.bfloat16), 4.0 * kv_heads * dim
-    backends = sdpa_backends(q.device)
     for form, queries in (("rows", rows), ("gqa", whole)):
-        for word, backend in backends.items():
+        for word, backend in sdpa_backends(q.device).items():
             run = _sdpa(queries, half, gqa=form == "gqa", backend=backend)
-            try:
+            with suppress(RuntimeError):  # this backend does not take this form
                 run(0)
-            except RuntimeError:
-                continue  # this backend does not take this form
-            yield AttentionPeer(f"sdpa bf16 {form}{word}", run, half_bytes)
+                yield AttentionPeer(f"sdpa bf16 {form}{word}", run, half_bytes)
     if q.device.type == "cpu":
-        yield AttentionPeer("sdpa fp32 rows", _sdpa(rows.float(), copied(torch.float32)), 2 * half_bytes)
-        yield AttentionPeer("torch bf16 products", _products(rows, half), half_bytes)
+        single, scale = copied(torch.float32), dim**-0.5
+        yield AttentionPeer("sdpa fp32 rows", _sdpa(rows.float(), single), 2 * half_bytes)
+
+        @torch.inference_mode()
+        def products(number: int) -> Tensor:
+            keys, values = half[number % len(half)]
+            return torch.matmul(torch.softmax(torch.matmul(rows, keys.transpose(-1, -2)) * scale, dim=-1), values)
+
+        yield AttentionPeer("torch bf16 products", products, half_bytes)
 
 
 def sdpa_backends(device: torch.device) -> dict[str, Any]:
     """The ways in which SDPA computes on a device, by what a peer's name ends with; on a CPU it chooses itself."""
-    if device.type != "cuda":
-        return {"": None}
-    return {
-        " flash": SDPBackend.FLASH_ATTENTION,
-        " cudnn": SDPBackend.CUDNN_ATTENTION,
-        " efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
+    names = {" flash": "FLASH", " cudnn": "CUDNN", " efficient": "EFFICIENT"} if device.type == "cuda" else {}
+    return {word: getattr(SDPBackend, f"{name}_ATTENTION") for word, name in names.items()} or {"": None}
 
 
 def _sdpa(
@@ -86,43 +77,22 @@ def _sdpa(
 ) -> Callable[[int], Tensor]:
     @torch.inference_mode()
     def run(number: int) -> Tensor:
-        k, v = kv[number % len(kv)]
-        if backend is None:
-            return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, *kv[number % len(kv)], enable_gqa=gqa)
 
     return run
 
 
-def _products(q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Callable[[int], Tensor]:
-    scale = q.shape[-1] ** -0.5
-
-    @torch.inference_mode()
-    def run(number: int) -> Tensor:
-        k, v = kv[number % len(kv)]
-        return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * scale, dim=-1), v)
-
-    return run
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One of transformers' caches.
-
-    Attributes:
-        run: one decode step; None if it cannot be run here, for the reason in `note`.
-        bits: of a stored value, scales included; what it reads, and not what it de-quantizes.
-    """
+class Peer(NamedTuple):
+    """One of transformers' caches: a decode step, or why there is none; bits of a stored value that it reads, with scales."""
 
     name: str
-    run: Call | None
+    run: Callable[[], object] | None
     bits: float
     note: str = ""
 
 
-@dataclass(frozen=True)
-class HFCache:
+class HFCache(NamedTuple):
     """A cache for transformers' model.
 
     Attributes:
@@ -140,38 +110,31 @@ class HFCache:
 
 
 def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, more: Sequence[HFCache] = ()) -> Iterator[Peer]:
-    """transformers' own model with the same weights, its caches filled with the same K and V in every layer.
-
-    Args:
-        more: caches beside its own ones.
-    """
+    """transformers' own model with the same weights, its caches filled with the same K and V in every layer; `more` beside."""
     caches = (
         HFCache("DynamicCache bf16", partial(their_cache, package=None), 16.0),
         HFCache("quanto 4-bit", partial(their_cache, package="quanto"), 4.5, "optimum.quanto"),
         HFCache("hqq 4-bit", partial(their_cache, package="hqq"), 4.5, "hqq"),
         *more,
     )
-    if missing := transformers_missing(model.config):
-        for of in caches:
-            yield Peer(f"hf {of.name}", None, of.bits, missing)
-        return
-    theirs = {name: their_model(model, name) for name in {of.implementation for of in caches}}
-    for of in caches:
-        name = f"hf {of.name}"
-        try:
-            if of.package is not None and find_spec(of.package.split(".")[0]) is None:
-                yield Peer(name, None, of.bits, f"{of.package} is not installed")
-                continue
-            cache = of.make(theirs[of.implementation].config)
-            for layer in range(model.config.num_layers):
-                cache.update(k[:, :, :-1].to(model.dtype), v[:, :, :-1].to(model.dtype), layer)
-            yield Peer(name, _their_step(theirs[of.implementation], cache, batch), of.bits)
-        except (ImportError, RuntimeError, OSError, AttributeError, TypeError) as error:
-            reason = (str(error).splitlines() or [""])[0][:120]
-            yield Peer(name, None, of.bits, f"{type(error).__name__}: {reason}")
+    missing = transformers_missing(model.config)
+    theirs = {} if missing else {name: their_model(model, name) for name in {cache.implementation for cache in caches}}
+    for kind in caches:
+        run, note = None, missing
+        if not note and kind.package is not None and find_spec(kind.package.split(".")[0]) is None:
+            note = f"{kind.package} is not installed"
+        if not note:
+            try:
+                cache = kind.make(theirs[kind.implementation].config)
+                for layer in range(model.config.num_layers):
+                    cache.update(k[:, :, :-1].to(model.dtype), v[:, :, :-1].to(model.dtype), layer)
+                run = _their_step(theirs[kind.implementation], cache, batch)
+            except (ImportError, RuntimeError, OSError, AttributeError, TypeError) as error:
+                note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        yield Peer(f"hf {kind.name}", run, kind.bits, note)
 
 
-def transformers_missing(config: ModelConfig) -> str:
+def transformers_missing(config: DecoderConfig) -> str:
     """Why transformers' own model is not measured; empty if it can be."""
     if config.model_type not in ("qwen3", "llama") or config.rope_scaling is not None:
         return f"the peer is a Qwen3 or Llama without scaled RoPE, this is a {config.model_type}"
@@ -182,21 +145,19 @@ def their_model(model: DecoderModel, implementation: str) -> Any:
     """transformers' own Qwen3 or Llama over the same weights, which it shares."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    c = model.config
+    c, of = model.config, heads(model.config)
     config = AutoConfig.for_model(
         c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
-        tie_word_embeddings=c.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        num_hidden_layers=c.num_layers, num_attention_heads=of.q, num_key_value_heads=of.kv, head_dim=of.dim,
+        rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
+        tie_word_embeddings=c.tie_word_embeddings, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
     )  # fmt: skip
-    device = model.weights.embedding.device
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     theirs.load_state_dict(dict(model.weights.named()), assign=True, strict=False)
     theirs.tie_weights()
     # Rotary tables are buffers that no state dict holds.
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(model.weights.embedding.device)
     return theirs.eval()
 
 
@@ -210,8 +171,8 @@ def their_cache(config: Any, package: str | None) -> Any:
     return QuantizedCache(package, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
 
 
-def _their_step(theirs: Any, cache: Any, batch: int) -> Call:
-    tokens = torch.arange(batch, device=theirs.device).unsqueeze(1) % theirs.config.vocab_size
+def _their_step(theirs: Any, cache: Any, batch: int) -> Callable[[], object]:
+    tokens = next_tokens(theirs.config, batch, theirs.device).unsqueeze(1)
 
     @torch.inference_mode()
     def run() -> object:

@@ -6,23 +6,23 @@ It holds no tokenizer: its vocabulary is a number of tokens without words, and w
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.benchmarks.cases import heads
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.tq_ops.errors import InputError
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
 """Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
-_MARGIN = 2**26
-"""Bytes that stay free beside the file."""
+_MARGIN = 2**26  # bytes that stay free beside the file
 
 
-def unsupported(config: ModelConfig) -> str | None:
+def unsupported(config: DecoderConfig) -> str | None:
     """Why a model has no such file; None if it has one."""
     if config.model_type not in _ARCHITECTURES:
         return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
@@ -32,9 +32,10 @@ def unsupported(config: ModelConfig) -> str | None:
 def write(path: Path, model: DecoderModel) -> None:
     """Write a model; matrices in its dtype (BF16 or FP32), norms in FP32. A tied head is left out, as llama.cpp has it.
 
-    Raises:
-        InputError: the model has no such file, or there is too little room for it.
+    Without gguf, for a model that has no such file, or with too little room, it is refused.
     """
+    if not find_spec("gguf"):
+        raise InputError("writing a GGUF needs the package gguf: pip install 'haarkv[peers]'")
     if reason := unsupported(model.config):
         raise InputError(reason)
     needed, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free
@@ -63,18 +64,18 @@ def write(path: Path, model: DecoderModel) -> None:
 def _describe(writer: Any, model: DecoderModel) -> None:
     import gguf
 
-    config = model.config
+    config, of = model.config, heads(model.config)
     whole = {torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16, torch.float32: gguf.LlamaFileType.ALL_F32}
     writer.add_file_type(whole[model.dtype])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.common.mlp.width)
-    writer.add_head_count(config.heads.num_heads)
-    writer.add_head_count_kv(config.heads.num_kv_heads)
-    writer.add_key_length(config.heads.head_dim)
-    writer.add_value_length(config.heads.head_dim)
-    writer.add_layer_norm_rms_eps(config.final_norm.eps)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(of.q)
+    writer.add_head_count_kv(of.kv)
+    writer.add_key_length(of.dim)
+    writer.add_value_length(of.dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")

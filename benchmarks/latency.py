@@ -7,49 +7,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from haarkv.benchmarks.caches import filled, random_kv
-from haarkv.benchmarks.decode import decode_step, layer_call
-from haarkv.benchmarks.decode_cost import Case
+from haarkv.benchmarks import cases
+from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.timing import OnTurn, take_turns
-from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import blocks_for
 
 REPEATS, WARM_UP = 7, 2
 
-Kind = Literal["prefill", "step", "layer"]
 
-
-@dataclass(frozen=True)
-class LatencyRow:
-    """One call in one format at one context.
+class LatencyRow(NamedTuple):
+    """A `prefill` of `context` tokens, a decode `step` behind so many, or a `layer`'s call in such a step, in one format.
 
     Attributes:
-        kind: a prompt of `context` tokens, a decode step behind so many, or a layer's call in such a step.
         tokens: that the call takes in, of all sequences.
-        ms, low, high: median and extremes; None in a simulator.
-        first_ms: the very first call, which may compile; counted in none of them.
+        ms, low, high, first_ms: as a `Spread`; None in a simulator.
     """
 
-    kind: Kind
+    kind: str
     kv: str
     context: int
     tokens: int
-    ms: float | None
-    low: float | None
-    high: float | None
-    first_ms: float | None
+    ms: float | None = None
+    low: float | None = None
+    high: float | None = None
+    first_ms: float | None = None
 
     @property
     def ms_per_token(self) -> float | None:
@@ -58,62 +46,45 @@ class LatencyRow:
 
 
 def measure_latency(
-    executor: Executor,
-    model: DecoderModel,
-    plans: Mapping[str, KVPlan],
-    contexts: Sequence[int],
-    *,
-    batch: int = 1,
+    executor: Executor, model: DecoderModel, plans: Mapping[str, KVPlan], contexts: Sequence[int], *, batch: int = 1,
     on_turn: OnTurn = lambda _: None,
-) -> Iterator[LatencyRow]:
+) -> Iterator[LatencyRow]:  # fmt: skip
     """Every call, format and context; the formats of a case take turns over the same K and V.
 
     Raises:
         InputError: a call whose result is not finite, or all of one value.
     """
     for case in (Case(batch, context) for context in contexts):
-        k, v = random_kv(model.config, case, executor.device)
         for kind in ("prefill", "step", "layer"):
-            runs = {kv: _run(kind, executor, model, plan, case, k, v) for kv, plan in plans.items()}
-            named = {f"{kind} {kv} {case.context}": _checked(run, f"{kind} {kv}") for kv, run in runs.items()}
+            runs = {kv: _checked(_run(kind, executor, model, plan, case), f"{kind} {kv}") for kv, plan in plans.items()}
+            named = {f"{kind} {kv} {case.context}": run for kv, run in runs.items()}
             tokens = case.batch * (case.context if kind == "prefill" else 1)
             if executor.simulated:
                 for name, run in named.items():
                     on_turn(name)
                     run()
-                yield from (LatencyRow(kind, kv, case.context, tokens, None, None, None, None) for kv in runs)
+                yield from (LatencyRow(kind, kv, case.context, tokens) for kv in runs)
                 continue
             times = take_turns(named, executor.device, repeats=REPEATS, warm_up=WARM_UP, cold=False, on_turn=on_turn)
             for kv, t in zip(runs, times.values(), strict=True):
                 yield LatencyRow(kind, kv, case.context, tokens, t.ms, t.low, t.high, t.first_ms)
 
 
-def _run(
-    kind: Kind, executor: Executor, model: DecoderModel, plan: KVPlan, case: Case, k: Tensor, v: Tensor
-) -> Callable[[], Tensor]:
+def _run(kind: str, executor: Executor, model: DecoderModel, plan: KVPlan, case: Case) -> Callable[[], Tensor]:
     """A call that can be repeated; it gives logits or hidden states."""
-    if kind == "prefill":
-        return _prompt(executor, model, plan, case)
-    cache, paging = filled(plan, model.config, case, k, v, REPEATS + WARM_UP)
-    if kind == "layer":
-        return layer_call(executor, model, cache, paging, case)
-    return decode_step(executor, cache, paging, case)
+    config, device = model.config, executor.device
+    if kind != "prefill":
+        held = cases.filled(plan, config, case, *cases.random_kv(config, case, device), REPEATS + WARM_UP)
+        step = kind == "step"
+        return cases.decode_step(executor, *held, case) if step else cases.layer_call(executor, model, *held, case)
+    empty, _ = cases.new_cache(plan, config, case.context, case.batch, device)
+    prompts = cases.random_prompts(config, case.batch, case.context, 3)
 
+    def prompt() -> Tensor:
+        paging = cases.new_pages(empty)
+        return cases.prefill(executor, prompts, [paging.add() for _ in prompts], paging, empty)
 
-def _prompt(executor: Executor, model: DecoderModel, plan: KVPlan, case: Case) -> Callable[[], Tensor]:
-    config = model.config
-    cache = PagedKVCache(
-        plan, config.kv_shapes,
-        num_blocks=case.batch * blocks_for(case.context), num_rows=case.batch, device=executor.device,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(3)
-    prompts = torch.randint(config.vocab_size, (case.batch, case.context), generator=generator).tolist()
-
-    def run() -> Tensor:
-        paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=case.batch)
-        return prefill_in_chunks(executor, prompts, [paging.add() for _ in prompts], paging, cache)
-
-    return run
+    return prompt
 
 
 def _checked(run: Callable[[], Tensor], name: str) -> Callable[[], None]:

@@ -12,44 +12,31 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from haarkv.tq_ops.errors import InputError
 
-INSTALL = "llama.cpp needs the package llama-cpp-python: pip install 'haarkv[peers]'"
 BITS = {
     "f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5, "iq4_nl": 4.5
 }  # fmt: skip
 """Every type of its KV cache: bits of a number, scales included."""
 BATCH, MICRO_BATCH = 2048, 512
 """Tokens of a prompt that it takes at a time, and those that it computes at a time: its own defaults."""
-_UNQUANTIZED = ("f32", "f16", "bf16")
 _PROCESSES = multiprocessing.get_context("spawn")
-_LOG_ERROR = 4
-"""ggml's number of an error."""
-_SPARE = 1
-"""Tokens a context has more room for than it is asked to."""
+_LOG_ERROR = 4  # ggml's number of an error
 
 
 class LlamaError(Exception):
     """llama.cpp refused, or its process has ended; the message says why."""
 
 
-@dataclass(frozen=True, order=True)
-class LlamaKV:
-    """One kind of its KV cache.
-
-    Attributes:
-        type: of K and of V, one of `BITS`.
-        flash: whether attention is its flash attention.
-    """
+class LlamaKV(NamedTuple):
+    """One kind of its KV cache: the type of K and of V, one of `BITS`, and whether attention is its flash attention."""
 
     type: str
     flash: bool
@@ -59,29 +46,19 @@ class LlamaKV:
         """As it is called in tables."""
         return f"{self.type} flash" if self.flash else f"{self.type} plain"
 
-    @property
-    def bits(self) -> float:
-        """Of a stored number."""
-        return BITS[self.type]
-
 
 def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
-    """Kinds of KV cache from a list: `TYPE` is every way in which llama.cpp reads it, `TYPE:flash` and `TYPE:plain` are one.
+    """Kinds of KV cache from a list; a quantized V is read by flash attention alone, and what is not read is refused.
 
-    A quantized V is read by flash attention alone.
-
-    >>> [kind.name for kind in parse_kinds("f16,q8_0")]
-    ['f16 flash', 'f16 plain', 'q8_0 flash']
-
-    Raises:
-        InputError: an unknown type, or a way in which it is not read.
+    >>> [kind.name for kind in parse_kinds("f16,q8_0,bf16:plain")]
+    ['f16 flash', 'f16 plain', 'q8_0 flash', 'bf16 plain']
     """
     found: dict[LlamaKV, None] = {}
     for part in text.split(","):
         name, _, way = part.strip().partition(":")
         if name not in BITS:
             raise InputError(f"llama.cpp has no KV cache {name!r}; choose from {', '.join(BITS)}")
-        ways = {"flash": True} | ({"plain": False} if name in _UNQUANTIZED else {})
+        ways = {"flash": True} | ({"plain": False} if BITS[name] >= 16 else {})
         if way and way not in ways:
             raise InputError(f"llama.cpp cannot read {name} that way; write {' or '.join(f'{name}:{w}' for w in ways)}")
         found |= dict.fromkeys(LlamaKV(name, flash) for word, flash in ways.items() if way in ("", word))
@@ -89,21 +66,14 @@ def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
 
 
 def require() -> None:
-    """Check that llama.cpp is installed.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Refuse where llama.cpp is not installed."""
     if not find_spec("llama_cpp"):
-        raise InputError(INSTALL)
+        raise InputError("llama.cpp needs the package llama-cpp-python: pip install 'haarkv[peers]'")
 
 
 class LlamaProcess:
-    """llama.cpp with a model, in a process that ends with this object, or with its parent.
+    """llama.cpp with a GGUF, which may be removed then, in a process that ends with this object, or with its parent.
 
-    Args:
-        file: a GGUF; once this is made the file may be removed.
-        threads: for prompts and for steps.
     Attributes:
         about: version, and what it was built for, in its own words.
     Raises:
@@ -117,16 +87,10 @@ class LlamaProcess:
         self._process.start()
         theirs.close()
         try:
-            self.about: str = self._call("load", str(file), threads)
-        except BaseException:
+            self.about: str = self.call("load", str(file), threads)
+        except LlamaError:
             self.close()
             raise
-
-    def __enter__(self) -> LlamaProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process."""
@@ -134,27 +98,8 @@ class LlamaProcess:
         self._process.join()
         self._pipe.close()
 
-    def open(self, kind: LlamaKV, context: int) -> None:
-        """Make a context with room for so many tokens; it replaces an earlier one of this kind."""
-        self._call("open", kind, context)
-
-    def shut(self, kind: LlamaKV) -> None:
-        """Give a context's memory back."""
-        self._call("shut", kind)
-
-    def prompt(self, kind: LlamaKV, ids: Sequence[int]) -> float:
-        """Forget what a context holds, and compute a prompt up to the argmax of its last logits; seconds."""
-        return float(self._call("prompt", kind, list(ids)))
-
-    def steps(self, kind: LlamaKV, ids: Sequence[int]) -> list[float]:
-        """A decode step for each token, up to the argmax of its logits; seconds of each."""
-        return list(self._call("steps", kind, list(ids)))
-
-    def logits(self, kind: LlamaKV, ids: Sequence[int]) -> Any:
-        """Logits after each token of a new prompt, [tokens, vocab] FP32, as a numpy array; at most `BATCH` tokens."""
-        return self._call("logits", kind, list(ids))
-
-    def _call(self, method: str, *given: object) -> Any:
+    def call(self, method: str, *given: object) -> Any:
+        """Call a method of `Contexts` there; LlamaError if it refuses, or the process has ended."""
         try:
             self._pipe.send((method, given))
             done, value = self._pipe.recv()
@@ -168,19 +113,16 @@ class LlamaProcess:
         return value
 
 
-# -- In that process -------------------------------------------------------------------------------------------------------
-
-
 def _serve(pipe: Connection, parent: int) -> None:
     """Answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    llama = _Llama()
+    contexts = Contexts()
     with suppress(EOFError, OSError):
         while True:
             method, given = pipe.recv()
             try:
-                answer = (True, getattr(llama, method)(*given))
+                answer = (True, getattr(contexts, method)(*given))
             except LlamaError as error:
                 answer = (False, str(error))
             pipe.send(answer)
@@ -193,99 +135,93 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class _Llama:
+class Contexts:
     """The library, its model, and a context for each kind of cache."""
 
     def __init__(self) -> None:
         import numpy
-        from llama_cpp import llama_cpp
+        from llama_cpp import __version__, llama_cpp
 
-        self.numpy, self.lib = numpy, llama_cpp
+        self.numpy, self.lib, self.version = numpy, llama_cpp, __version__
         self.contexts: dict[LlamaKV, Any] = {}
         self.said: list[str] = []
         self.log = llama_cpp.llama_log_callback(self._log)  # kept, for the library holds no reference
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
 
-    def _log(self, level: int, text: bytes, _: object) -> None:
-        """Keep the last error."""
+    def _log(self, level: int, text: bytes, _: object) -> None:  # keeps the last error
         if level == _LOG_ERROR and (line := text.decode(errors="replace").strip()):
             self.said[:] = [line]
 
-    def _refused(self, what: str) -> LlamaError:
-        return LlamaError(": ".join([what, *self.said]))
+    def _refuse(self, failed: object, what: str) -> None:
+        if failed:
+            raise LlamaError(": ".join([what, *self.said]))
 
     def load(self, file: str, threads: int) -> str:
-        from llama_cpp import __version__
-
+        """Load a GGUF; what the library says of itself."""
         self.threads = threads
         self.model = self.lib.llama_model_load_from_file(file.encode(), self.lib.llama_model_default_params())
-        if not self.model:
-            raise self._refused("it does not load the model")
+        self._refuse(not self.model, "it does not load the model")
         self.vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
         system = " ".join(self.lib.llama_print_system_info().decode().split())
-        return f"llama-cpp-python {__version__}, n_batch {BATCH}, n_ubatch {MICRO_BATCH}, {threads} threads; {system}"
+        return f"llama-cpp-python {self.version}, n_batch {BATCH}, n_ubatch {MICRO_BATCH}, {threads} threads; {system}"
 
     def open(self, kind: LlamaKV, context: int) -> None:
+        """Make a context with room for so many tokens; it replaces an earlier one of this kind."""
         self.shut(kind)
         params = self.lib.llama_context_default_params()
-        params.n_ctx = context + _SPARE
+        params.n_ctx = context + 1
         params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
         params.n_threads = params.n_threads_batch = self.threads
         params.type_k = params.type_v = getattr(self.lib, f"GGML_TYPE_{kind.type.upper()}")
         flash = "ENABLED" if kind.flash else "DISABLED"
         params.flash_attn_type = getattr(self.lib, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
         made = self.lib.llama_init_from_model(self.model, params)
-        if not made:
-            raise self._refused("it makes no such context")
+        self._refuse(not made, "it makes no such context")
         self.contexts[kind] = made
 
     def shut(self, kind: LlamaKV) -> None:
+        """Give a context's memory back."""
         if (made := self.contexts.pop(kind, None)) is not None:
             self.lib.llama_free(made)
 
-    def prompt(self, kind: LlamaKV, ids: list[int]) -> float:
-        context = self.contexts[kind]
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(context), False)
+    def prompt(self, kind: LlamaKV, ids: Sequence[int]) -> float:
+        """Forget what a context holds, and compute a prompt up to the argmax of its last logits; seconds."""
+        self._forget(kind)
         began = time.perf_counter()
         for begin in range(0, len(ids), BATCH):
-            self._decode(context, ids[begin : begin + BATCH])
-        self._argmax(context)
+            self._decode(kind, ids[begin : begin + BATCH])
+        self._logits(kind).argmax()
         return time.perf_counter() - began
 
-    def steps(self, kind: LlamaKV, ids: list[int]) -> list[float]:
-        context, taken = self.contexts[kind], []
+    def steps(self, kind: LlamaKV, ids: Sequence[int]) -> list[float]:
+        """A decode step for each token, up to the argmax of its logits; seconds of each."""
+        taken = []
         for token in ids:
             began = time.perf_counter()
-            self._decode(context, [token])
-            self._argmax(context)
+            self._decode(kind, [token])
+            self._logits(kind).argmax()
             taken.append(time.perf_counter() - began)
         return taken
 
-    def logits(self, kind: LlamaKV, ids: list[int]) -> Any:
-        context, lib = self.contexts[kind], self.lib
-        lib.llama_memory_clear(lib.llama_get_memory(context), False)
-        batch = lib.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for index, token in enumerate(ids):
-            batch.token[index], batch.pos[index], batch.logits[index] = token, index, True
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
-        code = lib.llama_decode(context, batch)
-        lib.llama_batch_free(batch)
-        if code:
-            raise self._refused(f"it does not decode ({code})")
-        return self._logits(context, len(ids)).copy()
+    def logits(self, kind: LlamaKV, ids: Sequence[int]) -> Any:
+        """Logits after each token of a new prompt, [tokens, vocab] FP32, as a numpy array."""
+        self._forget(kind)
+        rows = []
+        for token in ids:
+            self._decode(kind, [token])
+            rows.append(self._logits(kind).copy())
+        return self.numpy.stack(rows)
 
-    def _decode(self, context: Any, ids: list[int]) -> None:
+    def _forget(self, kind: LlamaKV) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.contexts[kind]), False)
+
+    def _decode(self, kind: LlamaKV, ids: Sequence[int]) -> None:
         tokens = (ctypes.c_int32 * len(ids))(*ids)
-        if code := self.lib.llama_decode(context, self.lib.llama_batch_get_one(tokens, len(ids))):
-            raise self._refused(f"it does not decode ({code})")
+        code = self.lib.llama_decode(self.contexts[kind], self.lib.llama_batch_get_one(tokens, len(ids)))
+        self._refuse(code, f"it does not decode ({code})")
 
-    def _argmax(self, context: Any) -> int:
-        return int(self._logits(context, 1)[0].argmax())
-
-    def _logits(self, context: Any, rows: int) -> Any:
-        """Of the last call's tokens whose logits were asked for."""
-        get: Callable[..., Any] = self.lib.llama_get_logits_ith if rows == 1 else self.lib.llama_get_logits
-        found = get(context, -1) if rows == 1 else get(context)
-        return self.numpy.ctypeslib.as_array(found, shape=(rows * self.vocab,)).reshape(rows, self.vocab)
+    def _logits(self, kind: LlamaKV) -> Any:
+        """[vocab], after the last call's last token."""
+        found = self.lib.llama_get_logits_ith(self.contexts[kind], -1)
+        return self.numpy.ctypeslib.as_array(found, shape=(self.vocab,))

@@ -1,83 +1,128 @@
-"""Long contexts: what a decode step costs as the cache fills, a chunked prefill at the far end, and the memory of it all.
+"""Long contexts: the memory of a process that holds one, a chunked prefill at its far end, and the steps behind it.
 
-    python -m haarkv.benchmarks.long_context --model random:14b --layers 2 --kv tq4 bf16 --out FILE
+    tq bench long-context --model random:14b --layers 2 --kv tq4 --contexts 200000 --threads 1
 
 The history is random K and V of a normed head's scale, quantized as any other: computing it would take hours. All that comes
-after it is really run. A model with fewer positions is extended by YaRN. JSON lines come out, two for each KV format:
-
-    steps    a step at each of the contexts, in turns in one process: attention, paging, and all else
-    memory   at the longest context, in a process of its own: a prefill of its last tokens in chunks, some steps, and the
-             resident memory beside what `tq info --context` says
-
-With `--out`, lines go to a file as well; a line that is there already is not measured again.
+after it is really run. A model with fewer positions is extended by YaRN. Each format and context has a process of its own:
+the last tokens as a prompt in chunks, some steps, and the resident memory beside what `tq info --context` says.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from haarkv.benchmarks.filled_cache import Case, Request, loaded
-from haarkv.benchmarks.report import machine
+from haarkv.benchmarks.cases import CPU, Case, as_rows, decode, new_cache, prefill, random_kv
+from haarkv.benchmarks.report import Report, Table
+from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.memory import needed
 from haarkv.engine.plans import plan_for
+from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.catalog import DTYPES
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import DTYPES, load_model, read_config
+from haarkv.models.rope import RopeTable, extended
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import hand_back
+from haarkv.tq_ops.table import OpTable
 
 _STATUS = Path("/proc/self/status")
 _FORGET_PEAK = Path("/proc/self/clear_refs"), "5"
+_FILL = 4096
+_COLUMNS = ("KV", "context", "prefill s", "step ms", "predicted MiB", "resident MiB", "ratio", "prompt MiB", "peak MiB")
 
 
-# -- The two lines ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Request:
+    """What is measured.
 
-
-def steps_line(request: Request, executor: Executor, on_turn: Callable[[str], object] = lambda _: None) -> dict[str, Any]:
-    """Steps at every context, in turns; each part is a median over them.
-
-    Returns:
-        `at`: for each context its parts in ms, and the ns that attention takes a token, layer and KV head;
-        `attention_ratio`: the most of those ns over the least; `rest_ratio`, `paging_ms_apart`: of the longest context against
-        the shortest.
+    Attributes:
+        model, dtype, layers, executor: as in `engine.loading.load`.
+        kv: one KV format, or `k=NAME,v=NAME`.
+        context: tokens that are stored before the steps; the last `prefill` of them are computed.
+        steps: decode steps that count.
+        threads: 1 measures the CPU time of the one thread, more measure wall time.
     """
-    cases = []
-    for context in request.contexts:
-        on_turn(f"filling {context:,} tokens, {request.kv}")
-        cases.append(Case(request, executor, context))
-    times: dict[int, list[dict[str, float]]] = {case.context: [] for case in cases}
-    for turn in range(request.steps + 1):
-        on_turn(f"step {turn} of {request.steps}, {request.kv}")
-        for case in cases:
-            found = case.step()
-            if turn:  # the first call of a cache prepares it
-                times[case.context].append(found)
-    rows = []
-    for context, taken in times.items():
-        row = {f"{name}_ms": statistics.median(step[name] for step in taken) for name in taken[0]}
-        heads = request.config.num_layers * request.config.heads.num_kv_heads
-        rows.append({"context": context, **row, "attention_ns_per_vector": 1e6 * row["attention_ms"] / context / heads})
-    each = [row["attention_ns_per_vector"] for row in rows]
-    first, last = (pick(rows, key=lambda row: row["context"]) for pick in (min, max))
-    return {
-        "at": rows, "attention_ratio": max(each) / min(each), "rest_ratio": last["rest_ms"] / first["rest_ms"],
-        "paging_ms_apart": last["paging_ms"] - first["paging_ms"],
-    }  # fmt: skip
+
+    model: str
+    layers: int | None
+    dtype: str
+    executor: str
+    kv: str
+    context: int
+    prefill: int
+    steps: int
+    threads: int
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the model, extended if its positions are too few."""
+        return extended(read_config(self.model, self.layers), self.context + self.steps + 1)
+
+    @property
+    def plan(self) -> KVPlan:
+        """Of the cache."""
+        return plan_for(KVSpec(self.kv), self.config)
 
 
-def memory_line(request: Request) -> dict[str, Any]:
-    """The longest context in this process: prefill at its end, steps, and memory. The process must be new.
+class Held:
+    """One sequence in a cache of its own: tokens of a context are random, but for the last, which are left to compute."""
+
+    def __init__(self, request: Request, executor: Executor, context: int, computed: int) -> None:
+        self.executor, self.clock = executor, time.thread_time if request.threads == 1 else time.perf_counter
+        self.cache, self.paging = new_cache(request.plan, request.config, context + request.steps + 1)
+        self.sequence = self.paging.add()
+        self._fill(context - computed)
+
+    @torch.inference_mode()
+    def _fill(self, tokens: int) -> None:
+        ops, most = cast(OpTable, self.executor.ops), self.cache.most_new_tokens or _FILL
+        for begin in range(0, tokens, most):
+            count = min(most, tokens - begin)
+            batch = self.paging.batch([self.sequence], [count])
+            k, v = map(as_rows, random_kv(self.executor.config, Case(1, count), CPU))
+            for layer in range(self.executor.config.num_layers):
+                ops.store_kv(k, v, self.cache, layer, batch)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that the next tokens take, in chunks."""
+        ids = [i % self.executor.config.vocab_size for i in range(tokens)]
+        began = self.clock()
+        prefill(self.executor, [ids], [self.sequence], self.paging, self.cache)
+        return self.clock() - began
+
+    def step(self) -> float:
+        """Milliseconds of a decode step."""
+        began = self.clock()
+        batch = self.paging.batch([self.sequence], [1])
+        decode(self.executor, torch.tensor([1]), batch, self.cache).argmax(-1).tolist()
+        return 1e3 * (self.clock() - began)
+
+
+def loaded(request: Request) -> Executor:
+    """The executor of a request; one that is not there, does not fit, or does not run op by op on the host is refused."""
+    config, plan = request.config, request.plan
+    model = replace(load_model(request.model, request.dtype, request.layers), config=config, rope=RopeTable(config))
+    name = catalog.select(request.executor, config, [plan], dtype=request.dtype).name
+    executor = catalog.create(name, model, plan, None)
+    if executor.ops is None or executor.device.type != "cpu":
+        raise InputError(f"executor {request.executor} does not run op by op on the host; choose cpu or reference")
+    if reason := executor.supports(config, plan):
+        raise InputError(f"executor {request.executor} cannot run {request.kv}: {reason}")
+    return executor
+
+
+def memory_row(request: Request) -> dict[str, Any]:
+    """A context in this process: prefill at its end, steps, and memory. The process must be new.
 
     Returns:
         `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
@@ -85,26 +130,26 @@ def memory_line(request: Request) -> dict[str, Any]:
         grew by while the prompt was computed, after a first token; and `peak_bytes`, the most of all, with code and loading.
     """
     torch.set_num_threads(request.threads)
-    before, with_code, context = _memory("RssAnon"), _memory("VmRSS"), request.longest
+    before, with_code = _memory("RssAnon"), _memory("VmRSS")
     executor = loaded(request)
-    case = Case(request, executor, context, request.prefill)
-    Case(request, executor, 1, 1).prefill(1)  # weights are mapped now, and tables are made
-    loading, held = _memory("VmHWM"), _memory("VmRSS")
+    held = Held(request, executor, request.context, request.prefill)
+    Held(request, executor, 1, 1).prefill(1)  # weights are mapped now, and tables are made
+    loading, resident_before = _memory("VmHWM"), _memory("VmRSS")
     path, text = _FORGET_PEAK
     path.write_text(text, encoding="ascii")
-    prefill_s = case.prefill(request.prefill)
-    prompt = _memory("VmHWM") - held
-    step_ms = [case.step()["step"] for _ in range(request.steps + 1)][1:]
+    prefill_s = held.prefill(request.prefill)
+    prompt = _memory("VmHWM") - resident_before
+    step_ms = statistics.median([held.step() for _ in range(request.steps + 1)][1:])
     peak = max(loading, _memory("VmHWM")) - with_code
     untrimmed = _memory("RssAnon") - before
     hand_back()
     resident = _memory("RssAnon") - before
-    weights = DTYPES[request.dtype].itemsize
-    predicted = needed(request.config, case.cache.plan, context + request.steps + 1, number_bytes=weights)
+    room, item = request.context + request.steps + 1, DTYPES[request.dtype].itemsize
+    predicted = needed(request.config, held.cache.plan, room, number_bytes=item)
     return {
-        "context": context, "prefill_s": prefill_s, "step_ms": statistics.median(step_ms),
+        "kv": request.kv, "context": request.context, "prefill_s": prefill_s, "step_ms": step_ms,
         "predicted_bytes": predicted.total, "weight_bytes": predicted.weights, "kv_bytes": predicted.kv,
-        "cache_bytes": case.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / predicted.total,
+        "cache_bytes": held.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / predicted.total,
         "untrimmed_bytes": untrimmed, "prompt_bytes": prompt, "peak_bytes": peak,
     }  # fmt: skip
 
@@ -115,96 +160,29 @@ def _memory(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(
-    requests: Sequence[Request], known: Sequence[dict[str, Any]] = (), on_turn: Callable[[str], object] = lambda _: None
-) -> Iterator[dict[str, Any]]:
-    """Every line that is not known yet.
-
-    Args:
-        requests: of one model.
-        known: lines of earlier runs.
-    Raises:
-        InputError: as `loaded`; or this machine does not tell a process's memory.
-    """
+def measure(requests: Sequence[Request], on_turn: OnTurn = lambda _: None) -> Iterator[dict[str, Any]]:
+    """A row of each request, each in a process of its own; refused as `loaded`, and before any work what cannot be."""
     if not _STATUS.exists():
         raise InputError(f"{_STATUS} is not there: the memory of a process is measured on Linux alone")
     for request in requests:
-        plan_for(KVSpec(request.kv), request.config)
-    executor: Executor | None = None
+        if request.prefill >= request.context:
+            raise InputError(f"of {request.context} tokens not {request.prefill} can be computed; lower --prefill")
+        _ = request.plan  # a format that is none is refused before any work
     for request in requests:
-        if (begun := _begun("steps", request, known)) is not None:
-            executor = executor or loaded(request)
-            yield begun | steps_line(request, executor, on_turn)
-    executor = None  # what follows needs the memory
-    for request in requests:
-        if (begun := _begun("memory", request, known)) is not None:
-            on_turn(f"{request.longest:,} tokens, {request.kv}, in a process of its own")
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                yield begun | process.submit(memory_line, request).result()
+        on_turn(f"{request.context:,} tokens, {request.kv}, in a process of its own")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            yield process.submit(memory_row, request).result()
 
 
-def _begun(line: str, request: Request, known: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """A line with what it will measure; None if it is known."""
-    begun = {"line": line, **json.loads(json.dumps(asdict(request)))}
-    return None if any(begun.items() <= found.items() for found in known) else begun
-
-
-# -- The command -----------------------------------------------------------------------------------------------------------
-
-
-def _known(path: Path | None) -> list[dict[str, Any]]:
-    """Lines of a results file; the end of one that was cut off is none."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path and path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return [line for line in lines if isinstance(line, dict)]
-
-
-def _append(path: Path, text: str) -> None:
-    cut_off = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * cut_off + text + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="random:14b")
-    parser.add_argument("--layers", type=int, help="of random:SIZE, how many")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--executor", default="cpu")
-    parser.add_argument("--kv", nargs="+", default=["tq4"], help="KV formats")
-    parser.add_argument("--contexts", default="16384,65536,200000", help="tokens stored, separated by commas")
-    parser.add_argument("--prefill", type=int, default=4096, help="last tokens of the longest context that are computed")
-    parser.add_argument("--steps", type=int, default=7, help="decode steps that count, at each context")
-    parser.add_argument("--threads", type=int, default=1, help="1 measures CPU time, more wall time")
-    parser.add_argument("--out", type=Path, help="a file of JSON lines, to go on with if it is there")
-    args = parser.parse_args(argv)
-    try:
-        contexts = tuple(int(part) for part in args.contexts.split(","))
-    except ValueError:
-        parser.error("--contexts takes numbers separated by commas")
-    if min(args.prefill, args.steps, args.threads, *contexts) < 1 or args.prefill >= max(contexts):
-        parser.error("--contexts, --steps, --threads and --prefill count from 1, and a part of the context is computed")
-    requests = [
-        Request(args.model, args.layers, args.dtype, args.executor, kv, contexts, args.prefill, args.steps, args.threads)
-        for kv in args.kv
-    ]
-
-    def on_turn(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    try:
-        for line in measure(requests, _known(args.out), on_turn):
-            text = json.dumps(line | {"machine": machine()})
-            print(text, flush=True)
-            if args.out:
-                _append(args.out, text)
-    except InputError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
+def report(requests: Sequence[Request], rows: Sequence[dict[str, Any]]) -> Report:
+    """What was measured of requests that differ in format and context alone."""
+    first, cells = requests[0], []
+    for r in rows:
+        mib = [f"{r[f'{name}_bytes'] / 2**20:,.0f}" for name in ("predicted", "resident", "prompt", "peak")]
+        times = (f"{r['prefill_s']:.1f}", f"{r['step_ms']:.1f}")
+        cells.append((r["kv"], f"{r['context']:,}", *times, *mib[:2], f"{r['memory_ratio']:.2f}", *mib[2:]))
+    clock = "CPU time" if first.threads == 1 else "wall time"
+    title = f"{first.model}, {first.config.num_layers} layers, {first.dtype}: a prompt of {first.prefill:,} tokens, {clock}"
+    values = {name: getattr(first, name) for name in ("dtype", "layers", "executor", "prefill", "steps")} | {"rows": rows}
+    contexts, kvs = ([*dict.fromkeys(r[name] for r in rows)] for name in ("context", "kv"))
+    return Report("long_context", first.model, contexts, kvs, values, [Table(title, _COLUMNS, cells)])

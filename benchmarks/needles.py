@@ -1,6 +1,6 @@
 """Needles: does a model know again what was said once, far back, with a packed cache as often as with bf16?
 
-    python -m haarkv.benchmarks.needles --contexts 1024,2048,4096,8192,16384 --kv bf16 tq4 --save
+    tq bench needles --contexts 1024,2048,4096,8192,16384 --kv bf16,tq4 --save
 
 The haystack is held-out text. Into it go needles at even distances, each a line of three words, `KEY KEY VALUE`, drawn
 from words that the text has not. At the end stands `KEY KEY` again, for each needle in turn. A needle is found if, of all
@@ -13,22 +13,24 @@ A context beyond the model's positions is reached by YaRN. The prompt is compute
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.report import emit, print_rows
-from haarkv.engine.generation import prefill_in_chunks
+from haarkv.benchmarks.cases import prefill
+from haarkv.benchmarks.report import Report, Table
+from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.loading import load
 from haarkv.engine.session import Session
-from haarkv.models.catalog import DTYPES, path_of, read_config
+from haarkv.models.catalog import folder_of, read_config
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file
@@ -38,27 +40,15 @@ from haarkv.tq_ops.kv.stored import put
 _KEY_WORDS = 2
 
 
-@dataclass(frozen=True)
-class Needle:
-    """A line of the haystack, as tokens.
-
-    Attributes:
-        key: the beginning, said again at the end.
-        value: the one token that follows.
-    """
+class Needle(NamedTuple):
+    """A line of the haystack, as tokens: the beginning, said again at the end, and the one token that follows."""
 
     key: tuple[int, ...]
     value: int
 
 
-@dataclass(frozen=True)
-class Found:
-    """What became of the needles of one cache.
-
-    Attributes:
-        found: needles whose value was raised the most of all that were planted.
-        said: needles whose value was the likeliest token.
-    """
+class Found(NamedTuple):
+    """What became of the needles of one cache: how many were found, and how many said."""
 
     kv: str
     context: int
@@ -75,11 +65,8 @@ def needles(session: Session, text: Sequence[int], count: int, draw: random.Rand
     keys, values = ([token for token, word in words if word.startswith(" ") == apart] for apart in (False, True))
     if len(values) < count or len(keys) < _KEY_WORDS * count:
         raise InputError(f"the tokenizer has too few words that the text has not for {count} needles")
-    picked = draw.sample(keys, _KEY_WORDS * count)
-    return [
-        Needle(tuple(picked[_KEY_WORDS * i : _KEY_WORDS * (i + 1)]), value)
-        for i, value in enumerate(draw.sample(values, count))
-    ]
+    picked = iter(draw.sample(keys, _KEY_WORDS * count))
+    return [Needle(tuple(islice(picked, _KEY_WORDS)), value) for value in draw.sample(values, count)]
 
 
 def planted(text: Sequence[int], wanted: Sequence[Needle], newline: Sequence[int]) -> list[int]:
@@ -92,12 +79,7 @@ def planted(text: Sequence[int], wanted: Sequence[Needle], newline: Sequence[int
 
 
 def judged(logits: Tensor, values: Sequence[int]) -> tuple[int, int]:
-    """Needles found, and needles said.
-
-    Args:
-        logits: [needles, vocab], after each key.
-        values: of each needle.
-    """
+    """Needles found, and needles said, from logits [needles, vocab] after each key and the value of each."""
     of_values = logits[:, list(values)].double()
     raised = of_values - of_values.mean(0, keepdim=True)
     own = torch.arange(len(values))
@@ -118,26 +100,22 @@ def ask(session: Session, kv: str, context: int, count: int, seed: int) -> Found
     prompt = planted(text, wanted, newline)
     stored = session.generate([prompt], keep=True, max_new_tokens=1, max_context=context).stored[0]
     rows = []
-    for of in wanted:
+    for needle in wanted:
         cache, paging = session.new_cache(1, context)
         sequence = put(stored, cache, paging, len(prompt) - 1)
-        rest = [prompt[-1], *newline, *of.key]
-        rows.append(prefill_in_chunks(session.executor, [rest], [sequence], paging, cache)[0].cpu())
-    found, said = judged(torch.stack(rows), [of.value for of in wanted])
+        rest = [prompt[-1], *newline, *needle.key]
+        rows.append(prefill(session.executor, [rest], [sequence], paging, cache)[0].cpu())
+    found, said = judged(torch.stack(rows), [needle.value for needle in wanted])
     return Found(kv, context, count, found, said)
 
 
 def stretched(model: str, positions: int, folder: Path) -> str:
-    """A model of so many positions: itself, or a folder that extends it by YaRN.
-
-    Raises:
-        InputError: it is no plain checkpoint.
-    """
-    config, source = read_config(model), path_of(model)
+    """A model of so many positions: itself, or a folder that extends a plain checkpoint by YaRN; others are refused."""
+    config, source = read_config(model), folder_of(model)
     trained = config.max_position_embeddings
     if positions <= trained:
         return model
-    if source is None or not source.is_dir() or config.rope_scaling is not None:
+    if source is None or config.rope_scaling is not None:
         raise InputError(f"{model} is no plain checkpoint, which YaRN could extend")
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     scaling = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained}
@@ -150,59 +128,40 @@ def stretched(model: str, positions: int, folder: Path) -> str:
     return str(folder)
 
 
-def measure(
-    model: str,
-    contexts: Sequence[int],
-    kvs: Sequence[str],
-    calibration: Path | None,
-    count: int,
-    seeds: Sequence[int],
-    dtype: str = "bfloat16",
-) -> Iterator[Found]:
-    """Every context with every cache, a line for each haystack."""
-    learned = calibration_file.load(calibration).spec if calibration else KVSpec()
-    for context in contexts:
+@dataclass(frozen=True)
+class Request:
+    """What is asked: needles in each haystack, haystacks of each context; a file of `tq calibrate` for learned formats."""
+
+    model: str
+    contexts: Sequence[int]
+    kvs: Sequence[str]
+    calibration: Path | None = None
+    needles: int = 16
+    haystacks: int = 2
+    dtype: str = "bfloat16"
+
+
+def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Iterator[Found]:
+    """Every context with every cache, one for each haystack."""
+    learned = calibration_file.load(request.calibration).spec if request.calibration else KVSpec()
+    for context in request.contexts:
         with tempfile.TemporaryDirectory() as folder:
-            name = stretched(model, context, Path(folder) / "stretched")
-            for kv in kvs:
-                session = load(name, kv=replace(learned, kv=kv), dtype=dtype, allow_collapse=True)
-                for seed in seeds:
-                    yield ask(session, kv, context, count, seed)
+            name = stretched(request.model, context, Path(folder) / "stretched")
+            for kv in request.kvs:
+                session = load(name, kv=replace(learned, kv=kv), dtype=request.dtype, allow_collapse=True)
+                for seed in range(request.haystacks):
+                    on_turn(f"{request.needles} needles in {context:,} tokens, {kv}")
+                    yield ask(session, kv, context, request.needles, seed)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--contexts", default="1024,2048,4096,8192,16384", help="tokens, separated by commas")
-    parser.add_argument("--kv", nargs="+", default=["bf16", "tq4"], help="KV formats")
-    parser.add_argument("--calibration", type=Path, help="a file of tq calibrate, for learned formats")
-    parser.add_argument("--needles", type=int, default=16, help="in each haystack")
-    parser.add_argument("--haystacks", type=int, default=2, help="of each context")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--stretch", type=Path, metavar="FOLDER",
-                        help="only write the model of the longest context to this folder, for tq calibrate")  # fmt: skip
-    parser.add_argument("--save", action="store_true", help="append each JSON line to benchmarks/results")
-    args = parser.parse_args(argv)
-    try:
-        contexts = [int(part) for part in args.contexts.split(",")]
-    except ValueError:
-        parser.error("--contexts takes numbers separated by commas")
-    found: dict[tuple[str, int], list[Found]] = {}
-    try:
-        if args.stretch:
-            print(stretched(args.model, max(contexts), args.stretch))
-            return
-        for row in measure(args.model, contexts, args.kv, args.calibration, args.needles, range(args.haystacks), args.dtype):
-            found.setdefault((row.kv, row.context), []).append(row)
-            emit("needles", {"model": args.model, "dtype": args.dtype, **vars(row)}, save=args.save)
-    except InputError as error:
-        parser.error(str(error))
-    rows = [
-        (kv, f"{context:,}", f"{sum(r.found for r in of)} of {sum(r.needles for r in of)}", f"{sum(r.said for r in of)}")
-        for (kv, context), of in found.items()
-    ]
-    print_rows(f"{args.model}: needles, of which chance finds {args.haystacks}", ["cache", "context", "found", "said"], rows)
-
-
-if __name__ == "__main__":
-    main()
+def report(request: Request, rows: Sequence[Found]) -> Report:
+    """What was found, all haystacks of a context together."""
+    cells = []
+    for kv, context in dict.fromkeys((row.kv, row.context) for row in rows):
+        mine = [row for row in rows if (row.kv, row.context) == (kv, context)]
+        found = f"{sum(row.found for row in mine)} of {sum(row.needles for row in mine)}"
+        cells.append((kv, f"{context:,}", found, str(sum(row.said for row in mine))))
+    title = f"{request.model}: needles, of which chance finds {request.haystacks}"
+    table = Table(title, ("cache", "context", "found", "said"), cells)
+    values = {"dtype": request.dtype, "needles": request.needles, "rows": [row._asdict() for row in rows]}
+    return Report("needles", request.model, request.contexts, request.kvs, values, [table])

@@ -1,14 +1,20 @@
-"""What every benchmark ends with: the machine it ran on, and one JSON line."""
+"""What every benchmark ends with: tables for people, and one JSON line under a header that all lines have in common.
+
+The header names what a figure depends on: benchmark, date, commit, cpu, gpu, threads, versions, model, context and kv.
+`header` writes it and `read` reads it, also from older lines, which named the same things in other ways.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +22,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on."""
-    cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    """The machine, and the versions and the commit that run on it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"cpu": cpu, **gpu, "threads": torch.get_num_threads(), **versions, **_commit()}
@@ -25,37 +33,84 @@ def machine() -> dict[str, Any]:
 
 def _commit() -> dict[str, str]:
     """The commit that is checked out, with a plus sign if files differ from it; nothing outside a checkout."""
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(RESULTS.parent), *args], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for args in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
     except (OSError, subprocess.CalledProcessError):
         return {}
-    return {"commit": commit + "+" * bool(changes)}
 
 
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def header(
+    benchmark: str, model: str, context: Sequence[int], kv: Sequence[str], packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What every line begins with; `commit` and `gpu` are left out where there is none.
+
+    Args:
+        context: tokens of each case.
+        kv: every cache that was measured.
+        packages: whose versions count as well, as far as they are installed.
+    """
+    found = machine()
+    versions = {name: found.pop(name) for name in ("python", "torch")}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    date = datetime.now(UTC).date().isoformat()
+    return {"benchmark": benchmark, "date": date, **found, "versions": versions, "model": model, "context": list(context),
+            "kv": list(kv)}  # fmt: skip
 
 
-def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a title and a table whose columns are as wide as they need to be."""
-    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-    print(title)
-    for row in (columns, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every line of a results file: the header's names, None or empty where a line lacks one, and all else as `values`.
+
+    In older lines versions stand alone, and context and kv may be single values, or in each row alone.
+    """
+    results = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        head = {name: line.pop(name, None) for name in ("benchmark", "date", "commit", "cpu", "gpu", "threads", "model")}
+        versions = line.pop("versions", {}) | {name: line.pop(name) for name in ("python", "torch", "vllm") if name in line}
+        given = {name: line.pop(name, []) for name in ("context", "kv")}
+        lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+        results.append({**head, "versions": versions, **lists, "values": line})
+    return results
 
 
-def emit(name: str, row: dict[str, Any], *, save: bool, echo: bool = True) -> None:
-    """Print the row as one JSON line and, if asked, append it to `benchmarks/results/NAME.jsonl`."""
-    line = json.dumps({"benchmark": name, "date": datetime.now(UTC).date().isoformat(), **machine(), **row})
-    if echo:
-        print(line)
-    if save:
+class Table(NamedTuple):
+    """Cells under the names of their columns."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run of a benchmark found.
+
+    Attributes:
+        name, model, context, kv, packages: of the line's header; `values` are the rest of the line.
+        tables, notes: the same for people; a table is followed by the notes of its number.
+    """
+
+    name: str
+    model: str
+    context: Sequence[int]
+    kv: Sequence[str]
+    values: Mapping[str, Any]
+    tables: Sequence[Table]
+    notes: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    packages: Sequence[str] = ()
+
+    def line(self) -> str:
+        """As one JSON line; where both have a name the header's value counts."""
+        head = header(self.name, self.model, self.context, self.kv, self.packages)
+        return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
+
+    def save(self) -> None:
+        """Append the line to `benchmarks/results/NAME.jsonl`."""
         RESULTS.mkdir(exist_ok=True)
-        with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with (RESULTS / f"{self.name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(self.line() + "\n")

@@ -1,4 +1,8 @@
-"""Child processes of the serving benchmark: started in groups of their own, asked over the loopback, ended without orphans."""
+"""Child processes of the serving benchmark: started in groups of their own, asked over the loopback, ended without orphans.
+
+Run as a program, this is vLLM's own benchmark client, kept loaded: a round of requests for each line of arguments on stdin,
+and a JSON line each; what it prints goes to stderr.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,7 @@ _NOT_THE_CAUSE = "See root cause above"
 
 
 class Child:
-    """One process and all that it starts.
-
-    Args:
-        command: Python's arguments.
-        log: takes what it says; stdin and stdout are pipes if `piped`.
-    """
+    """Python with some arguments, and all that it starts; what it says goes to a log, unless stdin and stdout are piped."""
 
     def __init__(self, command: Sequence[str], log: Path, *, piped: bool = False) -> None:
         self.log = log
@@ -56,24 +55,21 @@ class Child:
         self.process.wait()
         self._file.close()
 
-    def members(self) -> dict[int, str]:
-        """Processes of its group that run, by id, each with its name; none where there is no /proc."""
+    def members(self) -> dict[int, tuple[str, float]]:
+        """Processes of its group that run: each one's name and processor time so far; none where there is no /proc."""
         found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                name, fields = _stat(stat)
+                head, _, tail = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")  # a name may hold brackets
+                fields = tail.split()
                 if int(fields[2]) == self.process.pid and fields[0] != "Z":
-                    found[int(stat.parent.name)] = name
+                    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    found[int(stat.parent.name)] = head.split("(", 1)[1], seconds
         return found
 
     def cpu_seconds(self, name: str) -> float:
         """Processor time so far of those whose name begins so, all their threads."""
-        ticks = 0
-        for pid, called in self.members().items():
-            if called.startswith(name):
-                with suppress(OSError):
-                    ticks += sum(map(int, _stat(Path(f"/proc/{pid}/stat"))[1][11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(seconds for called, seconds in self.members().values() if called.startswith(name))
 
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
@@ -81,12 +77,7 @@ class Child:
 
 
 class Server(Child):
-    """vLLM's server with one storage of K and V.
-
-    Args:
-        kv: what rows call the storage.
-        model, flags: of `tq serve`.
-    """
+    """vLLM's server with one storage of K and V, called so by rows; model and flags are those of `tq serve`."""
 
     def __init__(self, model: Path, kv: str, flags: Sequence[str], log: Path) -> None:
         self.kv, self.port = kv, free_port()
@@ -94,11 +85,7 @@ class Server(Child):
         super().__init__(["-m", "tq", "serve", str(model), *flags, *where], log)
 
     def wait(self, seconds: float) -> None:
-        """Return when it answers.
-
-        Raises:
-            InputError: it ended, or did not answer in time, with what it said last.
-        """
+        """Return when it answers; refused with what it said last if it ended, or did not answer in time."""
         until = time.monotonic() + seconds
         while True:
             with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
@@ -111,27 +98,10 @@ class Server(Child):
             time.sleep(0.5)
 
     def metrics(self) -> dict[str, float]:
-        """What `/metrics` tells now, as `parse_metrics`.
-
-        Raises:
-            InputError: it does not answer.
-        """
-        return parse_metrics(self._get("/metrics"))
-
-    def about(self) -> dict[str, object]:
-        """Its version, and the cores that its worker computes on.
-
-        Raises:
-            InputError: it does not answer.
-        """
-        version = json.loads(self._get("/version"))["version"]
-        return {"vllm": version, "worker_cores": worker_cores(self.log.read_text(encoding="utf-8", errors="replace"))}
-
-    def _get(self, path: str) -> str:
+        """What `/metrics` tells now, as `parse_metrics`."""
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-                text: str = answer.read().decode()
-                return text
+            with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+                return parse_metrics(answer.read().decode())
         except (URLError, OSError) as error:
             raise InputError(f"the server with {self.kv} does not answer ({error}): {self.reason()}") from None
 
@@ -152,15 +122,11 @@ def free_port() -> int:
     """A port of the loopback that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text by name: samples that differ in their labels added up, and `tokens`, the KV cache's size.
-
-    vLLM says how many tokens its cache holds in a label of `vllm:cache_config_info`.
-    """
+    """Prometheus' text by name: samples that differ in their labels added up; `tokens`, the KV cache's size, from a label."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if sample := _SAMPLE.match(line):
@@ -171,12 +137,6 @@ def parse_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def worker_cores(log: str) -> list[int]:
-    """The cores that vLLM binds its first worker to, from its log; none where it does not say."""
-    found = re.search(r"local_rank=0, core ids=\[([\d, ]+)\]", log)
-    return [int(core) for core in found[1].split(",")] if found else []
-
-
 def last_reason(log: str) -> str:
     """The last line that names an error and is not about another one; the last line of all if none does."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -184,7 +144,39 @@ def last_reason(log: str) -> str:
     return (reasons or lines or ["it said nothing"])[-1]
 
 
-def _stat(path: Path) -> tuple[str, list[str]]:
-    """Name and fields from the state on; a name may hold blanks and brackets."""
-    head, _, tail = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
-    return head.split("(", 1)[1], tail.split()
+class Client(Child):
+    """vLLM's benchmark client in a process of its own."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(["-m", "haarkv.benchmarks.serve_process"], log, piped=True)
+
+    def round(self, args: list[str]) -> dict[str, object]:
+        """Run one round to its end; what the client would save. Refused with what it said last if it ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        answer = ""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(args) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        if not answer:
+            raise InputError(f"the benchmark client ended: {self.reason()}")
+        result: dict[str, object] = json.loads(answer)
+        return result
+
+
+def main() -> None:
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as run
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    for line in sys.stdin:
+        answers.write(json.dumps(run(parser.parse_args(json.loads(line))), default=float) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-_FLUSH_BYTES = 256 * 2**20
-"""More than any cache holds, of a CPU or of a GPU."""
+_FLUSH_BYTES = 256 * 2**20  # more than any cache holds, of a CPU or of a GPU
 _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
-_REST_S = 0.03
-"""Threads of OpenMP spin for up to 20 ms after a loop."""
+_REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
 _TURN_RUNS = 5
 
 OnTurn = Callable[[str], None]
@@ -25,11 +23,9 @@ OnTurn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Spread:
-    """Times of one variant.
+    """Times of one variant in milliseconds: median, fastest and slowest turn.
 
     Attributes:
-        ms: median, in milliseconds.
-        low, high: the fastest and the slowest turn.
         first_ms: wall time of the very first call, which may compile or capture; it counts in none of the others.
     """
 
@@ -45,25 +41,18 @@ def spread(seconds: list[float]) -> Spread:
 
 
 def accelerator(device: torch.device) -> Any:
-    """Torch's own module of a device beside the host (`torch.cuda`, `torch.npu`), with its events; None on the host.
-
-    `torch.npu` is there once torch-npu was imported. Both modules offer the same names; torch's device-neutral `torch.Event`
-    would do as well, but torch-npu documents its own.
-    """
+    """Torch's own module of a device beside the host (`torch.cuda`, `torch.npu`), with its events; None on the host."""
     return None if device.type == "cpu" else getattr(torch, device.type)
 
 
 def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     """What times one call in seconds: a device's own events there, so that nothing queued before leaks in; wall time here."""
     module = accelerator(device)
-    if module is None:
 
-        def on_host(run: Callable[[], object]) -> float:
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
-
-        return on_host
+    def on_host(run: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
 
     def on_device(run: Callable[[], object]) -> float:
         with module.device(device):
@@ -74,7 +63,7 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
             end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    return on_device
+    return on_host if module is None else on_device
 
 
 def flusher(device: torch.device) -> Callable[[], None]:
@@ -90,14 +79,9 @@ def flusher(device: torch.device) -> Callable[[], None]:
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    repeats: int,
-    warm_up: int = 2,
-    cold: bool = True,
+    runs: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int, warm_up: int = 2, cold: bool = True,
     on_turn: OnTurn = lambda _: None,
-) -> dict[str, Spread]:
+) -> dict[str, Spread]:  # fmt: skip
     """Time variants one after the other, so that what disturbs the machine disturbs them alike.
 
     Args:
@@ -106,7 +90,7 @@ def take_turns(
         on_turn: called with each variant's name before it runs.
     """
     timed, flush = clock(device), flusher(device) if cold else lambda: None
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times = {name: list[float]() for name in runs}
     first: dict[str, float] = {}
     for turn in range(-warm_up, repeats):
         for name, run in runs.items():
@@ -121,26 +105,14 @@ def take_turns(
 
 
 def take_rested_turns(
-    runs: Mapping[str, Callable[[int], object]],
-    device: torch.device,
-    *,
-    repeats: int,
-    on_turn: OnTurn = lambda _: None,
+    runs: Mapping[str, Callable[[int], object]], device: torch.device, *, repeats: int, on_turn: OnTurn = lambda _: None
 ) -> dict[str, Spread]:
     """Time short variants in turns of five runs, for calls that find their data cold and all else warm.
 
     Before its turn a variant rests until the threads of the one before have gone to sleep, and runs once uncounted. Every run
-    gets another number, to choose other data by.
-
-    Args:
-        runs: each called with its number.
-        repeats: turns that count, after one that does not.
-        on_turn: called with each variant's name before its turn.
-    Returns:
-        medians and extremes over the 5 * `repeats` counted runs.
+    gets another number, to choose other data by. The first turn does not count.
     """
-    timed = clock(device)
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    timed, times = clock(device), {name: list[float]() for name in runs}
     first: dict[str, float] = {}
     for turn in range(repeats + 1):
         begin = turn * (_TURN_RUNS + 1)
@@ -157,13 +129,7 @@ def take_rested_turns(
 
 @dataclass(frozen=True)
 class Machine:
-    """What bounds any kernel here, measured now.
-
-    Attributes:
-        copy_gbps: bytes read and written by a plain copy of a tensor larger than the caches, in 1e9 a second.
-        fp32_gflops: of a square FP32 matrix product.
-        bf16_gflops: of a BF16 one.
-    """
+    """What bounds any kernel here, measured now: bytes that a copy reads and writes, operations of square matrix products."""
 
     copy_gbps: float
     fp32_gflops: float

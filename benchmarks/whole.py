@@ -12,127 +12,93 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process
-from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, row, step_cost, whole_prompt_cost
-from haarkv.benchmarks.kept import KeptTimes
-from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
-from haarkv.benchmarks.report import machine as this_machine
+from haarkv.benchmarks.cases import Case, decode, kv_numbers, new_cache, new_pages, prefill, random_prompts, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, step_cost, whole_prompt_cost
+from haarkv.benchmarks.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 from haarkv.benchmarks.timing import Machine, OnTurn, spread
-from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.attention import Sides
     from haarkv.benchmarks.decode import Request
 
-_REST_S = 0.05
-"""Threads of OpenMP spin for up to 20 ms after a loop."""
-_COUNTED = 3
-"""Steps of a turn that count, after one that does not."""
+_REST_S = 0.05  # threads of OpenMP spin for up to 20 ms after a loop
+_COUNTED = 3  # steps of a turn that count, after one that does not
 _ENOUGH_S = 60.0
 """Prompts of a case are computed again until there are as many turns as asked for, or all took so long together."""
-_WARM_UP = 32
-"""Tokens of a prompt that brings weights into memory, and does not count."""
+_WARM_UP = 32  # tokens of a prompt that brings weights into memory, and does not count
 
 
-class Side(Protocol):
-    """Someone with a cache of their own.
+class Side:
+    """Someone with a cache of their own: their name, bytes of a token's K and V, and whose program it is if not ours."""
 
-    Attributes:
-        name: of its rows.
-        token_bytes: of K and V of one token, all layers and heads.
-        about: whose program it is, and how it was built; empty of ours.
-    """
-
-    name: str
-    token_bytes: float
-    about: str
+    def __init__(self, name: str, token_bytes: float, about: str = "") -> None:
+        self.name, self.token_bytes, self.about = name, token_bytes, about
+        self._cache: Any = None
 
     def open(self, context: int) -> None:
         """Make room for so many tokens."""
 
     def prompt(self, ids: Sequence[int]) -> float:
         """Forget everything, and compute a prompt; seconds."""
+        raise NotImplementedError
 
     def steps(self, ids: Sequence[int]) -> list[float]:
         """A step for each token; seconds of each."""
+        raise NotImplementedError
 
     def shut(self) -> None:
         """Give that room back."""
-
-
-class Ours:
-    """An executor with a cache of a plan."""
-
-    about = ""
-
-    def __init__(self, name: str, executor: Executor, plan: KVPlan) -> None:
-        config = executor.config
-        self.name, self._executor, self._plan = name, executor, plan
-        self.token_bytes = plan.bytes_per_token(config.heads.num_kv_heads, config.heads.head_dim)
-
-    def open(self, context: int) -> None:
-        config = self._executor.config
-        self._cache: PagedKVCache | None = PagedKVCache(
-            self._plan, config.kv_shapes, num_blocks=blocks_for(context),
-            num_rows=1, device=self._executor.device,
-        )  # fmt: skip
-
-    def shut(self) -> None:
         self._cache = None
 
+
+class Ours(Side):
+    """An executor with a cache of a plan."""
+
+    def __init__(self, name: str, executor: Executor, plan: KVPlan) -> None:
+        super().__init__(name, token_bytes(plan, executor.config))
+        self._executor, self._plan = executor, plan
+
+    def open(self, context: int) -> None:
+        self._cache, _ = new_cache(self._plan, self._executor.config, context, device=self._executor.device)
+
     def prompt(self, ids: Sequence[int]) -> float:
-        cache = self._opened
-        self._paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=1)
+        self._paging = new_pages(self._cache)
         began, self._sequence = time.perf_counter(), self._paging.add()
-        prefill_in_chunks(self._executor, [ids], [self._sequence], self._paging, cache).argmax(-1).tolist()
+        prefill(self._executor, [ids], [self._sequence], self._paging, self._cache).argmax(-1).tolist()
         return time.perf_counter() - began
 
     def steps(self, ids: Sequence[int]) -> list[float]:
-        taken, cache = [], self._opened
+        taken, device = [], self._cache.device
         for token in ids:
             began = time.perf_counter()
-            batch = self._paging.batch([self._sequence], [1]).to(cache.device)
-            self._executor.decode(torch.tensor([token], device=cache.device), batch, cache).argmax(-1).tolist()
+            batch = self._paging.batch([self._sequence], [1]).to(device)
+            decode(self._executor, torch.tensor([token], device=device), batch, self._cache).argmax(-1).tolist()
             taken.append(time.perf_counter() - began)
         return taken
 
-    @property
-    def _opened(self) -> PagedKVCache:
-        assert self._cache is not None
-        return self._cache
 
-
-class Transformers:
+class Transformers(Side):
     """transformers' own model with the same weights, and its `DynamicCache`; nothing of it is needed before `open`."""
 
-    name, about = "hf DynamicCache bf16", ""
-
     def __init__(self, model: DecoderModel) -> None:
-        config = model.config
-        self.token_bytes = 2.0 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * model.dtype.itemsize
-        self._ours, self._model, self._cache = model, cast(Any, None), cast(Any, None)
+        super().__init__("hf DynamicCache bf16", float(kv_numbers(model.config) * model.dtype.itemsize))
+        self._ours, self._model = model, cast(Any, None)
 
     def open(self, context: int) -> None:
         self._model = self._model or decode_peers.their_model(self._ours, "sdpa")
         self.about = f"transformers {version('transformers')} with SDPA"
-
-    def shut(self) -> None:
-        self._cache = None
 
     def prompt(self, ids: Sequence[int]) -> float:
         self._cache = decode_peers.their_cache(self._model.config, package=None)
@@ -150,37 +116,17 @@ class Transformers:
         return time.perf_counter() - began
 
 
-class Llama:
+class Llama(Side):
     """llama.cpp with one kind of KV cache."""
 
     def __init__(self, process: LlamaProcess, kind: LlamaKV, model: DecoderModel) -> None:
-        config = model.config
-        self.name, self.about = f"llama.cpp {kind.name}", process.about
-        self.token_bytes = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * kind.bits / 8
-        self._process, self._kind = process, kind
-
-    def open(self, context: int) -> None:
-        self._process.open(self._kind, context)
-
-    def shut(self) -> None:
-        self._process.shut(self._kind)
-
-    def prompt(self, ids: Sequence[int]) -> float:
-        return self._process.prompt(self._kind, ids)
-
-    def steps(self, ids: Sequence[int]) -> list[float]:
-        return self._process.steps(self._kind, ids)
-
-
-# -- Measuring -------------------------------------------------------------------------------------------------------------
+        super().__init__(f"llama.cpp {kind.name}", kv_numbers(model.config) * BITS[kind.type] / 8, process.about)
+        for method in ("open", "prompt", "steps", "shut"):
+            setattr(self, method, partial(process.call, method, kind))
 
 
 def check(request: Request, model: DecoderModel, sides: Sides) -> None:
-    """Check, before any work, that a request's prompts and steps can be measured.
-
-    Raises:
-        InputError: they cannot.
-    """
+    """Refuse, before any work, a request whose prompts and steps cannot be measured."""
     if tuple(request.batches) != (1,):
         raise InputError("whole prompts, and llama.cpp, are measured with one sequence; leave out --batches")
     if min(request.contexts) <= _steps(request):
@@ -196,12 +142,7 @@ def check(request: Request, model: DecoderModel, sides: Sides) -> None:
 
 
 def measure(request: Request, model: DecoderModel, sides: Sides, machine: Machine, on_turn: OnTurn) -> list[CostRow]:
-    """Prompts and steps of every side at every context; what `request.resume` has already is not measured again.
-
-    Raises:
-        InputError: as `check`, or that file cannot be used.
-    """
-    kept = KeptTimes(request.resume, _run(request))
+    """Prompts and steps of every side at every context; refused if llama.cpp cannot be measured."""
     with ExitStack() as stack:
         all_sides: list[Side] = [Ours(name, *pair) for name, pair in sides.items() if not pair[0].simulated]
         failed: dict[str, str] = {}
@@ -210,19 +151,13 @@ def measure(request: Request, model: DecoderModel, sides: Sides, machine: Machin
         if decode_peers.TRANSFORMERS in request.peers:
             all_sides.append(Transformers(model))
             if missing := decode_peers.transformers_missing(model.config):
-                failed[Transformers.name] = missing
+                failed[all_sides[-1].name] = missing
         rows: list[CostRow] = []
         for context in request.contexts:
-            case = _Case(request, model, all_sides, kept, context, machine, failed)
-            case.measure(on_turn)
-            rows += case.rows()
+            at_context = AtContext(request, model, all_sides, context, failed)
+            at_context.measure(on_turn)
+            rows += at_context.rows(machine)
         return rows
-
-
-def _run(request: Request) -> dict[str, Any]:
-    names = ("model", "dtype", "layers", "isa", "repeats")
-    whole = [kind for kind in ("prompt", "step") if kind in request.kinds]
-    return {"machine": this_machine(), "kinds": whole} | {name: getattr(request, name) for name in names}
 
 
 def _steps(request: Request) -> int:
@@ -237,44 +172,39 @@ def _llama_sides(request: Request, model: DecoderModel, stack: ExitStack, on_tur
         on_turn("llama.cpp loading it")
         try:
             # It maps the file into memory, so that the file can go.
-            process = stack.enter_context(LlamaProcess(folder / "model.gguf", torch.get_num_threads()))
+            process = LlamaProcess(folder / "model.gguf", torch.get_num_threads())
         except LlamaError as error:
             raise InputError(f"llama.cpp cannot be measured: {error}") from None
+    stack.callback(process.close)
     return [Llama(process, kind, model) for kind in request.llama_kvs]
 
 
-class _Case:
-    """One context: every side's prompt, then its steps."""
+class AtContext:
+    """One context: every side's prompt, then its steps; sides that `failed` are out, and one that fails here is added."""
 
     def __init__(
-        self, request: Request, model: DecoderModel, sides: Sequence[Side], kept: KeptTimes, context: int, machine: Machine,
-        failed: dict[str, str],
-    ) -> None:  # fmt: skip
-        self.request, self.model, self.sides, self.kept, self.machine = request, model, sides, kept, machine
-        self.context, self.failed = context, failed
-        draw = torch.Generator().manual_seed(context)
-        ids = torch.randint(model.config.vocab_size, (context,), generator=draw).tolist()
+        self, request: Request, model: DecoderModel, sides: Sequence[Side], context: int, failed: dict[str, str]
+    ) -> None:
+        self.request, self.model, self.sides, self.context, self.failed = request, model, sides, context, failed
+        (ids,) = random_prompts(model.config, 1, context, context)
         self.ids, self.new = ids[: context - _steps(request)], ids[context - _steps(request) :]
+        self.seconds: dict[tuple[str, str], list[float]] = {(k, s.name): [] for k in ("prompt", "step") for s in sides}
 
     def measure(self, on_turn: OnTurn) -> None:
-        """Whatever is missing."""
-        if self._enough_prompts() and self._missing_turns() == 0:
-            return
+        """Time every side in turns."""
         for side in self.sides:
             self._try(side, partial(side.open, self.context))
             self._try(side, partial(side.prompt, self.ids[:_WARM_UP]))
-        while True:
+        for _ in range(self.request.repeats):
             for side in self._alive():
                 on_turn(f"a prompt of {len(self.ids):,} tokens, {side.name}")
-                time.sleep(_REST_S)
                 self._try(side, partial(self._prompt, side))
-            if self._enough_prompts():
+            if sum(sum(seconds) for (kind, _), seconds in self.seconds.items() if kind == "prompt") >= _ENOUGH_S:
                 break
-        for turn in range(self._missing_turns()):
+        for begin in range(0, len(self.new), 1 + _COUNTED):
             for side in self._alive():
                 on_turn(f"steps at {self.context:,} tokens, {side.name}")
-                time.sleep(_REST_S)
-                self._try(side, partial(self._turn, side, turn))
+                self._try(side, partial(self._turn, side, begin))
         for side in self._alive():
             side.shut()
 
@@ -290,37 +220,23 @@ class _Case:
                 self.failed[side.name] = f"at {self.context:,} tokens {error}"
 
     def _prompt(self, side: Side) -> None:
-        self.kept.add("prompt", self.context, side.name, [side.prompt(self.ids)])
+        time.sleep(_REST_S)
+        self.seconds["prompt", side.name].append(side.prompt(self.ids))
 
-    def _turn(self, side: Side, turn: int) -> None:
-        begin = turn * (1 + _COUNTED)
-        taken = side.steps(self.new[begin : begin + 1 + _COUNTED])
-        self.kept.add("step", self.context, side.name, taken[1:])
+    def _turn(self, side: Side, begin: int) -> None:
+        time.sleep(_REST_S)
+        self.seconds["step", side.name] += side.steps(self.new[begin : begin + 1 + _COUNTED])[1:]
 
-    def _enough_prompts(self) -> bool:
-        taken = [self.kept.of("prompt", self.context, side.name) for side in self._alive()]
-        fewest = min(map(len, taken), default=self.request.repeats)
-        return fewest >= self.request.repeats or (fewest > 0 and sum(map(sum, taken)) >= _ENOUGH_S)
-
-    def _missing_turns(self) -> int:
-        """Turns of steps that the side with the fewest still needs."""
-        if "step" not in self.request.kinds:
-            return 0
-        fewest = min((len(self.kept.of("step", self.context, side.name)) for side in self._alive()), default=0)
-        return max(0, self.request.repeats - fewest // _COUNTED)
-
-    def rows(self) -> Iterator[CostRow]:
+    def rows(self, machine: Machine) -> Iterator[CostRow]:
         """What was measured, of the kinds that were asked for."""
-        for kind in ("prompt", "step"):
-            for side in self.sides if kind in self.request.kinds else ():
-                case, tokens = Case(1, self.context), len(self.ids)
-                cost = self._cost(kind, side)
-                times = self.kept.of(kind, self.context, side.name)
-                taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
-                made = row(kind, side.name, case, cost, self.machine, taken, note)
-                yield replace(made, about=side.about, runs=len(times), tokens=tokens if kind == "prompt" else None)
+        case, tokens = Case(1, self.context), len(self.ids)
 
-    def _cost(self, kind: str, side: Side) -> Cost:
-        if kind == "prompt":
-            return whole_prompt_cost(self.model, len(self.ids), side.token_bytes)
-        return step_cost(self.model, Case(1, self.context), side.token_bytes)
+        def made(kind: Literal["prompt", "step"], side: Side, cost: Cost, length: int | None) -> CostRow:
+            times = self.seconds[kind, side.name]
+            taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
+            return CostRow(kind, side.name, case, cost, machine, taken, note, None, length, len(times), side.about)
+
+        for side in self.sides if "prompt" in self.request.kinds else ():
+            yield made("prompt", side, whole_prompt_cost(self.model, tokens, side.token_bytes), tokens)
+        for side in self.sides if "step" in self.request.kinds else ():
+            yield made("step", side, step_cost(self.model, case, side.token_bytes), None)

@@ -27,8 +27,7 @@ from haarkv.tq_ops.errors import InputError
 
 SHARES = {"machine": 25.0, "checks": 165.0, "attention": 140.0, "append": 30.0, "prefill": 45.0, "steps": 105.0}
 """Seconds of each part, in their order; what one leaves over, the next may take."""
-_GRACE_S = 8.0
-"""After its time a part may finish what it has begun for so long."""
+_GRACE_S = 8.0  # after its time a part may finish what it has begun for so long
 ROOT = Path(__file__).resolve().parents[2]
 """Where a part's process runs: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
 _DEVICE_LOST, _INTERRUPTED = 3, 130
@@ -37,9 +36,8 @@ _MOST_STARTS = 6
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="haarkv.benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="haarkv.benchmarks.gpu", description=__doc__, formatter_class=form)
     parser.add_argument("folder", metavar="OUT", type=Path, help="where the results go; made if need be")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter; the figures mean nothing")
     parser.add_argument("--page", action="store_true", help="measure nothing, draw the page from the rows that are there")
@@ -54,34 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = given.folder.absolute()
     try:
         if given.one:
-            return run_part(given.one, folder, given.seconds, given.since, dry=given.dry_run)
+            return run_part(given.one, Log(folder, given.one, given.seconds, given.since), given.seconds, dry=given.dry_run)
         folder.mkdir(parents=True, exist_ok=True)
         if not given.page:
             drop_half_row(folder)
             return Run(folder, parts, dry=given.dry_run).all()
         page.write(folder, read_rows(folder))
-    except InputError as error:
-        print(f"haarkv.benchmarks.gpu: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"haarkv.benchmarks.gpu: {folder} cannot be used: {error.strerror}; name another folder", file=sys.stderr)
+    except (InputError, OSError) as error:
+        why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
+        print(f"haarkv.benchmarks.gpu: {why}", file=sys.stderr)
         return 2
     print(folder / page.PAGE)
     return 0
 
 
-def run_part(part: str, folder: Path, seconds: float, since: int, *, dry: bool) -> int:
-    """One part, in the process that runs it; its exit code.
-
-    Raises:
-        InputError: there is no GPU.
-    """
+def run_part(part: str, log: Log, seconds: float, *, dry: bool) -> int:
+    """One part, in the process that runs it; its exit code. Without a GPU it is refused."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its own processes end as well
-    from haarkv.benchmarks.gpu import checks, device
-    from haarkv.benchmarks.gpu.sizes import DRY, FULL
+    from haarkv.benchmarks.gpu import attention, checks, device
 
-    sizes = DRY if dry else FULL
-    at, log = device.device_of(sizes), Log(folder, part, seconds, since)
+    sizes = device.DRY if dry else device.FULL
+    at = device.device_of(sizes)
     try:
         if part == "machine":
             device.measure(log, at, sizes)
@@ -92,9 +83,7 @@ def run_part(part: str, folder: Path, seconds: float, since: int, *, dry: bool) 
 
             Steps(sizes, at, log).run()
         else:
-            from haarkv.benchmarks.gpu.attention import Attention, step_ops, triton_beside
-
-            timed = Attention(sizes, at, step_ops(at), log, triton_beside(at))
+            timed = attention.Attention(sizes, at, attention.step_ops(at), log, attention.triton_beside(at))
             {"attention": timed.decode, "append": timed.append, "prefill": timed.prefill}[part]()
     except DeviceLostError as error:
         print(error, file=sys.stderr)
@@ -118,12 +107,11 @@ class Run:
 
     def all(self) -> int:
         """Run them, draw the page, and return the exit code."""
-        began, code = time.monotonic(), 0
-        total = sum(SHARES[part] for part in self.parts)
+        deadline, code = time.monotonic(), 0
         try:
-            for number, part in enumerate(self.parts):
-                later = sum(SHARES[other] for other in self.parts[number + 1 :])
-                if self._run(part, began + total - later) == 2:
+            for part in self.parts:
+                deadline += SHARES[part]
+                if self._run(part, deadline) == 2:
                     return 2
         except KeyboardInterrupt:
             code = _INTERRUPTED
@@ -137,17 +125,14 @@ class Run:
     def _run(self, part: str, deadline: float) -> int:
         """Start a part's process, again if the device was lost under it, until it is done or its time is over."""
         for _ in range(_MOST_STARTS):
-            seconds = deadline - time.monotonic()
-            code, said = self._once(part, max(seconds, 0.0))
+            code, said = self._once(part, max(deadline - time.monotonic(), 0.0))
             if code in (0, 2):
                 return code
-            rows = read_rows(self.folder)
-            open_keys = unfinished(rows[self._since :], part)
             if code != _DEVICE_LOST:
-                log = Log(self.folder, part, 0.0)
+                keys = unfinished(read_rows(self.folder)[self._since :], part)
                 why = "its time was over" if code is None else f"its process ended with code {code}: {said}"
-                log.add(open_keys[-1] if open_keys else "process", error=why)
-                if not open_keys or code is None:
+                Log(self.folder, part, 0.0).add(keys[-1] if keys else "process", error=why)
+                if not keys or code is None:
                     return 1
         Log(self.folder, part, 0.0).add("process", error=f"given up after {_MOST_STARTS} starts")
         return 1
@@ -161,10 +146,11 @@ class Run:
             errors.write(f"-- {part}\n".encode())
             errors.flush()
             process = subprocess.Popen(command, cwd=ROOT, stderr=errors)
+            code: int | None = None
             try:
-                code: int | None = process.wait(seconds + _GRACE_S)
+                code = process.wait(seconds + _GRACE_S)
             except subprocess.TimeoutExpired:
-                code = None
+                pass
             finally:
                 process.terminate()
                 try:

@@ -85,10 +85,8 @@ def _note(log: Log, name: str, text: str, code: int | None, began: float) -> Non
     Args:
         code: its exit code; None if its time was over.
     """
-    lines, cases = text.splitlines(), []
-    for line in lines:
-        if line.startswith('{"table"'):
-            cases.append(json.loads(line))
+    lines = text.splitlines()
+    cases = [json.loads(line) for line in lines if line.startswith('{"table"')]
     row: dict[str, object] = {"exit": code, "seconds": round(time.monotonic() - began, 3)}
     if cases:
         failed = [case for case in cases if not case["passed"]]

@@ -1,85 +1,106 @@
-"""The device of a run: what it is, calls captured as graphs, and their times."""
+"""The device of a run: what is measured on it, what it is, calls captured as graphs, and their times."""
 
 from __future__ import annotations
 
 import math
-import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.gpu.log import Log
-from haarkv.benchmarks.gpu.sizes import Sizes
-from haarkv.benchmarks.report import machine as host
+from haarkv.benchmarks.report import header
 from haarkv.benchmarks.timing import clock, measure_machine
 from haarkv.executors.cuda import open_gpu
-from haarkv.tq_ops.cpu import library
+from haarkv.models.base import DecoderConfig
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.cuda import nvrtc
 
 Call = Callable[[int], object]
 """One call, told its number, to choose the data by."""
-
+FORMAT, MODEL = "tq4", "random:14b"
 _QUERIES = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu", "memory.total")
-_PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-3", "flash-attn", "nvidia-cudnn-cu13")
+_PACKAGES = ("triton", "flashinfer-python", "flash-attn-3", "flash-attn", "nvidia-cudnn-cu13")
+
+
+class Prompt(NamedTuple):
+    """New tokens of one sequence, behind those that are stored already."""
+
+    new: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes and cases of a run.
+
+    Attributes:
+        every_format: the cases in which each format that the kernels read is timed; the others take `tq4` alone.
+        cold_bytes: so many bytes take turns, far more than a cache holds, in `most_copies` of K and V at most.
+        warm_up, repeats: turns that do not count, and turns that do.
+        dry: in Triton's interpreter, on the CPU.
+    """
+
+    config: DecoderConfig
+    attention: Sequence[Case]
+    append: Sequence[Case]
+    prefill: Sequence[Prompt]
+    steps: Sequence[Case]
+    every_format: Sequence[Case]
+    cold_bytes: int = 256 * 2**20
+    most_copies: int = 64
+    warm_up: int = 2
+    repeats: int = 11
+    dry: bool = False
+
+
+FULL = Sizes(
+    read_config(MODEL),
+    attention=[Case(batch, context) for batch in (1, 8, 32) for context in (1024, 4096, 16384, 32768)],
+    append=[Case(1, 1), Case(8, 1), Case(32, 1), Case(1, 2048)],
+    prefill=[Prompt(2048, 0), Prompt(2048, 32768)],
+    steps=[Case(1, 4096), Case(8, 4096), Case(8, 32768)],
+    every_format=[Case(1, 4096), Case(8, 32768)],
+)
+DRY = Sizes(
+    replace(
+        FULL.config, num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=61,
+        max_position_embeddings=512,
+    ),
+    attention=[Case(2, 32)], append=[Case(2, 1)], prefill=[Prompt(8, 16)], steps=[Case(2, 32)], every_format=[],
+    cold_bytes=2**14, most_copies=2, warm_up=0, repeats=1, dry=True,
+)  # fmt: skip
 
 
 def device_of(sizes: Sizes) -> torch.device:
-    """The first GPU, or the CPU in a rehearsal.
-
-    Raises:
-        InputError: there is no GPU.
-    """
+    """The first GPU, which must be there, or the CPU in a rehearsal."""
     return torch.device("cpu") if sizes.dry else open_gpu(None)
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """What every figure depends on; what cannot be read is left out, or says why."""
-    found: dict[str, Any] = {**host(), "python": platform.python_version(), "packages": _versions()}
-    try:
-        found["cpu_kernels"] = sorted(library.isas())
-    except library.KernelsMissingError as error:
-        found["cpu_kernels"] = str(error)  # none of the figures needs them
+def facts(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """What every figure depends on, under the header of all benchmarks; what cannot be read is left out."""
+    found = header("gpu", MODEL, sorted({case.context for case in sizes.attention}), [FORMAT], _PACKAGES)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "processors": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": f"{properties.major}.{properties.minor}", "processors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1), "cuda": torch.version.cuda,
             "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
-            "cuda": torch.version.cuda,
             "cuda_cpp": nvrtc.missing() or "NVRTC compiles the decode kernel",
-        }
-        found |= _asked()
+        }  # fmt: skip
+        if tool := shutil.which("nvidia-smi"):
+            command = [tool, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader"]
+            try:
+                said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+                found |= dict(zip(_QUERIES, said.splitlines()[0].split(", "), strict=True))
+            except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+                pass  # the driver's own tool refuses: the other facts stand
     return found
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
-def _asked() -> dict[str, str]:
-    """What the driver's own tool says; nothing where it is not there or refuses."""
-    if not (tool := shutil.which("nvidia-smi")):
-        return {}
-    command = [tool, f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = (said.splitlines() or [""])[0].split(", ")
-    return dict(zip(_QUERIES, values, strict=False)) if len(values) == len(_QUERIES) else {}
 
 
 def copies(nbytes: float, sizes: Sizes) -> int:
@@ -117,19 +138,11 @@ def time_of(run: Callable[[], object], calls: int, device: torch.device, sizes: 
     return {"us": statistics.median(taken), "low_us": min(taken), "high_us": max(taken)}
 
 
-def copying(nbytes: float, device: torch.device, sizes: Sizes) -> tuple[Call, int]:
-    """A plain copy that moves so many bytes in all, half of them read and half written; and how many copies take turns."""
-    count = copies(nbytes, sizes)
-    source = torch.ones(count, max(1, int(nbytes / 2)), dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return (lambda number: target[number % count].copy_(source[number % count])), count
-
-
 def measure(log: Log, device: torch.device, sizes: Sizes) -> None:
     """The part of the machine itself: what it is, and what it does at best."""
     if log.wants("facts"):
         with log.attempt("facts") as row:
-            row |= facts(device)
+            row |= facts(device, sizes)
     if log.wants("best"):
         with log.attempt("best") as row:
             row |= vars(measure_machine(device, 1 if sizes.dry else 7))

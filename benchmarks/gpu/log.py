@@ -15,8 +15,6 @@ from haarkv.tq_ops.errors import InputError
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
 """Name of the file in the folder of a run."""
-
-
 _LOST = ("CUDA error", "CUDA_ERROR", "Triton Error [CUDA]")
 """What torch, NVIDIA's bindings and Triton say of a device that refuses."""
 
@@ -32,11 +30,8 @@ def read_rows(folder: Path) -> list[Row]:
         InputError: a line is no row, so the file is not one that a run wrote.
     """
     path = folder / ROWS
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             row = json.loads(line)
             rows.append({"part": row["part"], "key": row["key"], **row})
@@ -49,8 +44,7 @@ def drop_half_row(folder: Path) -> None:
     """Remove what a cut left of a row, so that the next one begins a line."""
     path = folder / ROWS
     if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(text.rfind(b"\n") + 1)
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def is_result(row: Row) -> bool:
@@ -65,38 +59,26 @@ def outcomes(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 def unfinished(rows: Sequence[Row], part: str) -> list[str]:
     """Keys of a part that were begun and have no outcome since."""
-    open_keys: dict[str, None] = {}
-    for row in rows:
-        if row["part"] == part:
-            open_keys.pop(row["key"], None)
-            if "begun" in row:
-                open_keys[row["key"]] = None
-    return list(open_keys)
+    newest = {row["key"]: row for row in rows if row["part"] == part}
+    return [key for key, row in newest.items() if "begun" in row]
 
 
 class Log:
     """Where one part of a run writes its rows.
 
     Args:
-        folder: of the run.
-        part: its name.
         seconds: how long it may begin new measurements.
         since: rows of earlier runs. What failed or was left out there is tried again; what failed in this run is not.
     Attributes:
-        added: rows of this process.
         results: what is known of this part, by key.
     """
 
     def __init__(self, folder: Path, part: str, seconds: float, since: int = 0) -> None:
-        self.part, self.added = part, list[Row]()
-        self._path = folder / ROWS
+        self.part, self._path, self._seconds = part, folder / ROWS, seconds
         self._ends = time.monotonic() + seconds
-        self._seconds = seconds
         rows = read_rows(folder)
-        found = outcomes(rows)
-        kept = outcomes(rows[since:])
-        self.results = {key: row for (of, key), row in found.items() if of == part and is_result(row)}
-        self._settled = {key for (of, key), row in found.items() if of == part and (is_result(row) or (of, key) in kept)}
+        self.results = {key: row for (of, key), row in outcomes(rows).items() if of == part and is_result(row)}
+        self._settled = {*self.results, *(key for of, key in outcomes(rows[since:]) if of == part)}
 
     def wants(self, key: str) -> bool:
         """Whether there is no row of this key yet and time for it; if time is lacking, a row says so."""
@@ -116,10 +98,10 @@ class Log:
             os.fsync(file.fileno())
         if "begun" not in values:
             self._settled.add(key)
-            self.added.append(row)
             if is_result(row):
                 self.results[key] = row
-            print(shown(row), flush=True)
+            shown = {name: row[name] for name in ("us", "tb_s", "passed", "failed", "error", "missing") if name in row}
+            print(self.part, key, *(f"{name}: {value}" for name, value in shown.items()), sep="  ", flush=True)
 
     @contextmanager
     def attempt(self, key: str) -> Iterator[Row]:
@@ -136,18 +118,9 @@ class Log:
         except DeviceLostError:
             raise  # of an attempt within this one
         except Exception as error:  # one measurement must not take the others with it
-            lines = str(error).splitlines() or [""]
-            self.add(key, **row, error=f"{type(error).__name__}: {lines[0][:300]}")
+            line = (str(error).splitlines() or [""])[0]
+            self.add(key, **row, error=f"{type(error).__name__}: {line[:300]}")
             if any(words in str(error) for words in _LOST) and "capturing" not in str(error):
-                raise DeviceLostError(lines[0]) from error
+                raise DeviceLostError(line) from error
         else:
             self.add(key, **row, seconds=round(time.monotonic() - began, 3))
-
-
-def shown(row: Row) -> str:
-    """A row as a short line for whoever watches."""
-    words = [row["part"], row["key"]]
-    for name, unit in (("us", "us"), ("tb_s", "TB/s"), ("passed", "passed"), ("failed", "failed")):
-        if name in row:
-            words.append(f"{row[name]:.4g} {unit}")
-    return "  ".join([*words, *(f"{name}: {row[name]}" for name in ("error", "missing") if name in row)])

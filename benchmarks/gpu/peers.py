@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +24,11 @@ _PAGE = 16
 _WORKSPACE = 128 * 2**20
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One way of computing attention.
+class Peer(NamedTuple):
+    """One way of computing attention, or why it is absent.
 
-    Attributes:
-        make: gives the call, or raises what is wrong with this peer here. A call takes the number of the copy of K and V that
-            it reads, and returns [B * new, Hq, D] in any shape of as many numbers.
-        absent: why there is nothing to make.
+    `make` gives the call, or raises what is wrong with this peer here. A call takes the number of the copy of K and V that it
+    reads, and returns [B * new, Hq, D] in any shape of as many numbers.
     """
 
     name: str
@@ -41,27 +37,16 @@ class Peer:
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int]) -> Iterator[Peer]:
-    """Peers of a decode step: one new token a sequence sees all K and V.
-
-    Args:
-        q: [B, Hq, D] bf16.
-        k, v: [B, Hkv, S, D] bf16.
-        copies: how many copies of K and V take turns, from the bytes of one.
-    """
+    """Peers of a decode step: one new token a sequence, q [B, Hq, D], sees all of k, v [B, Hkv, S, D] bf16."""
     for peer in decode_peers.attention(q, k, v, copies):
-        yield Peer(peer.name, partial(_as_given, peer.run))
+        yield Peer(peer.name, lambda run=peer.run: run)  # type: ignore[misc]
     count = copies(2 * k.numel() * k.itemsize)
     yield from _flash_attention(q.unsqueeze(1), k, v, count)
     yield _flash_infer(q, k, v, count)
 
 
 def prefill(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Peer]:
-    """Peers of a prompt of one sequence: its T new tokens stand at the end of S stored ones.
-
-    Args:
-        q: [T, Hq, D] bf16.
-        k, v: [1, Hkv, S, D] bf16.
-    """
+    """Peers of a prompt of one sequence: q [T, Hq, D] of its new tokens, the last of k, v [1, Hkv, S, D] bf16."""
     new, length = len(q), k.shape[2]
     rows, group = q.transpose(0, 1).unsqueeze(0), q.shape[1] // k.shape[1]
     repeated = [x.repeat_interleave(group, dim=1) for x in (k, v)]
@@ -89,10 +74,6 @@ def prefill(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Peer]:
         return lambda _number: prompt(q, keys, values, causal=True)
 
     yield Peer("flashinfer", single, _absent("flashinfer"))
-
-
-def _as_given(run: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    return run
 
 
 def _absent(module: str) -> str:
@@ -136,14 +117,8 @@ def _flash_infer(q: Tensor, k: Tensor, v: Tensor, count: int) -> Peer:
             paged_kv_indptr_buffer=steps.clone(), paged_kv_indices_buffer=indices.clone(),
             paged_kv_last_page_len_buffer=last.clone(),
         )  # fmt: skip
-        planned.plan(
-            steps, indices, last, q.shape[1], kv_heads, dim, _PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
-        )
-
-        def run(number: int) -> Tensor:
-            out: Tensor = planned.run(q, tuple(kv[number % count]))
-            return out
-
-        return run
+        types = dict.fromkeys(("q_data_type", "kv_data_type"), torch.bfloat16)
+        planned.plan(steps, indices, last, q.shape[1], kv_heads, dim, _PAGE, **types)
+        return lambda number: planned.run(q, tuple(kv[number % count]))
 
     return Peer("flashinfer", make, _absent("flashinfer"))

@@ -17,18 +17,16 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.caches import filled
-from haarkv.benchmarks.decode_cost import Case, step_cost
-from haarkv.benchmarks.gpu.attention import BEST, FORMAT
-from haarkv.benchmarks.gpu.data import kv_of
-from haarkv.benchmarks.gpu.device import captured, time_of
+from haarkv.benchmarks.cases import Case, decode, every_layer, filled, kv_numbers, next_tokens, random_kv, random_queries
+from haarkv.benchmarks.cases import token_bytes as bytes_of
+from haarkv.benchmarks.decode_cost import step_cost
+from haarkv.benchmarks.gpu.attention import BEST
+from haarkv.benchmarks.gpu.device import FORMAT, Sizes, captured, time_of
 from haarkv.benchmarks.gpu.log import Log, Row
-from haarkv.benchmarks.gpu.sizes import Sizes
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops
@@ -46,24 +44,24 @@ Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, D], K and V [B, Hkv, context, D] to [B, Hq, D]."""
 
 
-def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
+def random_model(config: DecoderConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device."""
     weights = random_weights(config, torch.bfloat16, device=device)
     return DecoderModel(config, weights, RopeTable(config, device))
 
 
-def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device) -> int:
+def layers_that_fit(config: DecoderConfig, cases: list[Case], device: torch.device) -> int:
     """All layers, or a few where weights, packed and dense K and V of the largest case do not fit on the device."""
     if device.type != "cuda":
         return config.num_layers
     free, _ = torch.cuda.mem_get_info(device)
-    layer = 2 * config.hidden_size * (2 * config.heads.num_heads * config.heads.head_dim + 2 * config.heads.num_kv_heads * config.heads.head_dim)
-    layer += 2 * 3 * config.hidden_size * config.common.mlp.width
-    layer += layer // 2  # the executor packs projections of its own
+    layers = sum(4 * config.hidden_size * of.dim * (of.q + of.kv) for of in every_layer(config))
+    layers += config.num_layers * 2 * 3 * config.hidden_size * config.intermediate_size
+    layers += layers // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
-    kv = max(case.batch * case.context for case in cases) * 2 * config.heads.num_kv_heads * config.heads.head_dim * (16 + 5) // 8
+    kv = max(case.batch * case.context for case in cases) * kv_numbers(config) * (16 + 5) // 8
     tables = 2 * 2 * config.vocab_size * config.hidden_size
-    return config.num_layers if config.num_layers * (layer + kv) + tables + _SPARE_BYTES < free else _FEW_LAYERS
+    return config.num_layers if layers + kv + tables + _SPARE_BYTES < free else _FEW_LAYERS
 
 
 class Steps:
@@ -94,32 +92,30 @@ class Steps:
                 torch.cuda.empty_cache()
 
     def _case(self, case: Case, name: str) -> None:
-        k, v = kv_of(self.config, case.batch, case.context, self.device)
+        k, v = random_kv(self.config, case, self.device)
         plan = KVSpec(FORMAT).plan(self.config.num_layers)
         cache, paging = filled(plan, self.config, case, k, v, _SLOTS_LEFT)
         batch = paging.batch(range(case.batch), [1] * case.batch).to(self.device)
-        tokens = torch.arange(case.batch, device=self.device) % self.config.vocab_size
+        tokens = next_tokens(self.config, case.batch, self.device)
 
         def packed() -> tuple[Callable[[], object], Row]:
-            return partial(self.executor.decode, tokens, batch, cache), {}
+            return partial(decode, self.executor, tokens, batch, cache), {"side": "ours"}
 
         def dense() -> tuple[Callable[[], object], Row]:
             attend, best = self._fastest_sdpa(k, v)
             kv = [(k.clone(), v.clone()) for _ in range(self.config.num_layers)]
-            step = DenseStep(self.fused, kv, cache, batch, tokens, attend)
-            return step.run, {"attention": best}
+            return dense_step(self.fused, cache, batch, tokens, kv, attend), {"attention": best, "side": "dense"}
 
-        bf16_bytes = 4.0 * self.config.num_layers * self.config.heads.num_kv_heads * self.config.heads.head_dim
-        packed_bytes = plan.bytes_per_token(self.config.heads.num_kv_heads, self.config.heads.head_dim)
+        packed_bytes, bf16_bytes = bytes_of(plan, self.config), 2.0 * kv_numbers(self.config)
         for who, make, kv_bytes in ((FORMAT, packed, packed_bytes), (DENSE, dense, bf16_bytes)):
             key = f"{name} {who}"
             if not self.log.wants(key):
                 continue
             with self.log.attempt(key) as row:
-                row |= {**vars(case), "who": who, "layers": self.config.num_layers}
                 run, more = make()
                 cost = step_cost(self.model, case, kv_bytes)
-                row |= {**more, "bytes": cost.nbytes, "weight_bytes": cost.weights, "kv_bytes": cost.kv}
+                row |= {**vars(case), "who": who, "layers": self.config.num_layers, **more, "bytes": cost.nbytes,
+                        "weight_bytes": cost.weights, "kv_bytes": cost.kv}  # fmt: skip
                 row |= time_of(run, 1, self.device, self.sizes)
                 row |= {"tb_s": cost.nbytes / row["us"] / 1e6, "tokens_per_s": 1e6 * case.batch / row["us"]}
                 if self.device.type == "cuda":
@@ -127,7 +123,7 @@ class Steps:
 
     def _fastest_sdpa(self, k: Tensor, v: Tensor) -> tuple[Sdpa, str]:
         """How torch attends fastest to K and V of this shape, and its name."""
-        q = torch.randn(len(k), self.config.heads.num_heads, self.config.heads.head_dim, device=self.device).to(torch.bfloat16)
+        q = random_queries(self.config, len(k), self.device)
         taken = {}
         for peer in decode_peers.attention(q, k, v):
             if "bf16" in peer.name and "sdpa" in peer.name:
@@ -152,10 +148,6 @@ class DenseOps(CudaFused):
 
     What it computes means nothing: the queries come rotated, and their 16 bits are read as another type. It takes the time
     that such a step takes.
-
-    Attributes:
-        kv: K and V of every layer.
-        attend: SDPA.
     """
 
     kv: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
@@ -173,29 +165,21 @@ class DenseOps(CudaFused):
         return (pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).flatten(1)
 
 
-class DenseStep:
-    """A captured step of `DenseOps`.
+def dense_step(
+    model: FusedModel, cache: PagedKVCache, batch: Batch, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa
+) -> Callable[[], object]:
+    """A captured step of `DenseOps`, over when the host knows that it went well, as an executor's is.
 
     Args:
-        kv: K and V of every layer.
         cache, batch: of the packed step, whose codes this one writes, too.
+        kv: K and V of every layer.
     """
+    dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
 
-    def __init__(
-        self, model: FusedModel, kv: Sequence[tuple[Tensor, Tensor]], cache: PagedKVCache, batch: Batch, tokens: Tensor,
-        attend: Sdpa,
-    ) -> None:  # fmt: skip
-        self._batch, self._tokens = batch, tokens
-        dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
+    def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = model.decode(token_ids, batch, cache, dense)
+        return logits, torch.isfinite(logits).all()
 
-        def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            logits = model.decode(token_ids, batch, cache, dense)
-            return logits, torch.isfinite(logits).all()
-
-        pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
-        self._step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
-
-    @torch.inference_mode()
-    def run(self) -> bool:
-        """One step, over when the host knows that it went well, as an executor's is."""
-        return bool(self._step(self._tokens, self._batch)[1])
+    pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
+    captured_step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
+    return torch.inference_mode()(lambda: bool(captured_step(tokens, batch)[1]))

@@ -2,20 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from machines import has_only
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, small_model
 
-from haarkv.benchmarks import attention, caches, decode_peers, timing
-from haarkv.benchmarks.decode_cost import Case, attention_cost, layer_cost, row, step_cost, store_cost
-from haarkv.benchmarks.plans import parse_caches, plan_of
-from haarkv.benchmarks.report import RESULTS
+from haarkv.benchmarks import attention, cases, decode_peers, report, timing
+from haarkv.benchmarks.cases import Case, parse_caches, plan_of
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
-from haarkv.executors.base import verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.models.qwen3_14b.weights import LayerWeights
@@ -23,7 +21,7 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from tq.cli import main
+from tq.commands.bench import request_of
 
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
@@ -56,24 +54,33 @@ def test_a_step_of_the_14b_must_move_what_arithmetic_says(kv, gigabytes):
     assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(QWEN3_14B, Case(1, 32768), 0, 0).flops
 
 
-def test_attention_of_one_layer():
-    cost = attention_cost(QWEN3_14B, Case(8, 4096), 2 * 8 * 66, 2)
+def test_attention_and_storing_of_one_layer():
+    case, nbytes = Case(8, 4096), 2 * 8 * 66
+    cost = attention_cost(QWEN3_14B, case, nbytes, 2)
     assert (cost.weights, cost.kv, cost.rest) == (0, 8 * 4096 * 1056, 2 * 8 * 40 * 128 * 2)
     assert cost.flops == 8 * 40 * 4096 * 128 * 4  # two products, a multiplication and an addition each
-
-
-def test_storing_a_token_moves_its_vectors_and_what_becomes_of_them():
-    assert store_cost(QWEN3_14B, Case(8, 4096), 2 * 8 * 66).nbytes == 8 * (2 * 8 * 66 + 2 * 8 * 128 * 4)
+    assert store_cost(QWEN3_14B, case, nbytes).nbytes == 8 * (nbytes + 2 * 8 * 128 * 4)
 
 
 def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert MACHINE.floor_ms(10e9, 1) == 1000
     assert MACHINE.floor_ms(1, 100e9) == 1000
     cost = attention_cost(QWEN3_14B, Case(1, 1024), 1056, 2)
-    made = row("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0))
-    assert made.of_floor == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
-    assert math.isclose(made.gbps, cost.nbytes / 2e-3 / 1e9)
-    assert math.isclose(made.of_copy, made.gbps / 10)
+    made = CostRow("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0)).figures()
+    assert made["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
+    assert math.isclose(made["gbps"], cost.nbytes / 2e-3 / 1e9)
+    assert math.isclose(made["of_copy"], made["gbps"] / 10)
+
+
+def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
+    def made(who, ms, context=64, kind="step"):
+        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms))
+
+    ours = made("cpu tq4", 2.0)
+    others = [made("sdpa bf16 rows", 5.0), made("hf DynamicCache bf16", 3.0), made("cpu bf16", 1.0)]
+    elsewhere = [made("sdpa a", 0.5, context=65), made("sdpa a", 0.5, kind="layer")]
+    assert ours.as_json([ours, *others, *elsewhere])["speed_up"] == 1.5
+    assert "speed_up" not in ours.as_json([ours, *elsewhere])
 
 
 def test_variants_take_turns_and_warm_up_does_not_count(monkeypatch):
@@ -107,9 +114,10 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
     monkeypatch.setattr(attention, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
-    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), model, case, q, k, v, attention.copies(1))
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)
+    asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
+    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
     found = [attend(number) for number in range(4)]
     assert torch.equal(found[0], found[3])
@@ -136,8 +144,8 @@ def test_torch_gets_the_same_attention_in_every_form():
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = caches.filled(plan, SMALL, case, k, v, 3)
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = cases.filled(plan, SMALL, case, k, v, 3)
     assert [paging.length(s) for s in range(2)] == [69, 69]
     batch = paging.batch([0, 1], [1, 1])
     for layer in range(SMALL.num_layers):
@@ -155,10 +163,10 @@ def test_transformers_steps_continue_the_same_cache(kind):
     import tq
     from haarkv.executors.reference import ReferenceExecutor
 
-    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
-    k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
-    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
+    model, case = small_model(replace(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
+    ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
     own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
     peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
     assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours
@@ -167,28 +175,8 @@ def test_transformers_steps_continue_the_same_cache(kind):
 
 
 # -- The commands ----------------------------------------------------------------------------------------------------------
-QUICK = ["--executor", "reference", "--repeats", "1", "--contexts", "40"]
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """A small checkpoint, and a machine that is measured by a glance."""
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
-    monkeypatch.setattr(timing, "_REST_S", 0.0)
-    monkeypatch.setattr(attention, "_COLD_BYTES", 2**16)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-
-    def run(name, *args):
-        code = main(["bench", name, "--model", str(checkpoint), *args])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_bench_decode_measures_what_it_names(run):
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--only", "attention", "--json")
+    code, out, _ = run("decode", "--kv", "tq4", "--only", "attention", "--json")
     result = json.loads(out)
     assert (code, result["benchmark"]) == (0, "decode")
     assert all(r["ms"] > 0 and r["low"] <= r["ms"] <= r["high"] and r["context"] == 40 for r in result["rows"])
@@ -199,12 +187,13 @@ def test_bench_decode_measures_what_it_names(run):
         "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
         "torch bf16 products": bf16,
     }  # fmt: skip
-    assert result["machine"]["copy_gbps"] > 0
+    assert result["limits"]["copy_gbps"] > 0
+    assert (result["context"], result["kv"], set(result["versions"]) >= {"python", "torch"}) == ([40], ["tq4"], True)
 
 
 def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
     """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
+    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
     assert code == 0
     for who in ("tq4/k=tq4,v=tq3+tail8", "lr16"):
         assert f"reference {who} at 40 tokens: " in out
@@ -224,51 +213,46 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
 
 
 def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
-    code, out, _ = run("prefill", *QUICK, "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("prefill", "--kv", "tq4,bf16", "--json")
     result = json.loads(out)
     assert (code, result["benchmark"]) == (0, "prefill")
     assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
         "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
     }  # fmt: skip
     assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
-    code, out, _ = run("prefill", *QUICK, "--kv", "tq4", "--no-peers")
+    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers")
     assert code == 0
     assert "sdpa" not in out
 
 
-def test_without_an_executor_the_fastest_that_reads_a_format_is_measured(monkeypatch):
-    from tq.commands.bench_request import request_of
+GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
 
+
+@pytest.mark.parametrize(
+    ("device", "executors", "kvs", "expected"),
+    [
+        (None, ["auto"], [], ["cpu"]),
+        (None, ["auto"], ["q8_0"], ["cpu"]),
+        (None, ["auto"], ["kvarn4"], ["reference"]),
+        (None, ["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
+        ("cuda", ["auto"], [], ["cuda"]),
+        ("sim", ["auto"], [], ["npu"]),
+        ("cuda", ["auto"], ["q8_0"], "executor cuda cannot run this: .*q8_0"),
+        ("sim", ["auto"], ["q8_0"], "executor npu cannot run this: .*q8_0"),
+    ],
+)
+def test_auto_is_the_fastest_executor_that_reads_one_of_the_formats(device, executors, kvs, expected, monkeypatch):
     has_only(monkeypatch, "cpu", "reference")
-    given = {
-        "model": "tiny", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": None, "device": None, "repeats": 1,
-        "threads": None,
-    }  # fmt: skip
-    for executors, kvs, expected in (
-        (["auto"], [], ["cpu"]),
-        (["auto"], ["bf16"], ["cpu"]),
-        (["auto"], ["q8_0"], ["cpu"]),
-        (["auto"], ["kvarn4"], ["reference"]),
-        (["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
-    ):
-        assert request_of({**given, "executors": executors, "kvs": kvs}).executors == expected
-
-
-def test_on_a_device_the_executor_that_reads_one_of_the_formats_is_measured():
-    from tq.commands.bench_request import request_of
-
-    given = {
-        "model": "random:0.6b", "contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1,
-        "threads": None, "executors": ["auto"],
-    }  # fmt: skip
-    for device, name in (("cuda", "cuda"), ("sim", "npu")):
-        assert request_of({**given, "kvs": [], "device": device}).executors == [name]
-        with pytest.raises(InputError, match=rf"executor {name} cannot run this: .*q8_0"):
-            request_of({**given, "kvs": ["q8_0"], "device": device})
+    given = {**GIVEN, "model": "random:0.6b", "device": device, "executors": executors, "kvs": kvs}
+    if isinstance(expected, list):
+        assert request_of(given).executors == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            request_of(given)
 
 
 def test_a_step_and_a_layers_call_are_timed_and_named(run):
-    code, out, _ = run("decode", *QUICK, "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
+    code, out, _ = run("decode", "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
     rows = {r["kind"]: r for r in json.loads(out)["rows"] if r["kind"] in ("layer", "step")}
     assert (code, set(rows)) == (0, {"layer", "step"})
     assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
@@ -287,29 +271,46 @@ def test_a_layers_share_of_a_step():
     assert math.isclose(40 * layer.flops + 2 * 2 * head, step.flops)
 
 
-def test_bench_ops_measures_each_op(run):
-    code, table, _ = run("ops", *QUICK, "--kv", "tq4")
-    assert code == 0
-    assert "store_kv" in table
-    assert "{" not in table  # JSON only when asked
-    code, line, _ = run("ops", *QUICK, "--kv", "tq4", "--json")
-    assert (code, line.count("\n")) == (0, 1)
-    rows = json.loads(line)["rows"]
-    assert {(r["op"], r["new_tokens"]) for r in rows} == {(op, 1) for op in ("quantize", "store_kv", "paged_attention")}
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+# -- Lines -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        assert row["benchmark"] == path.stem
-        assert row["date"] >= "2026-"
+    for result in report.read(path):
+        assert result["benchmark"] == path.stem
+        assert result["date"] >= "2026-"
+        assert result["cpu"] is None or set(result["versions"]) >= {"python", "torch"}
+
+
+def test_what_is_saved_is_read_again_and_no_value_takes_the_place_of_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    found = report.Report("decode", "tiny", [8, 16], ["tq4"], {"kv": "none", "rows": [1]}, [], packages=("numpy", "nothing"))
+    found.save()
+    found.save()
+    results = report.read(tmp_path / "decode.jsonl")
+    assert len(results) == 2
+    for result in results:
+        assert [result[name] for name in ("model", "context", "kv", "values")] == ["tiny", [8, 16], ["tq4"], {"rows": [1]}]
+        assert set(result["versions"]) == {"python", "torch", "numpy"}
+        assert result["cpu"]
+        assert result["threads"] == torch.get_num_threads()
+
+
+def test_older_lines_stay_readable(tmp_path):
+    old = {"benchmark": "serve", "date": "2026-11-21", "cpu": "X", "threads": 2, "python": "3.11.7", "torch": "2.13.0",
+           "vllm": "0.32.0", "context": 64, "kv": "tq4", "rows": []}  # fmt: skip
+    (tmp_path / "serve.jsonl").write_text(json.dumps(old) + "\n")
+    (result,) = report.read(tmp_path / "serve.jsonl")
+    assert [result[name] for name in ("context", "kv", "commit", "values")] == [[64], ["tq4"], None, {"rows": []}]
+    assert result["versions"] == {"python": "3.11.7", "torch": "2.13.0", "vllm": "0.32.0"}
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--contexts", "0"], ["--contexts", "positive integers"]),
+        (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
+        (["--peers", "llama.cpp", "--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
+        (["--only", "prompt", "--batches", "2"], ["one sequence", "--batches"]),
+        (["--only", "step", "--only", "prompt", "--contexts", "4"], ["too short"]),
         (["--batches", "x"], ["--batches", "positive integers"]),
         (["--kv", "tq9"], ["tq9", "choose from"]),
         (["--executor", "gpu"], ["gpu", "choose from"]),
@@ -323,8 +324,7 @@ def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
     ],
 )
 def test_bad_input_is_one_line_and_2(run, args, words):
-    quick = [a for a in QUICK if args[0] != "--executor" or a not in ("--executor", "reference")]
-    code, out, error = run("decode", *quick, *args)
+    code, out, error = run("decode", *args)
     assert (code, out) == (2, "")
     assert len(error.strip().splitlines()) == 1
     assert all(word in error for word in words)

@@ -5,19 +5,21 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks.decode_cost import Case
+from haarkv.benchmarks.attention import stored_copies
+from haarkv.benchmarks.cases import Case, random_kv, random_queries
 from haarkv.benchmarks.gpu import __main__ as command
-from haarkv.benchmarks.gpu import checks, data, drawing, page, peers
+from haarkv.benchmarks.gpu import checks, page, peers
 from haarkv.benchmarks.gpu.attention import Attention, off
+from haarkv.benchmarks.gpu.device import DRY
 from haarkv.benchmarks.gpu.log import DeviceLostError, Log, drop_half_row, is_result, outcomes, read_rows, unfinished
-from haarkv.benchmarks.gpu.sizes import DRY, FULL
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -59,15 +61,10 @@ def test_a_rehearsal_runs_every_part(rehearsed):
     assert found["steps", "2 x 32 best"]["gain"] > 0
     assert found["checks", "contract rms_norm"]["passed"] == 3
     text = (folder / page.PAGE).read_text(encoding="utf-8")
-    for words in (
-        "rehearsal",
-        "Batch 2",
-        "sdpa bf16 rows",
-        "a check that fails",
-        "Whole decode steps",
-        "8 behind 16 flashinfer",
-    ):
+    for words in ("rehearsal", "sdpa bf16 rows", "a check that fails", "Whole decode steps", "8 behind 16 flashinfer"):
         assert words in text
+    facts = found["machine", "facts"]  # the header of every benchmark
+    assert facts.keys() >= {"benchmark", "date", "cpu", "threads", "versions", "model", "context", "kv"}
 
 
 @pytest.mark.slow
@@ -204,16 +201,11 @@ def test_it_takes_less_than_nine_minutes():
 
 
 def test_checks_that_take_too_long_are_ended(tmp_path, monkeypatch):
-    slow = "import pathlib, time; print('begun', flush=True); pathlib.Path('{}').touch(); time.sleep(600)"
-    commands = {"slow": ["-c", slow.format(tmp_path / "begun")], "quick": ["-c", "print('done')"]}
+    commands = {"slow": ["-c", "import time; print('begun', flush=True); time.sleep(60)"], "quick": ["-c", "print('done')"]}
     monkeypatch.setattr(checks, "commands", lambda dry: commands)
-
-    def clock():
-        """The time is over once one check is done and the other has begun, however long that takes."""
-        return 100.0 * ((tmp_path / "begun").exists() and any(row["key"] == "quick" for row in read_rows(tmp_path)))
-
-    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    began = time.monotonic()
     checks.run(Log(tmp_path, "checks", 60.0), 1.5, dry=False)
+    assert time.monotonic() - began < 20
     found = {row["key"]: row for row in read_rows(tmp_path)}
     assert found["slow"]["error"] == "it was ended: the time of this part was over"
     assert found["slow"]["end"] == ["begun"]
@@ -230,43 +222,33 @@ def test_the_checks_that_a_card_runs_are_whole():
 
 
 # -- The data, and others' attention ---------------------------------------------------------------------------------------
-CONFIG: ModelConfig = DRY.config
+CONFIG: DecoderConfig = DRY.config
 
 
 def dry_attention(folder, ops=reference):
     return Attention(DRY, torch.device("cpu"), ops, Log(folder, "attention", 60.0))
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_every_copy_holds_the_same_tokens_in_blocks_of_its_own(copies):
-    k, v = data.kv_of(CONFIG, 4, 150, torch.device("cpu"))
-    assert torch.equal(k[0], k[2])
+def test_what_is_timed_is_the_attention_of_every_copy():
+    """Sequences have numbers of their own, and what FP32 says of the first is what each copy gives."""
+    device, case = torch.device("cpu"), Case(4, 150)
+    k, v = random_kv(CONFIG, case, device)
     assert not torch.equal(k[0], k[1])
-    held = data.stored(KVSpec("bf16").plan(1), k, v, copies)
-    q = data.queries(CONFIG, 4, 1, torch.device("cpu"))
-    outs = [reference.paged_attention(q, held.cache, 0, batch, 0.1) for batch in held.batches]
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    tables = torch.cat([batch.block_table.flatten() for batch in held.batches])
-    assert len(set(tables.tolist())) == len(tables) == held.cache.num_blocks
-    assert off(outs[0], dry_attention_exact(q, k, v)) < 0.01
-
-
-def dry_attention_exact(q, k, v):
-    """Attention of the first sequences by loops over heads, in FP64."""
-    rows = []
-    for sequence in range(min(len(k), data.DISTINCT)):
-        for head in range(q.shape[1]):
-            kv = head // (q.shape[1] // k.shape[1])
-            p = (k[sequence, kv].double() @ q[sequence, head].double() * 0.1).softmax(0)
-            rows.append(p @ v[sequence, kv].double())
-    return torch.stack(rows)
+    q = random_queries(CONFIG, 4, device)
+    cache, batch = stored_copies(KVSpec("bf16").plan(1), CONFIG, case, k, v, 3)
+    for layer in range(3):
+        reference.store_kv(k[:, :, -1].float(), v[:, :, -1].float(), cache, layer, batch)
+        out = reference.paged_attention(q, cache, layer, batch, CONFIG.softmax_scale)
+        p = torch.einsum("bhgd,bhsd->bhgs", q.double().view(4, 1, 2, -1), k.double()) * CONFIG.softmax_scale
+        exact = torch.einsum("bhgs,bhsd->bhgd", p.softmax(-1), v.double()).view(q.shape)
+        assert off(out, exact[:2].float()) < 0.01
 
 
 def test_a_result_that_is_not_attentions_is_not_timed(tmp_path):
     def zeros(q, *_):
         return torch.zeros_like(q)
 
-    timed = dry_attention(tmp_path, SimpleNamespace(paged_attention=zeros, store_kv=None))
+    timed = dry_attention(tmp_path, SimpleNamespace(paged_attention=zeros, store_kv=reference.store_kv))
     timed.decode()
     [row] = [row for row in read_rows(tmp_path) if row["key"] == "2 x 32 tq4" and "begun" not in row]
     assert "not attention" in row["error"]
@@ -344,20 +326,13 @@ def test_the_page_compares_with_the_best_of_the_others_with_a_copy_and_with_what
     assert "2.78" in text  # 250 / 90
     assert "50 %" in text  # of a copy of the same bytes
     assert '<tr class="bad"><td class=left>8 x 32,768</td><td class=left>decode</td>' in text  # 90 is less than the least
-    assert text.count("<circle") == 2 + 2 + 2 + 1
-    assert "251.0 µs</title>" not in text  # the second best is in the table alone
+    assert "rehearsal" in text  # no row says which GPU
 
 
-def test_a_plot_has_round_numbers_on_its_axis():
-    assert drawing.ticks(3.0, 40.0) == [2, 5, 10, 20, 50]
-    assert drawing.ticks(1.0, 1.0) == [1]
-    assert "1,024" in drawing.plot("t", [drawing.Series("s", "ours", {1024: 3.0})])
-    assert drawing.plot("t", [drawing.Series("s", "ours", {})]) == ""
-
-
-def test_what_is_measured_on_a_card_is_what_the_task_names():
-    assert [(case.batch, case.context) for case in FULL.attention] == [
-        (batch, context) for batch in (1, 8, 32) for context in (1024, 4096, 16384, 32768)
-    ]
-    assert Case(8, 32768) in FULL.steps
-    assert {(prompt.new, prompt.stored) for prompt in FULL.prefill} == {(2048, 0), (2048, 32768)}
+def test_plots_are_drawn_where_matplotlib_is(monkeypatch):
+    best = {"part": "attention", "batch": 8, "who": "-", "ours_us": {"tq4": 9.0}, "best_us": 11.0}
+    rows = [*attention_rows(), *({**best, "context": c, "key": f"8 x {c} best", "copy_us": 3.0} for c in (1024, 32768))]
+    if find_spec("matplotlib"):
+        assert all(words in page.html(rows, page.predictions()) for words in ("<svg", "best of all peers", "predicted"))
+    monkeypatch.setattr(page, "find_spec", lambda _: None)
+    assert "<svg" not in page.html(rows, page.predictions())

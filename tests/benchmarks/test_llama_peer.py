@@ -3,33 +3,31 @@
 import json
 import os
 import signal
+from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from small_models import CONFIGS, small_model
 
-from haarkv.benchmarks import gguf_file, timing, whole
+from haarkv.benchmarks import cases, gguf_file, whole
 from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
-from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.temporary import TemporaryFolder
-from tq.cli import main
+
+needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs the peers extra: no gguf")
 
 
 def needs_llama(test):
     installed = pytest.mark.skipif(not find_spec("llama_cpp"), reason="needs the peers extra: no llama-cpp-python")
-    return pytest.mark.peers(installed(test))
+    return pytest.mark.peers(needs_gguf(installed(test)))
 
 
+@needs_gguf
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["gqa5_d128", "gqa5_one_kv_head_d128_tied"])
 def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
@@ -40,7 +38,7 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
     read = GGUFReader(tmp_path / "m.gguf")
     found = {t.name: t for t in read.tensors}
     config = model.config
-    assert len(found) == 11 * config.num_layers + 2 + (not config.tied)
+    assert len(found) == 11 * config.num_layers + 2 + (not config.tie_word_embeddings)
     of = {"blk.1.attn_k.weight": model.weights.layers[1].k_proj, "blk.2.ffn_norm.weight": model.weights.layers[2].post_norm}
     of |= {"token_embd.weight": model.weights.embedding, "output_norm.weight": model.weights.final_norm}
     for key, weight in of.items():
@@ -50,11 +48,12 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
         stored = raw.view(torch.bfloat16) if kind == "BF16" else raw
         assert torch.equal(stored.to(weight.dtype), weight)
     value = {key: field.contents() for key, field in read.fields.items()}
-    assert value["qwen3.attention.key_length"] == config.heads.head_dim
+    assert value["qwen3.attention.key_length"] == config.head_dim
     assert value["qwen3.rope.freq_base"] == config.rope_theta
     assert (value["qwen3.vocab_size"], value["tokenizer.ggml.model"]) == (config.vocab_size, "no_vocab")
 
 
+@needs_gguf
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "_MARGIN", 2**60)
     with pytest.raises(InputError, match="does not fit into"):
@@ -65,13 +64,9 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 def our_logits(model, ids, kv):
     """[tokens, vocab]: after each token of a prompt, step by step behind the first."""
     config, executor = model.config, ReferenceExecutor(model)
-    cache = PagedKVCache(
-        KVSpec(kv).plan(config.num_layers), config.kv_shapes,
-        num_blocks=blocks_for(len(ids)), num_rows=1,
-    )  # fmt: skip
-    paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=1)
+    cache, paging = cases.new_cache(KVSpec(kv).plan(config.num_layers), config, len(ids))
     sequence = paging.add()
-    return torch.cat([verify(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
+    return torch.cat([cases.decode(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +78,9 @@ def tiny_text():
 
 def their_logits(model, ids, kind, folder):
     gguf_file.write(folder / "m.gguf", model)
-    with LlamaProcess(folder / "m.gguf", 1) as llama:
-        llama.open(kind, len(ids))
-        return torch.from_numpy(llama.logits(kind, ids))
+    with closing(LlamaProcess(folder / "m.gguf", 1)) as llama:
+        llama.call("open", kind, len(ids))
+        return torch.from_numpy(llama.call("logits", kind, ids))
 
 
 def kl(p, q):
@@ -118,40 +113,35 @@ def test_in_bf16_its_logits_are_ours_but_for_rounding(flash, tmp_path, tiny_text
 @needs_llama
 def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
     gguf_file.write(tmp_path / "m.gguf", small_model(dtype=torch.bfloat16))
-    with LlamaProcess(tmp_path / "m.gguf", 1) as llama:
+    with closing(LlamaProcess(tmp_path / "m.gguf", 1)) as llama:
         assert "llama-cpp-python" in llama.about
         assert "CPU" in llama.about
         kind = LlamaKV("q8_0", True)
-        llama.open(kind, 16)
+        llama.call("open", kind, 16)
         with pytest.raises(LlamaError, match="does not decode"):
-            llama.prompt(kind, [10**6])
+            llama.call("prompt", kind, [10**6])
         os.kill(llama._process.pid, signal.SIGKILL)
         with pytest.raises(LlamaError, match="SIGKILL"):
-            llama.prompt(kind, [1, 2, 3])
+            llama.call("prompt", kind, [1, 2, 3])
     (tmp_path / "m.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(LlamaError, match="does not load"):
         LlamaProcess(tmp_path / "m.gguf", 1)
 
 
 @needs_llama
-def test_the_command_measures_it_in_turns_and_leaves_no_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
+def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(whole, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    args = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40", "--kv", "tq4"]
-    peers = ["--peers", "llama.cpp", "--only", "prompt", "--only", "step", "--resume", str(tmp_path / "times.json")]
-    for _again in range(2):  # the second has all its times already
-        assert main(["bench", "decode", *args, *peers, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
-        assert [(r["kind"], r["who"]) for r in rows] == [(kind, name) for kind in ("prompt", "step") for name in names]
-        assert all(r["ms"] > 0 for r in rows)
-        assert {r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"} == {
-            40 * 2 * 2 * 2 * 32 * 4.5 / 8
-        }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "times.json"]
-    assert main(["bench", "decode", *args, *peers]) == 0
-    out = capsys.readouterr().out
+    peers = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
+    code, out, _ = run("decode", *peers, "--json")
+    rows = json.loads(out)["rows"]
+    names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
+    assert code == 0
+    assert [(r["kind"], r["who"]) for r in rows] == [(kind, name) for kind in ("prompt", "step") for name in names]
+    assert all(r["ms"] > 0 for r in rows)
+    (q4,) = [r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"]
+    assert q4 == 40 * 2 * 2 * 2 * 32 * 4.5 / 8
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    code, out, _ = run("decode", *peers)
+    assert code == 0
     assert "reference tq4 at 40 tokens:" in out
     assert "the fastest of llama.cpp's" in out

@@ -1,14 +1,16 @@
 """Needles: planted where they should be, judged by what a key raises, in a model that YaRN extends."""
 
+import json
 import random
 
 import pytest
 import torch
 
 import tq
-from haarkv.benchmarks.needles import Needle, ask, judged, main, needles, planted, stretched
+from haarkv.benchmarks.needles import Needle, ask, judged, needles, planted, stretched
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
+from tq.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +67,12 @@ def test_a_model_is_stretched_to_a_context(tmp_path):
             stretched(model, 10**6, tmp_path / "no")
 
 
-def test_what_cannot_be_filled_is_refused(session, capsys):
+def test_the_command_says_what_was_found(capsys):
+    assert main(["bench", "needles", "--contexts", "200", "--needles", "2", "--haystacks", "1", "--kv", "tq4", "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert [(row["kv"], row["context"], row["needles"]) for row in line["rows"]] == [("tq4", 200, 2)]
+
+
+def test_what_cannot_be_filled_is_refused(session):
     with pytest.raises(InputError, match="cannot be filled"):
         ask(session, "tq4", 40, 12, 0)
-    with pytest.raises(SystemExit):
-        main(["--contexts", "many"])
-    assert capsys.readouterr().out == ""

@@ -1,9 +1,14 @@
-"""The saved cycles of the cost model belong to the sources that were costed."""
+"""The cycles of the cost model: a point is read from the simulator's report, and shown beside bf16."""
 
-import re
+import json
 
-from haarkv.benchmarks.npu_attention import program_hash
+from haarkv.benchmarks.npu import Point, report
 
 
-def test_the_sources_that_decide_the_cycles_are_found():
-    assert re.fullmatch("[0-9a-f]{12}", program_hash())
+def test_each_variant_is_compared_with_bf16_of_its_case():
+    points = [Point(v, 1, 512, c, 3, 2**20, {"cube": 1.0}, 0.1) for v, c in (("tq4", 50), ("bf16", 200))]
+    points.append(Point("tq4", 8, 512, 70, 3, 2**20, {}, 0.1))
+    found = report(points)
+    assert [cells[4] for cells in found.tables[0].rows] == ["0.25", "1.00", "–"]
+    line = json.loads(found.line())
+    assert (line["context"], line["kv"], len(line["points"])) == ([512], ["tq4", "bf16"], 3)

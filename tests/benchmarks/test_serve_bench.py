@@ -11,30 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from haarkv.benchmarks import serve
-from haarkv.benchmarks.serve_model import hf_config, model_folder, scaled_vocabulary
-from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics, worker_cores
-from haarkv.benchmarks.serve_rounds import (
-    Case,
-    Peaks,
-    Round,
-    Rounds,
-    as_json,
-    client_args,
-    ratio,
-    read_round,
-    step_bytes,
-    summed_up,
-    watched,
-    write_prompts,
-)  # fmt: skip
-from haarkv.benchmarks.serve_storages import names_in, storages
+from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
+from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
+from haarkv.benchmarks.serve_setup import model_folder, names_in, storages
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
+from tq.cli import main
 
 CASE = Case(users=3, prompt=128, output=5)
 METRICS = """# HELP vllm:num_preemptions_total Times.
@@ -53,7 +39,7 @@ INFO leaving
 
 
 def made(rate=10.0, tpot=(100.0,), ttft=(500.0,), cpu=20.0, **others):
-    given = {"failed": 0, "preempted": 0, "found": 0.9, "at_once": 3, "held": 400, "steps": 5, **others}
+    given = {"failed": 0, "preempted": 0, "found": 0.9, **others}
     return Round(output_rate=rate, total_rate=3 * rate, ttft=ttft, tpot=tpot, cpu_ms=cpu, **given)
 
 
@@ -71,22 +57,24 @@ def test_every_user_has_a_prompt_of_its_own_and_no_case_shares_any(tmp_path):
 
 
 def test_the_client_sends_all_at_once_and_takes_whole_answers(tmp_path):
-    args = client_args(TINY, 81, CASE, tmp_path / "p", 7, None)
+    args = client_args(TINY, 81, CASE, tmp_path / "p", 7)
     given = dict(pairwise(args))
     assert (given["--num-prompts"], given["--max-concurrency"], given["--port"], given["--seed"]) == ("3", "3", "81", "7")
     assert given["--timed-trace-chunk-hash-size"] == "129"  # one draw fills a prompt
     assert {"--ignore-eos", "--save-detailed", "--no-self-timed"} <= set(args)
-    assert "--save-result" not in args
-    kept = client_args(TINY, 81, CASE, tmp_path / "p", 7, tmp_path / "r.json")
-    assert kept[: len(args)] == args
-    assert kept[len(args) :] == ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+
+
+def asked(**changed):
+    given = {"model": "random:0.6b", "layers": None, "kv": "bf16,tq4", "users": (1,), "prompt_tokens": (128,), "plans": (),
+             "output_tokens": 64, "memory": 64, "cold": 1, "repeats": 1, "seed": 0}  # fmt: skip
+    return serve.request_of(**(given | changed))
 
 
 def test_arguments_become_cases_prompts_outside_users_inside():
-    request, args = serve.parse(["--users", "1,8", "--prompt-tokens", "16,32", "--kv", "bf16,tq4,bf16", "--save"])
+    request = asked(users=(1, 8, 1), prompt_tokens=(16, 32), kv="bf16,tq4,bf16")
     assert [(c.users, c.prompt) for c in request.cases] == [(1, 16), (8, 16), (1, 32), (8, 32)]
-    assert (request.kvs, request.layers, args.save) == (["bf16", "tq4"], 4, True)
-    assert serve.parse(["--model", "tiny"])[0].layers is None
+    assert (request.kvs, request.layers) == (["bf16", "tq4"], 4)
+    assert asked(model="tiny").layers is None
 
 
 @pytest.mark.parametrize(
@@ -98,59 +86,38 @@ def test_arguments_become_cases_prompts_outside_users_inside():
         (["--kv", "bf16,k=lr128,v=q9_0"], "q9_0"),
         (["--kv-plan", "a/plan.json", "--kv-plan", "b/plan.json"], "the same name"),
         (["--repeats", "0"], "--repeats"),
+        ([], "vLLM is not installed in this Python; docs/serving.md says how"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(argv, word, capsys):
-    with pytest.raises(SystemExit) as ended:
-        serve.parse(argv)
-    assert ended.value.code == 2
-    assert word in capsys.readouterr().err.splitlines()[-1]
+def test_what_cannot_be_measured_is_one_line(argv, word, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda _: None)
+    assert main(["bench", "serve", "--model", "tiny", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.strip().splitlines())) == ("", 1)
+    assert word in err
 
 
 def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
     served = model_folder("tiny", None, tmp_path)
-    request, _ = serve.parse(["--model", "tiny", "--users", "1", "--prompt-tokens", "128", "--memory", "64"])
-    flags = serve.server_flags(request, served)
+    flags = serve.server_flags(asked(model="tiny"), served)
     given = dict(pairwise(flags))
     assert (given["--max-model-len"], given["--kv-cache-memory-bytes"]) == ("256", str(64 * 2**20))
     assert "dummy" not in flags
-    too_long, _ = serve.parse(["--model", "tiny", "--prompt-tokens", "4090"])
     with pytest.raises(InputError, match="4096 tokens, not for 4155"):
-        serve.server_flags(too_long, served)
+        serve.server_flags(asked(model="tiny", prompt_tokens=(4090,)), served)
 
 
 def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
     served = model_folder("random:0.6b", 4, tmp_path)
     read, whole = read_hf_config(served.folder / "config.json"), read_config("random:0.6b")
     assert (read.num_layers, read.num_heads, read.num_kv_heads, read.head_dim) == (4, 16, 8, 128)
-    assert (read.hidden_size, read.intermediate_size) == (whole.hidden_size, whole.common.mlp.width)
+    assert (read.hidden_size, read.intermediate_size) == (whole.hidden_size, whole.intermediate_size)
     assert read.vocab_size == 21760
     assert "4 of 28 layers" in served.said
     assert "21,760 of 151,936 words" in served.said
     assert "random weights" in served.said
     assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served.folder.iterdir()}
     assert served.flags == ("--load-format", "dummy")
-
-
-def test_the_head_keeps_its_share_of_a_step():
-    assert scaled_vocabulary(151936, 28, 28) == 151936
-    assert scaled_vocabulary(151936, 14, 28) == 76032  # 75,968 in whole 128s
-    assert scaled_vocabulary(151936, 1, 64) == 4096  # the tokenizer's own
-    assert hf_config(QWEN3_14B)["num_key_value_heads"] == QWEN3_14B.heads.num_kv_heads
-
-
-def test_bytes_and_operations_of_a_step():
-    config = read_config("random:0.6b", 4)
-
-    def plan_of(kv):
-        return KVSpec(kv).plan(config.num_layers)
-
-    cost = step_bytes(config, plan_of("bf16"), Case(8, 8191, 0))
-    assert cost["kv_bytes"] == 8 * 8192 * 4 * 2 * 8 * 256
-    assert cost["weight_bytes"] == 2 * (4 * 15_728_640 + config.vocab_size * 1024)
-    assert cost["macs"] == 8 * cost["weight_bytes"] / 2
-    assert cost["attention_macs"] == 8 * 8192 * 4 * 16 * 128 * 2
-    assert math.isclose(cost["kv_bytes"] / step_bytes(config, plan_of("tq4"), Case(8, 8191, 0))["kv_bytes"], 256 / 66)
 
 
 def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):
@@ -165,8 +132,6 @@ def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):
     assert found[1].flags == ("--kv", "k=lr128,v=lr64", "--calibration", learned)
     assert found[2].flags == ("--kv", "k=q8_0,v=tq3")
     assert found[4].flags == ("--kv-plan", str(plan))
-    bits = [8 * of.plan(config).bytes_per_token(8, 128) / (2 * 2 * 8 * 128) for of in found]
-    assert bits == [16, 3.125, (8.5 + 3.125) / 2, 4.125, (3.125 + 16) / 2]
     with pytest.raises(InputError, match="k=lr128,v=lr64 needs coordinates of this model; give --calibration FILE"):
         storages(names, [], None, config, tmp_path, random=False)
     with pytest.raises(InputError, match="made for another model"):
@@ -191,11 +156,6 @@ def test_the_reason_is_the_error_that_is_not_about_another_one():
     assert last_reason("") == "it said nothing"
 
 
-def test_the_cores_of_the_worker_are_in_its_log():
-    assert worker_cores("x\n(EngineCore pid=7) INFO [omp.py:185] \tlocal_rank=0, core ids=[0, 12]\n") == [0, 12]
-    assert worker_cores("nothing of the kind") == []
-
-
 def test_a_round_is_what_changed_between_both_ends():
     result = {
         "ttfts": [0.5, 0.7, 0.0], "latencies": [0.9, 1.5, 0.0], "output_lens": [5, 5, 0], "errors": ["", "", "refused"],
@@ -208,62 +168,30 @@ def test_a_round_is_what_changed_between_both_ends():
     }
     after = {**before, "vllm:prefix_cache_queries_total": 300.0, "vllm:prefix_cache_hits_total": 190.0, "tokens": 1000.0,
              "vllm:num_preemptions_total": 3.0, "vllm:iteration_tokens_total_count": 6.0}  # fmt: skip
-    peaks = Peaks()
-    for usage, running in ((0.1, 1), (0.4, 2), (0.2, 1)):
-        peaks.see({"vllm:kv_cache_usage_perc": usage, "vllm:num_requests_running": running})
-    read = read_round(result, before, after, peaks, cpu_seconds=0.5)
-    assert (read.failed, read.preempted, read.steps, read.at_once, read.held) == (1, 2, 6, 2, 400)
+    read = read_round(result, before, after, cpu_seconds=0.5)
+    assert (read.failed, read.preempted) == (1, 2)
     assert read.ttft == [500, 700]
     assert read.tpot == pytest.approx([100, 200])  # four tokens after the first
     assert (read.found, read.cpu_ms) == (0.75, 50)
     assert (read.output_rate, read.total_rate) == (6.6, 99.0)
 
 
-def test_gauges_are_watched_while_the_body_runs_and_not_after():
-    looks = []
-    with watched(lambda: looks.append(1) or {"vllm:num_requests_running": len(looks)}, every=0.01) as peaks:
-        while len(looks) < 3:
-            time.sleep(0.01)
-    count = len(looks)
-    time.sleep(0.05)
-    assert len(looks) == count
-    assert peaks.seen["vllm:num_requests_running"] == count
-
-
-def test_a_server_that_does_not_answer_ends_no_watch():
-    looks = []
-
-    def look():
-        looks.append(1)
-        if len(looks) == 1:
-            raise InputError("does not answer")
-        return {"vllm:num_requests_running": 5}
-
-    with watched(look, every=0.01) as peaks:
-        until = time.monotonic() + 60
-        while not peaks.seen and time.monotonic() < until:
-            time.sleep(0.01)
-    assert peaks.seen["vllm:num_requests_running"] == 5
-
-
 def test_cold_rounds_give_the_first_token_and_the_others_the_rest():
     rounds = Rounds(
         [
-            made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, held=100, preempted=1),
-            made(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0, held=100),
+            made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, preempted=1),
+            made(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0),
         ],
         [
-            made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0, held=300),
+            made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0),
             made(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failed=2),
             made(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
         ],
     )
     row = summed_up("tq4", CASE, 42240, rounds)
-    assert (row.output_rate, row.low, row.high, row.tpot) == (20, 10, 30, 102.5)
-    assert row.tpot_p99 == pytest.approx(119.5)
-    assert (row.ttft, row.cold_rate, row.cold_cpu_ms, row.cpu_ms) == (650, 4.5, 75, 25)
-    assert row.ttft_p99 == pytest.approx(797)
-    assert (row.held, row.preempted, row.failed, row.capacity, row.requests) == (400, 1, 2, 42240, (4, 6))
+    assert [row[name] for name in ("output_rate", "low", "high", "tpot", "tpot_p99")] == [20, 10, 30, 102.5, 119.5]
+    assert [row[name] for name in ("ttft", "cold_rate", "cold_cpu_ms", "cpu_ms", "ttft_p99")] == [650, 4.5, 75, 25, 797]
+    assert [row[name] for name in ("preempted", "failed", "capacity")] == [1, 2, 42240]
 
 
 def test_rounds_are_divided_by_their_neighbours():
@@ -273,24 +201,25 @@ def test_rounds_are_divided_by_their_neighbours():
         return Rounds(*([made(rate=r, tpot=(1e3 / r,), cpu=cpu, ttft=(ttft,)) for r in rates] for rates in (cold, known)))
 
     slow, fast = rounds((1.0, 1.0), (10.0, 80.0, 40.0), 10.0, 400.0), rounds((3.0, 5.0), (30.0, 160.0, 60.0), 4.0, 200.0)
-    found = ratio(CASE, fast, slow)
-    assert (found.output_rate, found.low, found.high, found.tpot, found.cpu_ms) == (2, 1.5, 3, 0.5, 0.4)
-    assert (found.cold_rate, found.ttft, found.cold_cpu_ms, found.users, found.prompt) == (4, 0.5, 0.4, 3, 128)
+    assert ratio(CASE, fast, slow) == {
+        "users": 3, "prompt": 128, "output_rate": 2, "low": 1.5, "high": 3, "tpot": 0.5, "cpu_ms": 0.4, "ttft": 0.5,
+        "cold_rate": 4, "cold_cpu_ms": 0.4,
+    }  # fmt: skip
 
 
 class Turns(serve.Bench):
     """A bench whose rounds say who ran and with which prompts."""
 
     def __init__(self, scratch):
-        super().__init__(None, None, [SimpleNamespace(kv="bf16"), SimpleNamespace(kv="tq4")], None, scratch)
+        super().__init__(None, None, [SimpleNamespace(kv="bf16"), SimpleNamespace(kv="tq4")], None, scratch, print)
         self.seen = []
 
-    def _round(self, server, case, prompts, turn):
+    def _round(self, server, case, prompts):
         self.seen.append((server.kv, prompts.read_text()))
         return made()
 
 
-def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path, capsys):
+def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path):
     bench = Turns(tmp_path)
     rounds = bench.rounds(CASE, 1, cold=2, known=2)
     bench.rounds(CASE, 2, cold=1, known=0)
@@ -305,23 +234,22 @@ def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path, 
 
 def test_nobody_answered():
     row = summed_up("tq4", CASE, 1, Rounds([made(ttft=(), tpot=(), failed=3)], [made(ttft=(), tpot=(), failed=3)]))
-    assert math.isnan(row.tpot)
-    assert math.isnan(row.ttft_p99)
-    assert row.failed == 6
+    assert math.isnan(row["tpot"])
+    assert math.isnan(row["ttft_p99"])
+    assert row["failed"] == 6
 
 
 def test_the_ratio_stands_below_the_rows_of_its_case():
-    cases = [Case(1, 128, 5), Case(8, 1024, 5)]
-    rounds = Rounds([made()], [made()])
-    rows = [summed_up(kv, case, 42240, rounds) for case in cases for kv in ("bf16", "tq4")]
-    told = serve.table(rows, [ratio(case, rounds, rounds) for case in cases])
-    assert [line[:3] for line in told] == [
-        (users, prompt, kv) for users, prompt in (("1", "128"), ("8", "1,024")) for kv in ("bf16", "tq4", "ratio")
-    ]
-    assert {len(line) for line in told} == {len(serve._COLUMNS)}
-    assert told[2][3] == "1.00"
-    assert json.loads(json.dumps(as_json(rows[0])))["capacity"] == 42240
-    assert as_json(ratio(cases[0], rounds, rounds))["users"] == 1
+    request, rounds = asked(users=(1, 8), prompt_tokens=(128, 1024)), Rounds([made()], [made()])
+    rows = [summed_up(kv, case, 42240, rounds) for case in request.cases for kv in ("bf16", "tq4")]
+    found = serve.report(request, "m", rows, [ratio(case, rounds, rounds) for case in request.cases])
+    (table,) = found.tables
+    cases = [(users, prompt) for prompt in ("128", "1,024") for users in ("1", "8")]
+    assert [cells[:3] for cells in table.rows] == [(*case, kv) for case in cases for kv in ("bf16", "tq4", "ratio")]
+    assert {len(cells) for cells in table.rows} == {len(table.columns)}
+    assert table.rows[2][3] == "1.00"
+    line = json.loads(found.line())
+    assert (line["context"], line["kv"], line["rows"][0]["capacity"]) == ([128, 1024], ["bf16", "tq4"], 42240)
 
 
 # -- Processes ---------------------------------------------------------------------------------------------------------
@@ -337,7 +265,7 @@ time.sleep(99)
 
 def started(child):
     """What it says first."""
-    while not (said := child.log.read_text()).endswith("\n"):
+    while not (said := child.log.read_text()):
         time.sleep(0.02)
     return said.strip()
 
@@ -362,12 +290,14 @@ def test_ending_leaves_nobody_of_the_group_behind(tmp_path, monkeypatch):
 
 
 def test_processor_time_is_that_of_the_group_alone(tmp_path):
-    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ntime.sleep(999)"
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ntime.sleep(99)"
     child = Child(["-c", busy], tmp_path / "log")
     with ending([child]):
-        own = float(started(child))
-        (name,) = child.members().values()
-        assert child.cpu_seconds(name) == pytest.approx(own, abs=0.1)
+        started_working = time.monotonic()
+        while not child.log.read_text() and time.monotonic() < started_working + 30:
+            time.sleep(0.02)
+        ((name, _),) = child.members().values()
+        assert 0.25 < child.cpu_seconds(name) < 2
         assert child.cpu_seconds("x" + name) == 0
 
 
@@ -377,22 +307,3 @@ def test_a_server_that_does_not_start_is_one_line(tmp_path):
         server.wait(60)
     assert str(refused.value).startswith("the server with tq4 did not start: tq: ")
     assert "\n" not in str(refused.value)
-
-
-def test_without_vllm_the_command_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(serve, "find_spec", lambda _: None)
-    assert serve.main(["--model", "tiny"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "serve: vLLM is not installed in this Python; docs/serving.md says how\n"
-
-
-def test_the_plot_has_a_line_of_panels_for_each_prompt_length():
-    pytest.importorskip("matplotlib")
-    from haarkv.benchmarks import serve_plot
-
-    rows = [summed_up(kv, Case(users, prompt, 5), 1, Rounds([made(rate=users)], [made(rate=users)]))
-            for kv in ("bf16", "tq4") for prompt in (128, 1024) for users in (1, 8)]  # fmt: skip
-    drawn = serve_plot.svg(rows, "title")
-    assert drawn.count("prompts of 128 tokens") == drawn.count("prompts of 1,024 tokens") == 3
-    assert drawn == serve_plot.svg(rows, "title")

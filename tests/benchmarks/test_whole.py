@@ -5,31 +5,28 @@ import math
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, small_model
 
-from haarkv.benchmarks import decode_peers, gguf_file, llama_process, timing, whole
+from haarkv.benchmarks import decode_peers, gguf_file, llama_process, whole
 from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case, attention_cost, step_cost, whole_prompt_cost
-from haarkv.benchmarks.kept import KeptTimes
 from haarkv.benchmarks.llama_process import LlamaError
 from haarkv.benchmarks.timing import Machine
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from tq.cli import main
 
+pytestmark = pytest.mark.usefixtures("glance")
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 BOTH = ("prompt", "step")
 
 
-class FakeSide:
+class FakeSide(whole.Side):
     """Writes down what it is asked, and takes the next of its times."""
 
-    token_bytes, about = 8.0, ""
-
     def __init__(self, name, log, prompts, fails_at=None):
-        self.name, self.log, self.prompts, self.fails_at = name, log, iter(prompts), fails_at
+        super().__init__(name, 8.0)
+        self.log, self.prompts, self.fails_at = log, iter(prompts), fails_at
 
     def open(self, context):
         self.log.append((self.name, "open", context))
@@ -50,30 +47,12 @@ class FakeSide:
         return [50.0] + [0.001 * (k + 1) for k in range(len(ids) - 1)]
 
 
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch):
-    monkeypatch.setattr(whole, "_REST_S", 0.0)
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "_MATRIX", 16)
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
-
-    def run(*args):
-        quick = ["--model", str(checkpoint), "--executor", "reference", "--repeats", "1", "--contexts", "40"]
-        return main(["bench", "decode", *quick, *args]), *capsys.readouterr()
-
-    return run
-
-
 def request(kinds=BOTH, repeats=2, **more):
     return Request("small", ["reference"], ["tq4"], [64], [1], kinds=kinds, repeats=repeats, peers=(), **more)
 
 
-def case(sides, kept=None, of=None):
-    return whole._Case(of or request(), small_model(), sides, kept or KeptTimes(None, {}), 64, MACHINE, {})
+def case(sides):
+    return whole.AtContext(request(), small_model(), sides, 64, {})
 
 
 def test_sides_take_turns_and_the_first_step_of_a_turn_does_not_count():
@@ -85,45 +64,17 @@ def test_sides_take_turns_and_the_first_step_of_a_turn_does_not_count():
     assert calls == warm + [(s, "prompt") for s in "abab"] + [(s, "steps") for s in "abab"] + [("a", "shut"), ("b", "shut")]
     # Two turns of one step that warms up and three that count: the prompt is shorter than the context by eight.
     assert [entry[2] for entry in log if entry[1] == "prompt"][2:] == [56] * 4
-    rows = {(r.kind, r.who): r for r in measured.rows()}
-    assert (rows["prompt", "a"].ms, rows["prompt", "a"].low, rows["prompt", "a"].runs) == (4000.0, 3000.0, 2)
-    assert rows["prompt", "b"].tokens_per_s == 56 / 8.0
-    assert (rows["step", "a"].ms, rows["step", "a"].high, rows["step", "a"].runs) == (2.0, 3.0, 6)
+    rows = {(r.kind, r.who): r for r in measured.rows(MACHINE)}
+    assert (rows["prompt", "a"].ms, rows["prompt", "a"].taken.low, rows["prompt", "a"].runs) == (4000.0, 3000.0, 2)
+    assert rows["prompt", "b"].figures()["tokens_per_s"] == 56 / 8.0
+    assert (rows["step", "a"].ms, rows["step", "a"].taken.high, rows["step", "a"].runs) == (2.0, 3.0, 6)
 
 
 def test_prompts_that_take_long_are_not_repeated_as_often_as_asked_for():
     log = []
     measured = case([FakeSide("a", log, [40.0, 1.0]), FakeSide("b", log, [30.0, 1.0])])
     measured.measure(lambda _: None)
-    assert [r.runs for r in measured.rows() if r.kind == "prompt"] == [1, 1]
-
-
-def test_a_cut_keeps_what_was_measured(tmp_path):
-    file, log = tmp_path / "times.json", []
-    sides = [FakeSide("a", log, [5.0, 3.0]), FakeSide("b", log, [7.0])]  # b has no second time: here the run ends
-    with pytest.raises(StopIteration):
-        case(sides, KeptTimes(file, {"model": "m"})).measure(lambda _: None)
-    log.clear()
-    again = [FakeSide("a", log, [4.0]), FakeSide("b", log, [8.0])]
-    measured = case(again, KeptTimes(file, {"model": "m"}))
-    measured.measure(lambda _: None)
-    assert [r.runs for r in measured.rows() if r.kind == "prompt"] == [3, 2]
-    log.clear()
-    third = case([FakeSide("a", log, []), FakeSide("b", log, [])], KeptTimes(file, {"model": "m"}))
-    third.measure(lambda _: None)
-    assert log == []
-    assert [(r.ms, r.runs) for r in third.rows()] == [(r.ms, r.runs) for r in measured.rows()]
-
-
-def test_times_of_another_run_are_not_mixed(tmp_path):
-    file = tmp_path / "times.json"
-    KeptTimes(file, {"model": "m", "repeats": 2}).add("step", 64, "a", [1.0])
-    with pytest.raises(InputError, match="another repeats"):
-        KeptTimes(file, {"model": "m", "repeats": 3})
-    for damaged in ("", "[]", "{}", '{"haarkv_times": 1, "run": {}, "times": [[1, 2]]}', "\udcff"):
-        file.write_bytes(damaged.encode("utf-8", "surrogateescape"))
-        with pytest.raises(InputError, match="holds no times"):
-            KeptTimes(file, {"model": "m"})
+    assert [r.runs for r in measured.rows(MACHINE) if r.kind == "prompt"] == [1, 1]
 
 
 @pytest.mark.parametrize("phase", ["prompt", "step"])
@@ -131,7 +82,7 @@ def test_a_peer_that_fails_is_left_out_and_named(phase):
     log = []
     measured = case([FakeSide("a", log, [5.0, 3.0]), FakeSide("b", log, [7.0, 9.0], fails_at=phase)])
     measured.measure(lambda _: None)
-    rows = {(r.kind, r.who): r for r in measured.rows()}
+    rows = {(r.kind, r.who): r for r in measured.rows(MACHINE)}
     assert rows["step", "a"].ms == 2.0
     assert rows["step", "b"].ms is None
     assert "at 64 tokens" in rows["step", "b"].note
@@ -170,12 +121,12 @@ def test_transformers_side_holds_the_same_tokens():
     side.prompt(list(range(16)))
     side.steps([16, 17])
     assert side._cache.get_seq_length() == 18
-    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4  # FP32, as the model
+    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4  # FP32, as the model
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):
     monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
-    code, out, _ = run("--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0
     assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
@@ -187,54 +138,38 @@ def test_without_transformers_its_rows_say_so(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "expected"),
     [
         ("f16", ["f16 flash", "f16 plain"]),
         ("q8_0,q4_0", ["q8_0 flash", "q4_0 flash"]),
         ("f16:plain, f16:plain,bf16:flash", ["f16 plain", "bf16 flash"]),
+        ("q2_k", "q2_k"),
+        ("", "choose from"),
+        ("q8_0:plain", "q8_0:flash"),
     ],
 )
-def test_a_quantized_cache_is_read_by_flash_attention_alone(text, names):
-    assert [kind.name for kind in llama_process.parse_kinds(text)] == names
-
-
-@pytest.mark.parametrize(("text", "words"), [("q2_k", "q2_k"), ("", "choose from"), ("q8_0:plain", "q8_0:flash")])
-def test_a_cache_that_llama_does_not_have_is_refused(text, words):
-    with pytest.raises(InputError, match=words):
-        llama_process.parse_kinds(text)
+def test_a_quantized_cache_is_read_by_flash_attention_alone(text, expected):
+    if isinstance(expected, list):
+        assert [kind.name for kind in llama_process.parse_kinds(text)] == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            llama_process.parse_kinds(text)
 
 
 def test_prompts_are_measured_without_llama_as_well(run):
-    code, out, _ = run("--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     assert [(r["kind"], r["who"]) for r in rows] == [(kind, f"reference {kv}") for kind in BOTH for kv in ("tq4", "bf16")]
     assert all(r["tokens_per_s"] > 0 and r["tokens"] == 36 for r in rows if r["kind"] == "prompt")
-    code, out, _ = run("--only", "prompt", "--no-peers", "--kv", "tq4")
+    code, out, _ = run("decode", "--only", "prompt", "--no-peers", "--kv", "tq4")
     assert code == 0
     assert "tokens/s" in out
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
-        (["--peers", "llama.cpp", "--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
-        (["--only", "prompt", "--batches", "2"], ["one sequence", "--batches"]),
-        (["--only", "step", "--resume", "x.json"], ["--resume", "--only prompt"]),
-        (["--only", "prompt", "--resume", "absent/x.json"], ["absent/x.json"]),
-        (["--only", "step", "--only", "prompt", "--contexts", "4"], ["too short"]),
-    ],
-)
-def test_bad_input_is_one_line_and_2(run, args, words):
-    code, out, error = run(*args, "--kv", "tq4")
-    assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
-    assert all(word in error for word in words)
-
-
 def test_without_the_package_the_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(llama_process, "find_spec", lambda _: None)
-    code, out, error = run("--peers", "llama.cpp", "--kv", "tq4")
+    code, out, error = run("decode", "--peers", "llama.cpp", "--kv", "tq4")
     assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
     assert "pip install 'haarkv[peers]'" in error
 
@@ -246,7 +181,7 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     model = small_model()
     asked = request()
     asked = replace(asked, peers=(decode_peers.LLAMA,))
-    other = replace(model, config=resized(model.config, model_type="llama"))
+    other = replace(model, config=replace(model.config, model_type="llama"))
     with pytest.raises(InputError, match="no peer of small: a GGUF is written of qwen3"):
         whole.check(asked, other, sides_of(asked, model))
     assert gguf_file.unsupported(model.config) is None

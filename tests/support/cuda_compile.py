@@ -17,12 +17,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import machine_code
 import torch
 import triton
 from cuda_launches import LEARNED, SHAPES, TAIL, TQ4, Asked, because, everything, learned, recorded, serve, shaped_model
 from triton.backends import nvidia
-
-from haarkv.benchmarks.gpu import sass
 
 _BIN = Path(nvidia.__file__).parent / "bin"
 _COUNTED = ("LDL", "STL", "PRMT", "LOP3", "SHF")
@@ -48,19 +47,21 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
             "warps": binary.metadata.num_warps,
         }  # fmt: skip
         if not read and not row["stack"]:
-            return row | {"LDL": 0, "STL": 0, "spilled": vars(sass.Spilled(0, 0, 0))}
-        text = sass.disassemble(path)
-    code, _ = sass.parse(text)
-    counts = sass.count(code)
+            return row | {"LDL": 0, "STL": 0, "spilled": vars(machine_code.Spilled(0, 0, 0))}
+        text = machine_code.disassemble(path)
+    code, _ = machine_code.parse(text)
+    counts = machine_code.count(code)
     row |= {
         "tensor": sum(counts[op] for op in _TENSOR_CORES),
         "copies_of_16_bytes": sum(one.op == "LDGSTS" and one.modifiers.endswith(".128") for one in code),
         **{op: counts[op] for op in _COUNTED},
-        "spilled": vars(sass.spilled(text)),
+        "spilled": vars(machine_code.spilled(text)),
     }  # fmt: skip
     constants = asked.named_constants()
     if asked.source.fn.__name__ == "attend_kernel":
-        row |= _of_loop(sass.hottest_loop(text), constants["TOKENS"] * (constants["K_N"] + constants["V_N"]), row["warps"])
+        row |= _of_loop(
+            machine_code.hottest_loop(text), constants["TOKENS"] * (constants["K_N"] + constants["V_N"]), row["warps"]
+        )
         row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
 
@@ -72,11 +73,11 @@ def _ahead(layouts: str, ptx: str) -> dict:
     return {"buffers": min(map(int, places), default=0), "in_flight": max(map(int, waits), default=0)}
 
 
-def _of_loop(loop: sass.Code, coordinates: int, warps: int) -> dict:
+def _of_loop(loop: machine_code.Code, coordinates: int, warps: int) -> dict:
     """What one pass of the loop costs for each of the coordinates of K and V that it reads."""
-    counts = sass.count(loop)
+    counts = machine_code.count(loop)
     looked_up = sum(counts[op] for op in ("PRMT", "LOP3", "SHF"))
-    units = sass.load_of(loop, warps).units
+    units = machine_code.load_of(loop, warps).units
     return {
         "look_ups_a_coordinate": round(looked_up * 32 * warps / coordinates, 3),
         "memory_cycles_a_coordinate": round(units["memory"] / coordinates, 4),

@@ -79,9 +79,9 @@ def test_chat_drafts_as_well(run, monkeypatch):
     assert said[0] == said[1]
 
 
-def test_bench_decode_measures_both_in_one_run(run):
+def test_bench_drafts_measures_both_in_one_run(run):
     code, out, err = run(
-        "bench", "decode", "--model", "tiny", "--draft", "ngram", "--executor", "cpu", "--dtype", "float32", "--contexts", 40,
+        "bench", "drafts", "--model", "tiny", "--draft", "ngram", "--executor", "cpu", "--dtype", "float32", "--contexts", 40,
         "--repeats", 1, "--threads", 1, "--json",
     )  # fmt: skip
     assert code == 0, err
@@ -110,5 +110,5 @@ def test_what_cannot_draft_is_refused(run, args, words):
 
 
 def test_a_bench_of_drafts_refuses_what_it_does_not_measure(run):
-    assert_refused(run("bench", "decode", "--model", "tiny", "--draft", "ngram", "--only", "step"), "leave out --only")
-    assert_refused(run("bench", "decode", "--model", "tiny", "--draft", "ngram", "--kv", "bf16,tq4"), "one format at a time")
+    assert_refused(run("bench", "drafts"), "name what guesses the tokens")
+    assert_refused(run("bench", "drafts", "--draft", "ngram", "--kv", "bf16,tq4"), "bf16,tq4")

@@ -1,99 +1,346 @@
-"""`tq bench`: measurements that you can repeat."""
+"""`tq bench`: measurements that you can repeat. Each prints tables, or one JSON line; the work is done in `benchmarks`."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.commands.bench_decode import decode, ops, prefill
-from tq.options import Numbers, json_option
-from tq.output import err, print_table
+from tq import options
+from tq.output import err, loading, print_table
+from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
-    from haarkv.benchmarks.npu_attention import Point
+    from haarkv.benchmarks.decode import Request
+    from haarkv.benchmarks.decode_peers import HFCache
+    from haarkv.benchmarks.report import Report
+    from haarkv.models.base import DecoderConfig
+    from haarkv.models.parallel import Ranks
 
 
 @click.group("bench")
 def command() -> None:
-    """Measure what executors cost."""
+    """Measure what executors, caches and servers cost."""
 
 
-command.add_command(decode)
-command.add_command(prefill)
-command.add_command(ops)
+def _kvs(default: str) -> Callable[..., Any]:
+    about = (
+        "Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
+        f"+tailN and +sinkN for tokens in BF16 [default: {default}]."
+    )
+    return click.option("--kv", "kvs", multiple=True, metavar="LIST", help=about)
+
+
+def _numbers(name: str, default: str, about: str) -> Callable[..., Any]:
+    return click.option(name, type=options.Numbers(), default=default, show_default=True, help=about)
+
+
+def _count(name: str, default: int, about: str) -> Callable[..., Any]:
+    return click.option(name, type=click.IntRange(min=1), default=default, show_default=True, help=about)
+
+
+_contexts = partial(_numbers, "--contexts", about="Tokens in the cache.")
+_batches = partial(_numbers, "--batches", about="Sequences at once.")
+_repeats = partial(_count, "--repeats", about="Timed runs of each variant.")
+_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+_no_peers = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
+_save = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
+_plot = click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Draw it by context, as SVG.")
+_dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
+
+
+def _all(*chosen: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(chosen):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_of_a_layer = _all(
+    options.model_option("random:0.6b"), _kvs("bf16,tq4"), options.executor_option(multiple=True),
+    options.run_options("bfloat16"), _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save, options.json_option,
+)  # fmt: skip
+
+
+def _finish(report: Report, given: dict[str, Any], svg: Callable[[], str] | None = None) -> None:
+    """Draw, save and print what was found, as far as it was asked for."""
+    from haarkv.tq_ops.output_files import write_whole
+
+    if svg is not None and given.get("plot"):
+        write_whole(given["plot"], svg())
+    if given["save"]:
+        report.save()
+    if given["as_json"]:
+        print(report.line())
+        return
+    for number, table in enumerate(report.tables):
+        print_table(table.title, table.columns, table.rows)
+        for note in report.notes.get(number, ()):
+            print(note)
+
+
+@contextmanager
+def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
+    """Name on stderr what is being timed; silent when stderr is not a terminal. What could end badly is refused before."""
+    from haarkv.benchmarks.plots import require_matplotlib
+    from haarkv.tq_ops.output_files import check_writable
+
+    options.set_threads(given.get("threads"))
+    if given.get("plot"):
+        require_matplotlib()
+        check_writable(given["plot"])
+    shown = err().is_terminal
+    try:
+        yield lambda who: print(f"\r\x1b[Ktiming {who}", end="", file=sys.stderr, flush=True) if shown else None
+    finally:
+        print("\r\x1b[K" if shown else "", end="", file=sys.stderr, flush=True)
+
+
+def _kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
+    from haarkv.benchmarks.cases import parse_caches
+
+    return parse_caches(given["kvs"]) or list(default)
+
+
+def request_of(given: dict[str, Any], **more: Any) -> Request:
+    """A request of the options that `decode` and `prefill` share, and of what a command adds."""
+    from haarkv.benchmarks.decode import Request
+
+    kvs = _kv_list(given)
+    executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
+    names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa")
+    return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+
+
+def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
+    """The fastest executor here that reads at least one of the formats."""
+    from haarkv.benchmarks.cases import plan_of
+    from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
+    from haarkv.models.catalog import read_config
+    from haarkv.tq_ops.errors import InputError
+
+    config = read_config(given["model"], given["layers"])
+    found: list[str] = []
+    refused: list[InputError] = []
+    for plan in [plan_of(kv, config) for kv in kvs]:
+        try:
+            found.append(select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name)
+        except InputError as error:  # on a device that was named, no executor may read this one
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=FASTEST_FIRST.index)
+
+
+class Peers(click.ParamType[tuple[str, ...]]):
+    """Names of peers, separated by commas."""
+
+    name = "peers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        from haarkv.benchmarks.decode_peers import PEERS
+
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(part.strip() for part in str(value).split(",")))
+        if unknown := [name for name in names if name not in PEERS]:
+            self.fail(f"{unknown[0]!r} is no peer; choose from {', '.join(PEERS)}", param, ctx)
+        return names
+
+
+@command.command("decode")
+@_of_a_layer
+@click.option("--only", "kinds", multiple=True, type=click.Choice(["attention", "layer", "prompt", "step"]),
+              help="Measure attention alone, one call of a layer, whole prompts, or whole steps; repeatable [default: all but "
+              "prompts; with llama.cpp all].")  # fmt: skip
+@click.option("--peers", type=Peers(), default="sdpa,transformers", show_default=True, metavar="LIST",
+              help="Whom to measure beside: torch's sdpa, transformers, llama.cpp.")  # fmt: skip
+@_no_peers
+@click.option("--peer-kv", metavar="LIST", default="f16,q8_0,q4_0", show_default=True,
+              help="llama.cpp's KV caches. TYPE is with flash attention and, unless quantized, without; TYPE:flash or "
+              "TYPE:plain is one.")  # fmt: skip
+@_plot
+@tensor_parallel
+def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_kv: str, ranks: Ranks, **given: Any) -> None:
+    """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
+
+    The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
+    in the same run: moving the bytes at the speed of a copy or computing at that of a matrix product, whichever is longer.
+    auto is the fastest executor here that reads one of the formats; a format that an executor does not read is left out.
+
+    A GPU or NPU is timed by its own events. The first call of each variant may compile: it is named beneath the table, and no
+    figure counts it. A simulated device gives no times.
+
+    Whole prompts, and with llama.cpp whole steps, are of random tokens: each side computes the prompt and goes on from its own
+    cache. A prompt is shorter than its context by the steps after it. llama.cpp gets the same weights as a GGUF, in a
+    temporary folder, and as many threads; of transformers only DynamicCache is measured then.
+
+    With --tensor-parallel only whole steps are measured, without peers, and bytes and floor are those of one rank.
+    """
+    from haarkv.benchmarks.decode import measure, report, svg
+    from haarkv.benchmarks.decode_peers import LLAMA
+    from haarkv.benchmarks.llama_process import parse_kinds
+
+    if no_peers and click.get_current_context().get_parameter_source("peers") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--no-peers measures nobody else; leave out --peers")
+    if ranks.size > 1 and set(kinds) - {"step"}:
+        raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
+    beside = () if no_peers or ranks.size > 1 else peers
+    every = ("attention", "layer", "step", *["prompt"] * (LLAMA in beside))
+    kinds, caches = kinds or (("step",) if ranks.size > 1 else every), partial(_hf_caches, _kv_list(given))
+    with _turning(given) as on_turn, loading(given["model"]) as progress:
+        request = request_of(given, kinds=kinds, peers=beside, llama_kvs=parse_kinds(peer_kv), ranks=ranks, hf_caches=caches)
+        machine, rows = measure(request, progress, on_turn)
+    if ranks.rank == 0:  # it says it for all
+        _finish(report("decode", request, machine, rows), given, partial(svg, request, rows))
+
+
+@command.command("prefill")
+@_of_a_layer
+@_no_peers
+def prefill(no_peers: bool, **given: Any) -> None:
+    """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
+
+    Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
+    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
+    """
+    from haarkv.benchmarks.decode import measure, report
+    from haarkv.benchmarks.decode_peers import SDPA
+
+    with _turning(given) as on_turn, loading(given["model"]) as progress:
+        request = request_of(given, kinds=("prefill",), peers=() if no_peers else (SDPA,))
+        machine, rows = measure(request, progress, on_turn)
+    _finish(report("prefill", request, machine, rows), given)
+
+
+def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
+    """`TQCache` in each format, read packed by transformers' model."""
+    from haarkv.benchmarks.cases import kv_numbers, plain, plan_of, token_bytes
+    from haarkv.benchmarks.decode_peers import HFCache
+    from haarkv.tq_ops import formats
+
+    if find_spec("transformers") is None:
+        return []
+    from tq.hf.attention import IMPLEMENTATION
+    from tq.hf.cache import TQCache
+
+    chosen = {kv: 8 * token_bytes(plan_of(kv, config), config) / kv_numbers(config)
+              for kv in kvs if plain(kv) and not formats.needs_calibration(kv)}  # fmt: skip
+    return [HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in chosen.items()]
+
+
+@command.command("drafts")
+@_all(
+    options.model_option(),
+    options.kv_option,
+    options.executor_option(),
+    options.run_options(),
+    _contexts("1024"),
+    _repeats(3),
+    options.draft_options,
+    _save,
+    options.json_option,
+)
+def drafts(**given: Any) -> None:
+    """Continue the held-out text of tiny with a draft and without, in turns, and measure what the draft is worth."""
+    from haarkv.benchmarks.drafts import DraftRequest, measure, report
+
+    if (spec := options.draft_spec(given)) is None:
+        raise click.UsageError("name what guesses the tokens: --draft ngram, self, or a smaller model")
+    names = ("model", "executor", "kv", "contexts", "dtype", "layers", "device", "repeats")
+    request = DraftRequest(draft=spec, **{name: given[name] for name in names})
+    with _turning(given) as on_turn, loading(request.model) as progress:
+        rows = measure(request, progress, on_turn)
+    _finish(report(request, rows), given)
+
+
+@command.command("long-context")
+@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
+@_all(_count("--threads", 1, "CPU threads; 1 measures CPU time, more wall time."), _contexts("200000"))
+@_count("--prefill", 4096, "Last tokens of a context that are computed.")
+@_all(_count("--steps", 7, "Decode steps that count."), _save, options.json_option)
+def long_context(**given: Any) -> None:
+    """Measure the memory of a process that holds a long context, a chunked prefill at its end, and the steps behind it.
+
+    The history is random K and V, and a model with fewer positions is extended by YaRN. Each format and context is measured in
+    a process of its own, beside the bytes that `tq info --context` predicts. --executor is cpu or reference.
+    """
+    from haarkv.benchmarks.long_context import Request, measure, report
+
+    names = ("model", "layers", "dtype", "executor", "prefill", "steps", "threads")
+    of_all = {name: given[name] for name in names}
+    requests = [Request(kv=kv, context=c, **of_all) for kv in _kv_list(given, ["tq4"]) for c in given["contexts"]]
+    with _turning(given) as on_turn:
+        rows = list(measure(requests, on_turn))
+    _finish(report(requests, rows), given)
+
+
+@command.command("needles")
+@_all(
+    options.model_option(),
+    _kvs("bf16,tq4"),
+    options.calibration_option,
+    _dtype,
+    options.threads_option,
+    _contexts("1024,2048,4096,8192,16384"),
+)
+@_all(_count("--needles", 16, "In each haystack."), _count("--haystacks", 2, "Of each context."), _save, options.json_option)
+def needles(**given: Any) -> None:
+    """Count how often a model knows again what was said once, far back, with a packed cache and with bf16."""
+    from haarkv.benchmarks.needles import Request, measure, report
+
+    names = ("model", "contexts", "calibration", "needles", "haystacks", "dtype")
+    request = Request(kvs=_kv_list(given), **{name: given[name] for name in names})
+    with _turning(given) as on_turn:
+        rows = list(measure(request, on_turn))
+    _finish(report(request, rows), given)
+
+
+@command.command("serve")
+@_all(options.model_option("random:0.6b"), _numbers("--users", "1,2,4,8,16,25", "Requests at once."))
+@_numbers("--prompt-tokens", "128,1024,8192", "Of each prompt.")
+@click.option(
+    "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is measured by the first."
+)
+@_all(
+    options.calibration_option,
+    click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."),
+)
+@click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
+@_all(_count("--output-tokens", 64, "Of each answer."), _count("--memory", 1536, "MiB of KV cache of each server."))
+@_all(_count("--cold", 1, "Rounds of new prompts."), _count("--repeats", 3, "Rounds that send the last of them again."))
+@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, options.json_option)
+def serve(**given: Any) -> None:
+    """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
+    from haarkv.benchmarks.serve import measure, request_of
+
+    request = request_of(**{name: value for name, value in given.items() if name not in ("save", "as_json")})
+    with _turning(given) as on_turn:
+        report = measure(request, on_turn)
+    _finish(report, given)
 
 
 @command.command("npu")
-@click.option("--contexts", type=Numbers(), default="512,1024,2048,4096,8192", show_default=True, help="Tokens in the cache.")
-@click.option("--batches", type=Numbers(), default="1,8", show_default=True, help="Sequences at once.")
+@_all(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
 @click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
-@click.option("--save", is_flag=True, help="Save each point in benchmarks/results; skip points saved before.")
-@click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw cycles by context, as SVG.")
-@json_option
-def npu(
-    contexts: tuple[int, ...],
-    batches: tuple[int, ...],
-    variants: tuple[str, ...],
-    save: bool,
-    plot_file: Path | None,
-    as_json: bool,
-) -> None:
+@_all(_plot, _save, options.json_option)
+def npu(contexts: tuple[int, ...], batches: tuple[int, ...], variants: tuple[str, ...], **given: Any) -> None:
     """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
 
     The cycles are simulated. Use them to compare designs, not as latencies. A point takes seconds to minutes.
     """
-    from haarkv.benchmarks import npu_attention, npu_plot
-    from haarkv.tq_ops.output_files import check_writable, write_whole
+    from haarkv.benchmarks.npu import VARIANTS, measure, report, svg
 
-    unknown = set(variants) - set(npu_attention.VARIANTS)
-    if unknown:
-        raise click.UsageError(f"no such variant: {unknown.pop()}; choose from {', '.join(npu_attention.VARIANTS)}")
-    if plot_file is not None:
-        npu_plot.require_matplotlib()
-        check_writable(plot_file)
-    chosen = variants or tuple(npu_attention.VARIANTS)
-    known = npu_attention.saved() if save else []
-    with _progress(len(contexts) * len(batches) * len(chosen)) as begin:
-        points = list(npu_attention.measure(contexts, batches, chosen, known=known, save=save, on_begin=begin))
-    if plot_file is not None:
-        write_whole(plot_file, npu_plot.svg(points))
-    if as_json:
-        print(json.dumps({"points": [vars(point) for point in points]}))
-        return
-    _print(points)
-
-
-def _print(points: Sequence[Point]) -> None:
-    bf16 = {(p.batch, p.context): p.cycles for p in points if p.variant == "bf16"}
-    rows = []
-    for p in points:
-        against = bf16.get((p.batch, p.context))
-        rows.append((
-            str(p.context), str(p.batch), p.variant, f"{p.cycles:,}", f"{p.cycles / against:.2f}" if against else "–",
-            str(p.tasks), f"{p.kv_bytes / 2**20:.1f}", *(f"{p.pipes.get(pipe, 0):.1f}" for pipe in _PIPES),
-        ))  # fmt: skip
-    columns = ("context", "batch", "variant", "cycles", "of bf16", "tasks", "KV MiB", *(f"{pipe} %" for pipe in _PIPES))
-    print_table(
-        "decode attention of one Qwen3-14B layer, simulated on an Ascend 910B (compare designs; not a latency)", columns, rows
-    )
-
-
-_PIPES = ("cube", "vector", "load", "store")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that names the current point; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("simulating {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda variant, batch, context: bar.update(
-            task, description=f"{variant}, batch {batch}, {context:,} tokens", advance=1
-        )
+    if unknown := set(variants) - set(VARIANTS):
+        raise click.UsageError(f"no such variant: {unknown.pop()}; choose from {', '.join(VARIANTS)}")
+    with _turning(given) as on_turn:
+        points = list(measure(contexts, batches, variants or tuple(VARIANTS), on_turn))
+    _finish(report(points), given, partial(svg, points))

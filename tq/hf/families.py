@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from haarkv.benchmarks.report import emit
+from haarkv.benchmarks.report import Report
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
@@ -149,8 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         file = calibrate(model, learned_from.tolist(), context=args.context, out=args.folder / f"{name}.safetensors")
         rows += compare(name, model, windows, file)
     for row in rows:
-        how = {"steps": args.steps, "windows": args.windows, "context": args.context}
-        emit("families", how | asdict(row), save=args.save)
+        how = {"steps": args.steps, "windows": args.windows}
+        report = Report("families", row.family, [args.context], [row.kv], how | asdict(row), tables=())
+        print(report.line())
+        if args.save:
+            report.save()
 
 
 if __name__ == "__main__":

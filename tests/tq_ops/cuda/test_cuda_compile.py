@@ -6,14 +6,14 @@ tests take one launch of each kernel; `make test-cuda-compile` takes every launc
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import machine_code
 import pytest
 from cuda_rows import rows_of
 
-from haarkv.benchmarks.gpu import page, sass
+from haarkv.benchmarks.gpu import page
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
@@ -194,14 +194,13 @@ def test_the_bounds_hold_with_that_triton(other_triton):
 
 
 @pytest.mark.cuda_compile
-def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_path, capsys):
+def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_path):
     """The lines of predictions.jsonl, with the Triton that they name."""
     (row,) = rows_of("cuda_compile.py", "90", "decode 128", "--keep", str(tmp_path), triton=other_triton)
     kernel = f"Triton {row['triton'].rpartition('.')[0]}"
     written = [one for one in page.predictions() if one["kernel"] == kernel]
     if not written:
         pytest.skip(f"nothing is predicted of {kernel}")
-    words = ["--tokens", "128", "--warps", str(row["warps"]), "--name", kernel, "--who", "tq4 triton"]
-    assert sass.main([str(tmp_path / "decode_128_sm90.cubin"), *words]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line) for line in lines] == [{k: v for k, v in one.items() if k != "date"} for one in written]
+    text = machine_code.disassemble(tmp_path / "decode_128_sm90.cubin")
+    found = machine_code.predictions(text, 128, row["warps"], 3, kernel, "tq4 triton")
+    assert found == [{k: v for k, v in one.items() if k != "date"} for one in written]

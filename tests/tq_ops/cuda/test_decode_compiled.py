@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import machine_code
 import pytest
 from places import ROOT
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 
 from triton.backends import nvidia
 
-from haarkv.benchmarks.gpu import page, sass
+from haarkv.benchmarks.gpu import page
 from haarkv.tq_ops.cuda import decode, nvrtc
 
 if reason := nvrtc.missing():
@@ -54,7 +54,7 @@ def built(
         usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         found = re.search(r"REG:(\d+)", usage)
         assert found
-        return sass.disassemble(path), int(found[1])
+        return machine_code.disassemble(path), int(found[1])
 
 
 #                                                              cycles a coordinate and processor
@@ -87,7 +87,7 @@ LEARNED_STORES = 10
 
 
 def check_spills(text: str, stores: int = SPILLED_STORES) -> None:
-    whole = sass.count(sass.parse(text)[0])
+    whole = machine_code.count(machine_code.parse(text)[0])
     assert whole["LDL"] <= SPILLED_LOADS
     assert whole["STL"] <= stores
 
@@ -106,14 +106,14 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     capability, head_dim, group = shape[:3]
     k_levels, v_levels = shape[8] if len(shape) > 8 else (head_dim, head_dim)
     text, registers = built(*shape)
-    loop = sass.hottest_loop(text)
-    counts = sass.count(loop)
+    loop = machine_code.hottest_loop(text)
+    counts = machine_code.count(loop)
     assert counts["LDL"] == counts["STL"] == 0
     check_spills(text, LEARNED_STORES if len(shape) > 8 and shape[6] else SPILLED_STORES)
     lookups = (k_levels + v_levels) // 2  # 32 tokens of K and of V, a lane each
     assert counts["LDS"] == lookups
     assert counts["PRMT"] <= lookups + 4  # those put V's scale beside K's
-    load = sass.load_of(loop, WARPS)
+    load = machine_code.load_of(loop, WARPS)
     a_coordinate = {unit: cycles / (TOKENS * (k_levels + v_levels)) for unit, cycles in load.units.items()}
     print(shape, registers, {unit: round(cycles, 4) for unit, cycles in a_coordinate.items()})
     assert a_coordinate["issue"] <= issue
@@ -127,12 +127,12 @@ def test_a_rotation_in_fp32_costs_the_loop_nothing():
     """That of the formats whose rotation is no BF16 matrix: it is read once the loop is over, four numbers at a time."""
     shape = (90, 128, 5, 4, 4, 128, 0, 0)
     (text, _), (fp32, registers) = built(*shape), built(*shape, fp32=1)
-    assert sass.count(sass.hottest_loop(fp32)) == sass.count(sass.hottest_loop(text))
+    assert machine_code.count(machine_code.hottest_loop(fp32)) == machine_code.count(machine_code.hottest_loop(text))
     assert registers * decode.THREADS * decode.blocks_a_processor(5, 128, 128, MEMORY[90]) <= 65536
     check_spills(fp32)
 
     def of_rotation(code: str) -> int:
-        return sum(one.op == "LDG" and one.modifiers == ".E.128" for one in sass.parse(code)[0])
+        return sum(one.op == "LDG" and one.modifiers == ".E.128" for one in machine_code.parse(code)[0])
 
     assert of_rotation(fp32) == 2 * of_rotation(text) > 0
 
@@ -141,7 +141,9 @@ def test_the_table_is_looked_up_where_shared_memory_begins():
     """That place is part of each look-up. Were it not the one that ptxas gives `shared`, the kernel would stop itself."""
     for capability in MEMORY:
         text, _ = built(capability, 128, 5, 4, 4, 128, 0, 0)
-        looked_up = {re.sub(r".*\[R\d+", "", one.operands).strip() for one in sass.hottest_loop(text) if one.op == "LDS"}
+        looked_up = {
+            re.sub(r".*\[R\d+", "", one.operands).strip() for one in machine_code.hottest_loop(text) if one.op == "LDS"
+        }
         if capability < 90:  # ptxas knows both places, and leaves the check out
             assert (looked_up, "BPT.TRAP" in text) == ({"]"}, False)
         else:  # above its own place lies the thread block's number in its cluster, which is 0
@@ -170,13 +172,14 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_is_predicted_is_what_this_kernel_gives(capsys):
+def test_what_is_predicted_is_what_this_kernel_gives():
     """The lines of predictions.jsonl, from the kernel as it is now."""
-    assert sass.main([]) == 0
-    load, *lines = capsys.readouterr().out.splitlines()
+    text = machine_code.decode_kernel()
     written = [row for row in page.predictions() if row["kernel"] == "CUDA C++"]
-    assert [json.loads(line) for line in lines] == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
-    assert json.loads(load)["cycles a coordinate"]["memory"] == pytest.approx(0.0211, rel=0.02)
+    found = machine_code.predictions(text, decode.TILE, WARPS, 2, "CUDA C++", "tq4")
+    assert found == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
+    memory = machine_code.load_of(machine_code.hottest_loop(text), WARPS).units["memory"]
+    assert memory / (2 * decode.TILE * 128) == pytest.approx(0.0211, rel=0.02)
 
 
 def test_what_nvrtc_refuses_is_said():

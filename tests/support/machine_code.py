@@ -1,8 +1,5 @@
 """Machine code of a kernel, read: its hottest loop, what that loop keeps busy, and what a card can therefore do at best.
 
-    python -m haarkv.benchmarks.gpu.sass                                        the decode kernel, as NVRTC compiles it here
-    python -m haarkv.benchmarks.gpu.sass KERNEL.cubin --tokens 128 --warps 4    any other
-
 Rates are those of an H100 or H200, of one of its 132 processors with four schedulers each. A warp keeps a scheduler busy for 1
 cycle to be issued, and a unit for 1 cycle with FP32 or packed FP16, 2 with integers, logic, permutations and conversions (64
 lanes a processor), 8 with `ex2` and other special functions (16 lanes). Integer multiplication and the moves made of it run on
@@ -13,11 +10,8 @@ multiply-adds a cycle and processor. Sources: the throughput table of the CUDA C
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -26,8 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from haarkv.benchmarks.decode_cost import Case
-from haarkv.tq_ops.errors import InputError
+from haarkv.benchmarks.cases import Case
 
 PROCESSORS, SCHEDULERS, CLOCK_MHZ = 132, 4, 1755.0
 COPY_TB_S = 4.3
@@ -84,19 +77,11 @@ Code = list[Instruction]
 
 
 def disassemble(cubin: Path) -> str:
-    """The machine code of a cubin, by the `nvdisasm` that Triton brings.
-
-    Raises:
-        InputError: Triton is not installed, or the file is no cubin.
-    """
+    """The machine code of a cubin, by the `nvdisasm` that Triton brings."""
     spec = find_spec("triton")
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("nvdisasm comes with Triton, which is not installed; pip install 'haarkv[cuda]'")
-    tool = Path(spec.submodule_search_locations[0]) / "backends" / "nvidia" / "bin" / "nvdisasm"
-    done = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InputError(f"{cubin} cannot be disassembled: {(done.stderr.splitlines() or ['no reason given'])[0]}")
-    return done.stdout
+    assert spec is not None, "nvdisasm comes with Triton, which is not installed"
+    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
 def parse(text: str) -> tuple[Code, dict[str, int]]:
@@ -163,15 +148,8 @@ def loops(text: str) -> list[Code]:
 
 
 def hottest_loop(text: str) -> Code:
-    """The loop with most tensor-core work, else with most memory accesses; of several with as much the smallest.
-
-    Raises:
-        InputError: there is no loop.
-    """
-    every = loops(text)
-    if not every:
-        raise InputError("the kernel has no loop")
-    return max(every, key=lambda loop: (sum(i.multiply_adds for i in loop), sum(i.wavefronts for i in loop), -len(loop)))
+    """The loop with most tensor-core work, else with most memory accesses; of several with as much the smallest."""
+    return max(loops(text), key=lambda loop: (sum(i.multiply_adds for i in loop), sum(i.wavefronts for i in loop), -len(loop)))
 
 
 def count(code: Sequence[Instruction]) -> Counter[str]:
@@ -257,59 +235,18 @@ DECODE = (8, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
 """Qwen3-14B's attention with `tq4` on an H200, as `tq_ops.cuda.decode.DEFINED` names it."""
 
 
-def decode_kernel() -> tuple[str, int, int]:
-    """The machine code of CUDA C++'s decode attention of that shape, its tokens in a pass of the loop, and its warps.
+def decode_kernel() -> str:
+    """The machine code of CUDA C++'s decode attention of that shape."""
+    from haarkv.tq_ops.cuda import decode
 
-    Raises:
-        InputError: it cannot be compiled here.
-    """
-    from haarkv.tq_ops.cuda import decode, nvrtc
-
-    if reason := nvrtc.missing():
-        raise InputError(reason)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
         path.write_bytes(decode.compiled("sm_90", *DECODE))
-        return disassemble(path), decode.TILE, decode.THREADS // 32
+        return disassemble(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a JSON line with the load of a kernel's hottest loop, and one with the prediction of each case."""
-    parser = argparse.ArgumentParser(
-        prog="haarkv.benchmarks.gpu.sass", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cubin", type=Path, nargs="?", help="unless given, decode attention of Qwen3-14B in CUDA C++")
-    parser.add_argument("--tokens", type=int, help="with a cubin: stored tokens of one KV head in a pass of the loop")
-    parser.add_argument("--warps", type=int, default=4, help="with a cubin: of a program [default: %(default)s]")
-    parser.add_argument("--head-dim", type=int, default=128, help="with a cubin [default: %(default)s]")
-    parser.add_argument(
-        "--launches", type=int, default=3, help="with a cubin: of one call of attention [default: %(default)s]"
-    )
-    parser.add_argument("--name", default="", help="of the kernel, for the predictions")
-    parser.add_argument("--who", default="tq4", help="the row of the benchmark that measures it [default: %(default)s]")
-    given = parser.parse_args(argv)
-    if given.cubin and not given.tokens:
-        parser.error("a cubin needs --tokens as well")
-    try:
-        if given.cubin:
-            text, name = disassemble(given.cubin), given.cubin.stem
-        else:
-            text, given.tokens, given.warps = decode_kernel()
-            name, given.launches, given.head_dim = "CUDA C++", 2, DECODE[2]
-        loop = hottest_loop(text)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    load = load_of(loop, given.warps)
-    coordinates = 2 * given.tokens * given.head_dim
-    per_coordinate = {unit: round(cycles / coordinates, 5) for unit, cycles in load.units.items()}
-    print(json.dumps({"instructions": len(loop), "cycles": load.units, "cycles a coordinate": per_coordinate,
-                      "counts": dict(count(loop).most_common())}))  # fmt: skip
-    for case in CASES:
-        row = predict(load, given.tokens, case, Shape(head_dim=given.head_dim), given.launches)
-        print(json.dumps({"kernel": given.name or name, "who": given.who, **row, "drawn": given.who == "tq4"}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def predictions(text: str, tokens: int, warps: int, launches: int, kernel: str, who: str) -> list[dict[str, Any]]:
+    """The lines of benchmarks/gpu/predictions.jsonl that follow from a kernel's hottest loop, but for their date."""
+    load = load_of(hottest_loop(text), warps)
+    rows = [predict(load, tokens, case, Shape(), launches) for case in CASES]
+    return [{"kernel": kernel, "who": who, **row, "drawn": who == "tq4"} for row in rows]

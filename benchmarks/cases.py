@@ -1,0 +1,255 @@
+"""Models, caches and steps as every benchmark uses them: what is asked of a config, a cache or an executor is asked here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.generation import prefill_in_chunks
+from haarkv.engine.plans import plan_for
+from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+
+_FILL = 4096
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many sequences, and how many tokens each of them has stored when the step is over."""
+
+    batch: int
+    context: int
+
+
+class Heads(NamedTuple):
+    """Query heads, KV heads, and numbers of a head's vector."""
+
+    q: int
+    kv: int
+    dim: int
+
+
+def heads(config: DecoderConfig, layer: int = 0) -> Heads:
+    """Of one layer; whoever measures a single layer measures the first."""
+    del layer  # every layer of today's models has the same
+    return Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+
+
+def scale(config: DecoderConfig) -> float:
+    """What attention multiplies its products with."""
+    return config.softmax_scale
+
+
+def every_layer(config: DecoderConfig) -> list[Heads]:
+    """Heads of each layer in turn."""
+    return [heads(config, layer) for layer in range(config.num_layers)]
+
+
+def kv_numbers(config: DecoderConfig) -> int:
+    """Numbers of K and V of one token, all layers and heads."""
+    return sum(2 * of.kv * of.dim for of in every_layer(config))
+
+
+def token_bytes(plan: KVPlan, config: DecoderConfig) -> float:
+    """Bytes of K and V of one token in all layers of a plan, scales included."""
+    _, kv, dim = heads(config)
+    return plan.bytes_per_token(kv, dim)
+
+
+def first_layer(plan: KVPlan, times: int = 1) -> KVPlan:
+    """A plan of its first layer alone, as often as asked for."""
+    return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink)
+
+
+def new_cache(
+    plan: KVPlan, config: DecoderConfig, tokens: int, batch: int = 1, device: torch.device = CPU
+) -> tuple[PagedKVCache, PagedSequences]:
+    """An empty cache with room for sequences of so many tokens, and their pages."""
+    _, kv, dim = heads(config)
+    blocks = batch * blocks_for(tokens)
+    cache = PagedKVCache(plan, num_kv_heads=kv, head_dim=dim, num_blocks=blocks, num_rows=batch, device=device)
+    return cache, new_pages(cache)
+
+
+def new_pages(cache: PagedKVCache) -> PagedSequences:
+    """Pages of a cache that holds nothing."""
+    return PagedSequences(cache.num_blocks, cache.block_size, num_rows=cache.num_rows)
+
+
+def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    _, kv, dim = heads(config)
+    shape = (case.batch, kv, case.context, dim)
+    k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator) for _ in "kv")
+    return k, v
+
+
+def random_queries(config: DecoderConfig, rows: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, Hq, D] of one layer."""
+    q, _, dim = heads(config)
+    return torch.randn(rows, q, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """K or V [B, Hkv, T, D] as an op table stores it: [B * T, Hkv, D] fp32."""
+    return x.transpose(1, 2).flatten(0, 1).float().contiguous()
+
+
+def filled(
+    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, steps: int
+) -> tuple[PagedKVCache, PagedSequences]:
+    """A cache that holds all but the last token of a case in every layer, with room for so many steps.
+
+    Layer 0 is quantized; the others hold the same bytes where they have its formats, since no time depends on them.
+    """
+    cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device)
+    alike = [layers == plan.layers[0] and not plan.windowed for layers in plan.layers]
+    for sequence in [paging.add() for _ in range(case.batch)]:
+        for begin in range(0, case.context - 1, cache.most_new_tokens or _FILL):
+            end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
+            batch = paging.batch([sequence], [end - begin]).to(k.device)
+            new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
+            for layer in range(len(plan.layers)):
+                if layer == 0 or not alike[layer]:
+                    cache.write(layer, new_k, new_v, batch)
+    for layer in range(1, len(plan.layers)):
+        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if alike[layer] else ():
+            for name, tensor in fields(cache, layer).items():
+                tensor.copy_(fields(cache, 0)[name])
+    return cache, paging
+
+
+def prefill(
+    executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences, cache: PagedKVCache
+) -> Tensor:
+    """Compute prompts in chunks; the logits after each one's last token, [B, vocab]."""
+    return prefill_in_chunks(executor, prompts, sequences, paging, cache)
+
+
+def decode(executor: Executor, tokens: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    """A decode step of one new token a sequence; its logits [B, vocab]."""
+    return executor.decode(tokens, batch, cache)
+
+
+def next_tokens(config: DecoderConfig, count: int, device: torch.device = CPU) -> Tensor:
+    """A token for each of so many sequences."""
+    return torch.arange(count, device=device) % config.vocab_size
+
+
+def random_prompts(config: DecoderConfig, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Prompts of random ids."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = torch.randint(config.vocab_size, (count, tokens), generator=draw).tolist()
+    return prompts
+
+
+def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], Tensor]:
+    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the logits [B, vocab]."""
+    tokens = next_tokens(executor.config, case.batch, cache.device)
+
+    def run() -> Tensor:
+        batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
+        logits = decode(executor, tokens, batch, cache)
+        # A sampler reads the token on the host, so a step is over when it is there.
+        logits.argmax(-1).tolist()
+        return logits
+
+    return run
+
+
+def layer_call(
+    executor: Executor, model: DecoderModel, cache: PagedKVCache, paging: PagedSequences, case: Case
+) -> Callable[[], Tensor]:
+    """One call of the first layer for one new token a sequence, always the same; it gives the hidden states [B, hidden]."""
+    batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
+    hidden = model.embed(next_tokens(model.config, case.batch)).to(cache.device)
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        return executor.layers(hidden, range(1), batch, cache)
+
+    return run
+
+
+MOST_COPIES = 64
+"""Of one layer, that take turns: as many layers as there are rotations; a short context stays within a processor's cache."""
+_CACHE = re.compile(r"(?P<pairs>[^+]+)(?P<beside>(\+(tail|sink)\d{1,9})*)")
+
+
+def parse_caches(specs: Sequence[str]) -> list[str]:
+    """Caches from lists of them, each once: a format, or several that layers take in turn, with tokens in BF16 beside them.
+
+        list := cache {"," cache}
+        cache := pair {"/" pair} {"+tail" N | "+sink" N}
+        pair := NAME | "k=" NAME ",v=" NAME
+
+    >>> parse_caches(["tq4,k=tq4,v=tq3+tail128", "k=tq4,v=tq3/bf16"])
+    ['tq4', 'k=tq4,v=tq3+tail128', 'k=tq4,v=tq3/bf16']
+
+    Raises:
+        InputError: half a pair, an empty part, or an unknown format.
+    """
+    found: dict[str, None] = {}
+    for spec in specs:
+        parts = iter(part.strip() for part in spec.split(","))
+        for whole in parts:
+            while whole.count("k=") != whole.count("v="):
+                following = next(parts, None)
+                if following is None:
+                    raise _unreadable(spec)
+                whole = f"{whole},{following}"
+            for pair in _split(whole)[0]:
+                if not formats.needs_calibration(pair):
+                    formats.parse(pair)
+            found[whole] = None
+    return list(found)
+
+
+def plain(kv: str) -> bool:
+    """Whether a cache is one pair of formats for all layers, with nothing beside it."""
+    return not set(kv) & set("+/")
+
+
+def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
+    """The plan of a cache for a model; learned nibbles are of made-up coordinates, other ones in each copy of a layer.
+
+    Raises:
+        InputError: as `parse_caches`, or it does not fit the model.
+    """
+    pairs, tail, sink = _split(kv)
+    named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
+    if not any(map(formats.needs_calibration, pairs)):
+        return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
+    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), *heads(config)[1:])
+    parsed = {pair: formats.parse(pair, learned) for pair in pairs}
+    return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
+
+
+def _split(kv: str) -> tuple[list[str], int | None, int]:
+    """Pairs, tail and sink."""
+    read = _CACHE.fullmatch(kv)
+    if read is None:
+        raise _unreadable(kv)
+    beside = dict(re.findall(r"\+(tail|sink)(\d+)", read["beside"]))
+    tail = beside.get("tail")
+    return read["pairs"].split("/"), None if tail is None else int(tail), int(beside.get("sink", 0))
+
+
+def _unreadable(spec: str) -> InputError:
+    return InputError(
+        f"cannot read --kv {spec!r}; write caches with commas between, each NAME or k=NAME,v=NAME, or several with / between "
+        "for layers that take turns; then +tailN and +sinkN"
+    )

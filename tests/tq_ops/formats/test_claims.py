@@ -1,0 +1,59 @@
+"""docs/claims.md: sizes, cosines and errors that follow from the formats are what the page says."""
+
+import pytest
+import torch
+from places import ROOT
+
+from haarkv.codebooks.lloyd_max import converged_unit_centroids
+from haarkv.tq_ops import formats
+
+PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").replace(",", "")
+SIZES = {("tq4_seed", 128): (132, 8.25), ("tbq4_0", 128): (66, 4.125), ("manthan3", 256): (100, 3.125)}
+
+
+def gaussian(head_dim):
+    return torch.randn(4096, head_dim, generator=torch.Generator().manual_seed(0))
+
+
+def round_trip(kv, x):
+    stored = formats.get(kv)
+    return stored.dequantize(stored.quantize(x, 0), 0)
+
+
+@pytest.mark.parametrize("of", SIZES)
+def test_a_vector_takes_the_bytes_of_the_page(of):
+    nbytes, bits = SIZES[of]
+    assert formats.get(of[0]).bytes_per_vector(of[1]) == nbytes
+    assert 8 * nbytes / of[1] == bits
+    assert f"{nbytes} bytes" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "scale", "cosine"),
+    [
+        ("tq4_seed", 128, 1.0, 0.9954),
+        ("tq4", 128, 1.0, 0.9954),
+        ("manthan3", 256, 1.0, 0.9828),
+        ("manthan3", 256, 50.0, 0.6965),
+    ],
+)
+def test_round_trips_have_the_cosine_of_the_page(kv, head_dim, scale, cosine):
+    x = gaussian(head_dim)
+    x[:, :2] *= torch.tensor([scale, -30.0 if scale > 1 else 1.0])
+    assert float(torch.cosine_similarity(x, round_trip(kv, x), dim=-1).mean()) == pytest.approx(cosine, abs=5e-5)
+    assert str(cosine) in PAGE
+
+
+def test_no_vector_of_the_lossless_cache_comes_back():
+    x = gaussian(128).bfloat16().float()
+    restored = round_trip("tbq4_0", x)
+    assert not (restored.bfloat16() == x.bfloat16()).all(-1).any()
+    assert float(((restored - x).norm(dim=-1) / x.norm(dim=-1)).mean()) == pytest.approx(0.0951, abs=5e-5)
+
+
+def test_eight_levels_have_the_error_of_the_page():
+    x = torch.linspace(-6, 6, 400_001, dtype=torch.float64)
+    levels = converged_unit_centroids(8).double()
+    nearest = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
+    density = torch.exp(-x * x / 2)
+    assert float((density * (x - nearest) ** 2).sum() / density.sum()) == pytest.approx(0.03455, abs=5e-6)
