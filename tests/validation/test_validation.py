@@ -22,11 +22,9 @@ from haarkv.tq_ops.formats.packing import pack_parts
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds, validate
-from haarkv.validation.layers.ascend import ascend_metrics
-from haarkv.validation.layers.compare import compare_numbers, compare_stored, compare_vectors
-from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
+from haarkv.validation.layers.compare import ascend_metrics, compare_numbers, compare_stored, compare_vectors
+from haarkv.validation.layers.faults import DRIVES, LEARNED, planted, planted_learned, reordered, table_with
 from haarkv.validation.layers.machine_faults import forward_faults
-from haarkv.validation.layers.mistaken import Mistaken
 from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.parts import poison
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json, csv_rows
@@ -729,12 +727,11 @@ def test_the_page_says_how_it_was_made_and_is_the_same_each_time():
 
 
 @pytest.mark.parametrize("fault", forward_faults(MODEL), ids=lambda fault: fault.name)
-@pytest.mark.parametrize("whole", [False, True], ids=["ops", "layers"])
-def test_what_goes_wrong_around_right_layers_is_found(fault, whole):
+@pytest.mark.parametrize("drive", DRIVES)
+def test_what_goes_wrong_around_right_layers_is_found(fault, drive):
     """Each is right layer by layer: only whole forwards show it, some of them only a verify or the step behind it."""
-    candidate = (fault.executor or Mistaken)(MODEL, MODEL, fault.table())
-    report = run(WholeLayers(candidate) if whole else candidate)
-    assert where(report) == (None, fault.seen_as if whole else fault.stage)
+    report = run(fault.executor(MODEL, drive))
+    assert where(report) == (None, *fault.stages(drive))
     assert all(row.passed for row in report.rows)
 
 

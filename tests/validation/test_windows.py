@@ -21,20 +21,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
-from haarkv.validation.layers.faults import reordered, table_with
+from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
 from haarkv.validation.layers.parts import load, put, quantized, snapshot, take
 from haarkv.validation.layers.replay.failure import OneRun, replay_of
 from haarkv.validation.layers.replay.file import dumps, loads
-from haarkv.validation.layers.self_test import WholeLayers
-from haarkv.validation.layers.slips import Layer
-from haarkv.validation.layers.unread import without_unread
-from haarkv.validation.layers.window_edges import LONG, SHORT, edges, with_tail
-from haarkv.validation.layers.window_faults import WINDOWED, window_faults
-from haarkv.validation.layers.window_merges import Parts, merging
+from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
+from haarkv.validation.layers.windows import LONG, SHORT, edges, with_tail, without_unread
 
 CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 AT = 1
 PROMPTS = [random_tokens(CONFIG, 90), random_tokens(CONFIG, 40, seed=1)]  # the first one's ring of 80 starts over
 
@@ -52,7 +47,7 @@ def compared(model, candidate, spec=WINDOWED, prompts=PROMPTS, steps=1, modes=("
 def faulty(dtype, name, drive):
     model = model_of(dtype)
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-    return fault, compared(model, DRIVES[drive](ReferenceExecutor(model, fault.table())))
+    return fault, compared(model, fault.executor(model, drive))
 
 
 # -- What is right passes ----------------------------------------------------------------------------------------------------
@@ -91,7 +86,9 @@ def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
 def test_two_parts_merged_into_one_softmax_are_right(dtype):
     """The control of the faults of a merge: the same code, merged as it should be."""
     model = model_of(dtype)
-    assert compared(model, ReferenceExecutor(model, table_with(merging(Layer(model, AT), Parts.merged)))).passed
+    assert compared(
+        model, ReferenceExecutor(model, table_with(Layer(model, AT).instead("paged_attention", merging(Parts.merged))))
+    ).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +127,7 @@ def test_every_fault_is_found_where_it_is(number):
     first = report.first_divergence
     assert not report.passed
     assert (first.layer, first.reason) == (AT, "fault")
-    assert first.stage in (fault.stage if drive == "ops" else fault.seen_as, *fault.also)
+    assert first.stage in fault.stages(drive)
     if fault.head is not None:
         assert first.head == fault.head
 
@@ -140,7 +137,7 @@ def test_the_cause_is_named(drive):
     model = model_of()
     name = "the window is one token short"
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-    candidate, prompts = DRIVES[drive](ReferenceExecutor(model, fault.table())), [PROMPTS[1]]
+    candidate, prompts = fault.executor(model, drive), [PROMPTS[1]]
     assert name in compared(model, candidate, prompts=prompts, steps=0, explains=1).first_divergence.causes
 
 
@@ -288,9 +285,9 @@ def test_a_failing_layer_with_a_window_becomes_a_small_file_that_fails_alike(nam
 
     def broken(of, _plan):
         mine = next(f for f in window_faults(of, of.config.num_layers - 1) if f.name == name)
-        return ReferenceExecutor(of, mine.table())
+        return mine.executor(of)
 
-    report = compared(model, ReferenceExecutor(model, fault.table()))
+    report = compared(model, fault.executor(model))
     make = (lambda of, _plan: ReferenceExecutor(of)), broken
     found = replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {}, 20.0)
     again = loads(dumps(found), "a file")

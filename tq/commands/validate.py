@@ -29,8 +29,7 @@ from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
-    from haarkv.validation.layers.self_test import SelfTestRow
-    from haarkv.validation.layers.sensitivity import Sensitivity
+    from haarkv.validation.layers.self_test import SelfTestRow, Sensitivity
 
 _SELF_TEST_TOKENS = (120, 100)
 
@@ -186,7 +185,7 @@ def _show_fault(row: SelfTestRow) -> None:
 def _sensitivity(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
     """Print the smallest error of scale that is caught, by stage; 0."""
     models, prompts = _own_run(context, "--sensitivity", dtype)
-    from haarkv.validation.layers.sensitivity import sensitivity
+    from haarkv.validation.layers.self_test import sensitivity
 
     rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]
     if as_json:

@@ -14,21 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.faults import Fault
+from haarkv.validation.layers.faults import OUT, Fault, Layer
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
-from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.repeat import Run
+from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.restored import slack_of_op
-from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
+from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
+from haarkv.validation.layers.trial import Run
 from haarkv.validation.layers.window_faults import window_faults
 
 _STAGES = {
@@ -123,33 +120,21 @@ def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> 
         return
     ours, theirs = made.hidden_out, run.outcome.result
     found = errors_of_layer(calls, ours, theirs, None, made.hidden_in, ops, reference.cache.num_kv_heads)
-    at, heads = Layer(reference.model, index), reference.cache.num_kv_heads
+    at = Layer(reference.model, index)
     for name, parts in found.items():
         for head, part in enumerate(parts):
             factor = float(f"{1 + part.gain:.4g}")
             if factor == 1 or not 0.01 < factor < 100:
                 continue
             if name == "softmax scale":
-                yield Fault(f"softmax scale times {factor:g}", index, "paged_attention", OUT, at.attended(steeper(factor)))
+                yield at.attending(f"softmax scale times {factor:g}", steeper(factor))
             elif name == "MLP":
-                table = at.projected("down_proj", spoil=partial(torch.mul, other=factor))
-                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, table)
-            elif name in ("attention", "attention of a head"):
-                one = head if name == "attention of a head" else None
-                words = "attention" if one is None else f"attention of KV head {one}"
-                yield Fault(
-                    f"{words} times {factor:g}", index, "paged_attention", OUT, at.attended(_times(factor, one, heads))
-                )
-
-
-def _times(factor: float, head: int | None, heads: int) -> Attend:
-    """Attention with the part of one KV head, or all of it, times a factor."""
-
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        parts = spec.paged_attention(q, cache, layer, batch, softmax_scale).chunk(heads, 1)
-        return torch.cat([part * factor if head in (None, number) else part for number, part in enumerate(parts)], 1)
-
-    return attend
+                scaled = at.projected("down_proj", partial(torch.mul, other=factor))
+                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, scaled)
+            elif name == "attention":
+                yield at.attending(f"attention times {factor:g}", larger(factor))
+            elif name == "attention of a head":
+                yield at.attending(f"attention of KV head {head} times {factor:g}", larger(factor, head))
 
 
 def _same(made: MadeLayer, other: MadeLayer) -> bool:

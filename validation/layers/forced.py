@@ -15,24 +15,15 @@ from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import Chances, chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
-from haarkv.validation.layers.judge import (
-    StoredComparison,
-    Verdict,
-    compare_both,
-    first,
-    judge_hidden,
-    judge_op,
-    judge_stored,
-    together,
-)
+from haarkv.validation.layers.judge import StoredComparison, compare_both, judge_hidden, judge_op, judge_stored, together
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
+from haarkv.validation.layers.report import Verdict, first
 from haarkv.validation.layers.restored import nearer, slack_of_op
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
-from haarkv.validation.layers.trial import Strays, Trial
-from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.trial import WITHIN_ROUNDING, Repeats, Run, Strays, Trial
+from haarkv.validation.layers.windows import without_unread
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ class Forced:
     def run(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Run:
         """One run of a layer, from the reference's input and cache."""
         self.trial.load(index, made.before)
-        return run_layer(self.trial, made.hidden_in, index, bad, forward)
+        return self.trial.run(made.hidden_in, index, bad, forward.batch)
 
     def judge(self, index: int, made: MadeLayer, run: Run, forward: Forward) -> Judged:
         """What a run of a layer got right."""
@@ -109,7 +100,7 @@ class Forced:
         compared = compare_both(cache, index, batch, made.stored, run.stored, made.k, made.v, noise)
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if outcome.problem:
-            verdicts.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
+            verdicts.insert(0, Verdict.broken("call", outcome.problem))
         expected = made.hidden_out
         if not any(verdict.fails for verdict in verdicts):
             if self.reference.records and any(verdict.reason for verdict in verdicts):

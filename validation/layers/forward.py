@@ -18,11 +18,11 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
+from haarkv.validation.layers.parts import Stored, load, new_cache, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
-from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.windows import without_unread
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,7 @@ class Schedule:
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
         """An empty cache with room for all of it, and a block and a row that nobody owns."""
-        config = model.config
-        return PagedKVCache(
-            self.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=sum(self._blocks) + 1
-        )  # fmt: skip
+        return new_cache(self.plan, model.config, sum(self._blocks) + 1)
 
     def paging(self, cache: PagedKVCache) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
@@ -242,6 +239,18 @@ class Reference:
             if bad.any():
                 where = f"token {int(bad.nonzero()[0])} of {forward.phase} {forward.step}"
                 raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
+
+    def predicted(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
+        """Logits [N, vocab] of final hidden states [T, hidden], and the recorded calls of the head, if ops are seen.
+
+        Raises:
+            InputError: they are all equal.
+        """
+        logits = self.model.head(hidden[forward.predicted], self.recorder.ops)
+        if not (logits.amax(-1) > logits.amin(-1)).all():
+            raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
+        calls = self.recorder.taken()
+        return logits, calls if self.records else []
 
     def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
         """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""

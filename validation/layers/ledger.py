@@ -16,11 +16,10 @@ from torch import Tensor
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import Chances, expected, log10_of_so_many, one_sided, stored_differently
-from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.parts import Part, Stored, parts_of
-from haarkv.validation.layers.report import Measured
+from haarkv.validation.layers.report import Measured, Verdict
 from haarkv.validation.layers.three_way import Errors
-from haarkv.validation.layers.window_edges import LONG, SHORT
+from haarkv.validation.layers.windows import LONG, SHORT
 
 _LIMIT = math.log10(bounds.CHANCE)
 _Key = tuple[str, int | None, str, str, int]

@@ -17,13 +17,6 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
-STAGES = (
-    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
-    "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
-    "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
-)  # fmt: skip
-"""Every stage in the order of a forward: those of a layer, then the head's and the whole forward."""
-
 
 @dataclass(frozen=True)
 class Call:

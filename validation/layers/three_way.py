@@ -17,7 +17,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.window_edges import LONG, SHORT, edges
+from haarkv.validation.layers.windows import LONG, SHORT, edges
 
 
 @dataclass(frozen=True)
