@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import peers
 from haarkv.validation.fidelity.as_it_comes import AsItComes, without_waiting
 from haarkv.validation.fidelity.evaluation import FidelityRow
-from haarkv.validation.fidelity.peers_plot import family, svg
+from haarkv.validation.fidelity.plot import family, peers_svg
 from haarkv.validation.fidelity.setup import load_setup
 
 CONFIG = read_config("tiny")
@@ -130,7 +130,7 @@ def test_the_figure_names_every_row_and_is_the_same_again():
         "alone": [row_of("tq2", 2.125, 0.05), row_of("OSCAR", 2.25, 0.1), row_of("far", 16.0, 0.1), row_of("none", 3.0, 0.0)],
         "window": [row_of("tq4", 4.9, 0.001), row_of("KVarN k4v2", 4.1, 0.002)],
     }
-    drawn = svg(rows)
-    assert drawn == svg(rows)
+    drawn = peers_svg(rows)
+    assert drawn == peers_svg(rows)
     assert all(f">{label}</text>" in drawn for label in ("tq2", "OSCAR", "tq4", "KVarN k4v2"))
     assert not any(f">{label}</text>" in drawn for label in ("far", "none"))

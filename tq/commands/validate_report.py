@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from haarkv.validation.layers.report import FAILS
+from haarkv.validation.layers.report import FAILS, row_cells
 from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
-    from haarkv.validation.layers.report import Finding, LayerRow, Report
+    from haarkv.validation.layers.report import Finding, Report
 
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
@@ -60,8 +60,6 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     Args:
         more: rows that stand after it.
     """
-    from haarkv.validation.layers.report import FAILS
-
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
@@ -89,39 +87,17 @@ def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
     return "not exercised", f"{'; '.join(report.not_exercised) or 'nothing'}{hint}"
 
 
-_COLUMNS = (
-    ("phase", 10), ("layer", 5), ("mode", 14), ("K %", 8), ("V %", 8), ("unexpl.", 7), ("scale", 8), ("cosine", 10),
-    ("rel. L2", 8), ("max abs", 8), ("", 7),
-)  # fmt: skip
+_MOST_OUTSIDE = 4
 
 
 def print_rows(report: Report, verbose: bool) -> None:
     """Every row, or only the first that are outside their bounds."""
     outside = [row for row in report.rows if not row.passed]
-    shown = report.rows if verbose else outside[:_MOST_OUTSIDE]
-    if shown:
-        print(_line([name for name, _ in _COLUMNS]))
-    for row in shown:
-        print(_line(_cells(row)))
+    if shown := report.rows if verbose else outside[:_MOST_OUTSIDE]:
+        cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in shown]
+        print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(shown) < len(report.rows):
         print(f"{len(report.rows) - len(shown)} more rows: --verbose")
-
-
-_MOST_OUTSIDE = 4
-
-
-def _line(cells: Sequence[str]) -> str:
-    left = {"phase", "mode", ""}
-    parts = [cell.ljust(w) if name in left else cell.rjust(w) for cell, (name, w) in zip(cells, _COLUMNS, strict=True)]
-    return "  ".join(parts).rstrip()
-
-
-def _cells(row: LayerRow) -> list[str]:
-    return [
-        f"{row.phase} {row.step}", str(row.layer), row.mode, f"{100 * row.k_match:.3f}", f"{100 * row.v_match:.3f}",
-        str(row.unexplained), f"{row.scale_err:.1e}", f"{row.hidden_cos:.8f}", f"{row.rel_l2:.1e}", f"{row.max_abs:.1e}",
-        "" if row.passed else "OUTSIDE",
-    ]  # fmt: skip
 
 
 def as_csv(report: Report) -> str:

@@ -220,13 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what --out holds, as SVG, and measure nothing")
     given = parser.parse_args(arguments)
     if given.plot:
-        from haarkv.validation.fidelity.peers_plot import svg
+        from haarkv.validation.fidelity.plot import peers_svg
 
         if given.out is None or not given.out.exists():
             parser.error("--plot draws what --out FILE holds, and there is no such file")
         rows_by_name = recorded(given.out)
         show(rows_by_name)
-        _write(given.plot, svg(rows_by_name))
+        _write(given.plot, peers_svg(rows_by_name))
         return
     if given.rows:
         if given.out is None:

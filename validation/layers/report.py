@@ -289,6 +289,16 @@ def joined(report: Report, other: Report, prefix: str) -> Report:
     )
 
 
+def row_cells(row: LayerRow) -> dict[str, str]:
+    """A row by its columns, for a table."""
+    return {
+        "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
+        "K %": f"{100 * row.k_match:.3f}", "V %": f"{100 * row.v_match:.3f}", "unexplained": str(row.unexplained),
+        "scale": f"{row.scale_err:.1e}", "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
+        "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",
+    }  # fmt: skip
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """The report as a JSON object; a figure that is not finite becomes null, since JSON cannot write it."""
     plain = asdict(report)
