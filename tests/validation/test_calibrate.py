@@ -13,8 +13,8 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.table import with_ops
-from haarkv.validation.planning import calibrate, learning
-from haarkv.validation.planning.calibrate import learn_model
+from haarkv.validation.planning import calibrate
+from haarkv.validation.planning.calibrate import learn_model, resumed, saved
 from haarkv.validation.planning.candidates import learned_anchors, places, predicted
 from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions, recording
 
@@ -127,13 +127,13 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(whole):
     kept = []
 
     def save(state):
-        kept.append(learning.dumps(state, RUN))
+        kept.append(saved(state, RUN))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], save=save)
     steps = []
-    state = learning.loads(kept[0], RUN)
+    state = resumed(kept[0], RUN)
     assert len(state.layers) == 1
     again = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], learning=state, on_step=lambda *step: steps.append(step))
     assert steps == [("layer 2 of 2", 40)] * 4
@@ -154,17 +154,17 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(whole):
 )
 def test_what_cannot_be_resumed_is_refused(whole, content, run, words):
     with pytest.raises(InputError, match=f"--resume: .*{words}"):
-        learning.loads(learning.dumps(whole, RUN) if content is None else content, run)
+        resumed(saved(whole, RUN) if content is None else content, run)
 
 
 def test_any_flipped_bit_of_a_half_done_calibration_is_refused(whole):
-    content = learning.dumps(whole, RUN)
-    learning.loads(content, RUN)
+    content = saved(whole, RUN)
+    resumed(content, RUN)
     for place in range(8, len(content), len(content) // 60):
         damaged = bytearray(content)
         damaged[place] ^= 4
         with pytest.raises(InputError, match=r"^--resume: the file is (damaged|no half-done|of version)"):
-            learning.loads(bytes(damaged), RUN)
+            resumed(bytes(damaged), RUN)
 
 
 def test_a_model_that_is_not_finite_is_named_by_its_layer():

@@ -19,10 +19,9 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
+from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts, with_extreme_scales
 from haarkv.validation.layers.faults import table_with
 from haarkv.validation.layers.report import joined
-from haarkv.validation.layers.scales import with_extreme_scales
 
 CONFIG = replace(
     SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=32, intermediate_size=48,

@@ -14,8 +14,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import peers
-from haarkv.validation.fidelity.as_it_comes import AsItComes, without_waiting
 from haarkv.validation.fidelity.evaluation import FidelityRow
+from haarkv.validation.fidelity.peers import AsItComes, without_waiting
 from haarkv.validation.fidelity.plot import family, peers_svg
 from haarkv.validation.fidelity.setup import load_setup
 

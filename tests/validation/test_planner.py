@@ -16,10 +16,8 @@ from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_wo
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.planning import planner
-from haarkv.validation.planning.candidates import bits_per_value, places, require_candidates
-from haarkv.validation.planning.knapsack import best_within
-from haarkv.validation.planning.planner import choices_within, choose, compare, measure
-from haarkv.validation.planning.verifying import Verified, rivals_of, verify
+from haarkv.validation.planning.candidates import Verified, bits_per_value, places, require_candidates, rivals_of, verify
+from haarkv.validation.planning.planner import best_within, choices_within, choose, compare, measure
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"

@@ -17,9 +17,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
 from haarkv.validation.layers.replay.case import capture, expected, judged, require_expected
-from haarkv.validation.layers.replay.failure import OneRun, replay_of
 from haarkv.validation.layers.replay.file import dumps, load, loads
-from haarkv.validation.layers.replay.shrink import fails_alike, shrink
+from haarkv.validation.layers.replay.shrink import OneRun, fails_alike, replay_of, shrink
 from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)

@@ -23,8 +23,8 @@ from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
 from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
 from haarkv.validation.layers.parts import load, put, quantized, snapshot, take
-from haarkv.validation.layers.replay.failure import OneRun, replay_of
 from haarkv.validation.layers.replay.file import dumps, loads
+from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
 from haarkv.validation.layers.windows import LONG, SHORT, edges, with_tail, without_unread
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Workload
-    from haarkv.validation.planning.calibrate import Subject
-    from haarkv.validation.planning.learning import Learning
+    from haarkv.validation.planning.calibrate import Learning, Subject
 
 
 @click.command("calibrate")
@@ -137,7 +136,7 @@ def _read(file: str, option: str) -> str:
 
 def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
-    from haarkv.validation.planning import learning
+    from haarkv.validation.planning.calibrate import resumed, saved
 
     windows, held_back = ([of.fed(window) for window in of.windows] for of in (work, judged))
     tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
@@ -149,11 +148,11 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
     }
     earlier = None
     if resume_file is not None and resume_file.exists():
-        earlier = learning.loads(_kept(resume_file), run)
+        earlier = resumed(_kept(resume_file), run)
 
     def save(state: Learning) -> None:
         if resume_file is not None:
-            write_whole(resume_file, learning.dumps(state, run))
+            write_whole(resume_file, saved(state, run))
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from haarkv.validation.fidelity.evaluation import Setup
-    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
-    from haarkv.validation.planning.verifying import Verified
 
 _CONTEXT = 4096
 
@@ -265,7 +264,7 @@ def _search(
 
 def _verify(setup: Setup, request: _Request, found: Found, ids: list[int], tokens: int) -> Verified:
     from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.verifying import rivals_of, verify
+    from haarkv.validation.planning.candidates import rivals_of, verify
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)

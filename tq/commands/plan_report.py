@@ -11,9 +11,8 @@ from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow
-    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
-    from haarkv.validation.planning.verifying import Verified
 
 
 @dataclass(frozen=True)

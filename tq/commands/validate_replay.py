@@ -12,7 +12,7 @@ from haarkv.tq_ops.output_files import write_whole
 from tq.output import err
 
 if TYPE_CHECKING:
-    from haarkv.validation.layers.replay.failure import OneRun
+    from haarkv.validation.layers.replay.shrink import OneRun
 
 _SECONDS = 60.0
 """To make a failing layer smaller in."""
@@ -20,8 +20,8 @@ _SECONDS = 60.0
 
 def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     """Write the failing layer, as small as it was found to fail; in words what was written, or why nothing was."""
-    from haarkv.validation.layers.replay.failure import replay_of
     from haarkv.validation.layers.replay.file import dumps
+    from haarkv.validation.layers.replay.shrink import replay_of
     from tq.commands.validate_report import versions
 
     try:

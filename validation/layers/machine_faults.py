@@ -123,7 +123,7 @@ def _cut_off(at: Layer) -> Iterator[Fault]:
         return cut_off(reference.paged_attention(q.float(), cache, layer, batch, scale)).to(q.dtype)
 
     def direction(x: Tensor) -> Tensor:
-        length = x.norm(dim=-1, keepdim=True)
+        length: Tensor = x.norm(dim=-1, keepdim=True)
         return cut_off(x / length) * length
 
     # K is normed again, so the length that this takes away shows in V.

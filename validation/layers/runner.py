@@ -193,7 +193,8 @@ class _Validation:
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
             late.append(wrong.at(forward.phase, forward.step, index))
-        return (result.float() - made.hidden_out.float()).norm(dim=-1) / made.hidden_out.float().norm(dim=-1)
+        distance: Tensor = (result.float() - made.hidden_out.float()).norm(dim=-1)
+        return distance / made.hidden_out.float().norm(dim=-1)
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:

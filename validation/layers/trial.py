@@ -199,7 +199,7 @@ def differing_forward(
         bad: what the places of its tokens hold before, by layer.
     """
     batch, layers = forward.batch, range(len(bad))
-    runs = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
+    runs: list[list[Any]] = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
     for _ in range(bounds.WHOLE_AGAIN):
         for index, poison in enumerate(bad):
             whole.put(index, batch, poison)
