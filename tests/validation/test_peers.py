@@ -11,13 +11,14 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import peers
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.peers import AsItComes, without_waiting
 from haarkv.validation.fidelity.plot import family, peers_svg
 from haarkv.validation.fidelity.setup import load_setup
+from haarkv.validation.layers.parts import new_cache
 
 CONFIG = read_config("tiny")
 ROW = FidelityRow("x", 0.0, 0.0, 0.1, 0.1, 0.1, 1.0, 0.0, 9.0, 0.0, None)
@@ -41,9 +42,7 @@ class Side:
 )
 def test_the_bytes_are_those_that_the_product_allocates(spec):
     plan = plan_for(spec, CONFIG)
-    cache = PagedKVCache(
-        plan, num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim, num_blocks=blocks_for(4096), num_rows=1
-    )
+    cache = new_cache(plan, CONFIG, blocks_for(4096), num_rows=1)
     row = peers._counted(ROW, Side(plan), 4096)
     assert row.bytes_per_token == cache.nbytes / 4096
     assert row.bits_per_value == 16 * row.bytes_per_token / plan_for(KVSpec("bf16"), CONFIG).bytes_per_token(2, 128)

@@ -17,12 +17,11 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
 from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
-from haarkv.validation.layers.parts import load, put, quantized, snapshot, take
+from haarkv.validation.layers.parts import load, new_cache, put, quantized, read_as, snapshot, take
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
@@ -145,7 +144,7 @@ def test_the_cause_is_named(drive):
 def stored(tokens=100):
     """A cache of one sequence and the batch of its last token."""
     config, plan = CONFIG, WINDOWED.plan(CONFIG.num_layers)
-    cache_ = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=3)
+    cache_ = new_cache(plan, config, 3)
     paging = PagedSequences(3, cache_.block_size)
     sequence, generator = paging.add(), torch.Generator().manual_seed(0)
     for count in (64, tokens - 65, 1):
@@ -234,8 +233,7 @@ def test_a_window_of_one_head_that_is_short_in_prefill_alone_is_told_from_roundi
         out = reference.paged_attention(q, cache_, layer, batch, scale)
         if layer == AT and len(q) > len(batch.seq_lens):
             windows = [with_tail(window, window.tail - 1) for window in cache_.windows(layer)]
-            fields = cache_.k_fields(layer), cache_.v_fields(layer)
-            other = PagedKVCache.over(cache_.plan.layers[layer], layer, fields, windows, cache_.head_dim)
+            other = read_as(cache_, layer, windows=tuple(windows))
             last = torch.repeat_interleave(batch.seq_lens, batch.query_start_loc.diff())
             some = (batch.positions < last - 2 * WINDOWED.tail) | (drive == "layers")
             wrong = some.nonzero(), torch.arange(head * group, len(out[0]))

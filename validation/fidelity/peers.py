@@ -43,6 +43,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup, run_fingerprint
+from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.moments import learn_oscar
 
@@ -176,10 +177,8 @@ class _Side(Session):
     """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
-        cache = PagedKVCache(
-            self.plan, num_kv_heads=self.config.num_kv_heads, head_dim=self.config.head_dim,
-            num_blocks=sequences * blocks_for(max_context), num_rows=sequences, chunk=CHUNK,
-        )  # fmt: skip
+        blocks = sequences * blocks_for(max_context)
+        cache = new_cache(self.plan, self.config, blocks, num_rows=sequences, chunk=CHUNK)
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.session import Session
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.validation.layers.trial import run_phase
 
 TOP = 5
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary.
@@ -237,7 +238,7 @@ def _steps(
             return
         batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
         token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
-        logits = side.executor.decode(token_ids, batch, cache)
+        logits = run_phase(side.executor, "decode", token_ids, batch, cache)
 
 
 def summarize(scored: Sequence[Scored]) -> Fidelity:

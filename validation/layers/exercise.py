@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
-from haarkv.tq_ops.table import with_ops
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.forward import Schedule
+from haarkv.validation.layers.parts import new_cache
+from haarkv.validation.layers.record import watched
 
 TINY, HUGE = 0.01, 1000.0
 """Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
@@ -183,17 +186,12 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
 
 def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """K and V [T, Hkv, D] of each layer."""
-    config, found = model.config, []
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        found.append((k, v))
-        reference.store_kv(k, v, cache, layer, batch)
-
-    blocks = blocks_for(len(token_ids))
-    cache = PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks)
+    found: list[tuple[Tensor, Tensor]] = []
+    ops = watched(cast(OpTable, reference), lambda k, v: found.append((k, v)))
+    cache = new_cache(plan, model.config, blocks_for(len(token_ids)))
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [len(token_ids)])
-    model.prefill(torch.tensor(token_ids), batch, cache, with_ops(reference, {"store_kv": store_kv}))
+    model.layers(model.embed(torch.tensor(token_ids)), range(model.config.num_layers), batch, cache, ops)
     return found
 
 

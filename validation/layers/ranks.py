@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.parts import Stored, load, snapshot, tensors_of
+from haarkv.validation.layers.parts import Stored, load, new_cache, snapshot, tensors_of
+from haarkv.validation.layers.trial import run_phase
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,16 @@ class _Part:
             part = {name: {field: whole[:, self._heads] for field, whole in of.items()} for name, of in stored.items()}
             load(cache, layer, part)
         x, batch = call.x.to(executor.device), call.batch.to(executor.device)
-        if call.method == "layers":
-            result = executor.layers(x, call.span, batch, cache)
-        else:
-            result = getattr(executor, call.method)(x, batch, cache)
+        whole = call.method != "layers"
+        result = run_phase(executor, call.method, x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
         return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
 
     def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
-        config = self.executor.config
         if blocks not in self._caches:
-            self._caches[blocks] = PagedKVCache(
-                self.plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=blocks[0],
-                block_size=blocks[1], device=self.executor.device,
-            )  # fmt: skip
+            num_blocks, block_size = blocks
+            self._caches[blocks] = new_cache(
+                self.plan, self.executor.config, num_blocks, block_size=block_size, device=self.executor.device
+            )
         return self._caches[blocks]
 
 
@@ -98,14 +98,12 @@ class Gathered:
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("prefill", token_ids, range(self.config.num_layers), batch, cache)
+    def _forward(self, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call(phase, token_ids, range(self.config.num_layers), batch, cache)
 
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("decode", token_ids, range(self.config.num_layers), batch, cache)
-
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("verify", token_ids, range(self.config.num_layers), batch, cache)
+    prefill = partialmethod(_forward, "prefill")
+    decode = partialmethod(_forward, "decode")
+    verify = partialmethod(_forward, "verify")
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("layers", hidden, span, batch, cache)
@@ -130,7 +128,7 @@ def gathered(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPla
         yield executor
         return
     try:
-        yield Gathered(executor, ranks, whole, plan)
+        yield cast(Executor, Gathered(executor, ranks, whole, plan))
     finally:
         ranks.share(None)
 
@@ -139,9 +137,5 @@ def follow(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan)
     """On every other rank: run what rank 0 runs, until it is done."""
     part = _Part(executor, ranks, whole, plan)
     with torch.inference_mode():
-        while (call := ranks.share(_no_call())) is not None:
+        while (call := ranks.share(cast(_Call | None, None))) is not None:
             part.run(call)
-
-
-def _no_call() -> _Call | None:
-    return None

@@ -80,6 +80,22 @@ class Recorder:
         return self._stages.of(tensor) is not None
 
 
+def watched(
+    ops: OpTable, on_kv: Callable[[Tensor, Tensor], object], on_q: Callable[[Tensor], object] = lambda _: None
+) -> OpTable:
+    """An op table that tells which K and V [T, Hkv, D] it is given to store, and which queries [T, Hq, D] attend."""
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        on_kv(k, v)
+        ops.store_kv(k, v, cache, layer, batch)
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        on_q(q)
+        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+
+    return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
+
+
 def table_of(executor: Executor) -> OpTable | None:
     """The op table by which an executor's ops can be recorded on the host; None if its layers can only be run whole."""
     return executor.ops if executor.device.type == "cpu" else None

@@ -193,8 +193,9 @@ class _Validation:
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
             late.append(wrong.at(forward.phase, forward.step, index))
-        distance: Tensor = (result.float() - made.hidden_out.float()).norm(dim=-1)
-        return distance / made.hidden_out.float().norm(dim=-1)
+        right = made.hidden_out.float()
+        off: Tensor = (result.float() - right).norm(dim=-1) / right.norm(dim=-1)
+        return off
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:

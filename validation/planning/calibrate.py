@@ -36,13 +36,14 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
+from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.moments import Sums, metric_of_values, recording
 
 OnStep = Callable[[str, int], None]
@@ -102,12 +103,9 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
     config, blocks = model.config, blocks_for(len(hidden))
     plan = KVSpec("bf16").plan(config.num_layers)
-    shape = (config.num_kv_heads, config.head_dim)
     page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.head_dim) for f in plan.layers[layer]) * config.num_kv_heads)
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = PagedKVCache(
-        plan, num_kv_heads=shape[0], head_dim=shape[1], num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages
-    )
+    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
     paging = PagedSequences(blocks, cache.block_size, num_rows=1)
     batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)

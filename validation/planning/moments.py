@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,10 +22,9 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.learned import Calibration
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
+from haarkv.validation.layers.record import watched
 
 _TINY = 1e-300
 
@@ -178,16 +178,7 @@ def metric_of_values(o_proj: Tensor, num_kv_heads: int, head_dim: int) -> Tensor
 
 def recording(ops: OpTable, sums: Sums) -> OpTable:
     """An op table that adds what the cache and attention are given to some sums."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        sums.add_kv(k, v)
-        ops.store_kv(k, v, cache, layer, batch)
-
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        sums.add_q(q)
-        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
-
-    return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
+    return watched(ops, sums.add_kv, sums.add_q)
 
 
 # -- OSCAR's rotations -------------------------------------------------------------------------------------------------
@@ -222,16 +213,11 @@ def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -
     """
     seen: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def keep(k: Tensor, v: Tensor) -> None:
         seen["k"].append(k)
         seen["v"].append(v)
-        reference.store_kv(k, v, cache, layer, batch)
 
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        seen["q"].append(q)
-        return reference.paged_attention(q, cache, layer, batch, softmax_scale)
-
-    ops = with_ops(reference, {"store_kv": store_kv, "paged_attention": paged_attention})
+    ops = watched(cast(OpTable, reference), keep, seen["q"].append)
     side = Session(base.name, base.config, ReferenceExecutor(model, ops), base.tokenizer, base.plan)
     hidden = [model.embed(window) for window in windows]
     bases: dict[str, list[Basis]] = {"k": [], "v": []}
