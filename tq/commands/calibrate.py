@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
-from tq.commands.generate import read_prompt
+from tq.commands.eval import read_text
 from tq.options import check_outputs, executor_option, json_option, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring, unread_is_fine
 
@@ -64,19 +64,10 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
 @json_option
 def command(
-    text_files: tuple[str, ...],
-    verify_file: str | None,
-    out_file: Path,
-    tokens: int,
-    verify_tokens: int,
-    window: int | None,
-    context: int | None,
-    threads: int | None,
-    resume_file: Path | None,
-    force: bool,
-    as_json: bool,
-    **model: Any,
-) -> None:
+    text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
+    window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    as_json: bool, **model: Any,
+) -> None:  # fmt: skip
     """Learn in which coordinates a model's K and V are cheapest to store, for formats lrN.
 
     All windows go through the model layer by layer. A layer's queries, its o_proj, and the spread of its K and V give the
@@ -87,8 +78,8 @@ def command(
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
       tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
     """
-    text = "\n".join(_read(file, "--text") for file in text_files)
-    other = None if verify_file is None else _read(verify_file, "--verify")
+    text = "\n".join(read_text(file, "--text") for file in text_files)
+    other = None if verify_file is None else read_text(verify_file, "--verify")
     check_outputs(out_file, resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
@@ -126,12 +117,6 @@ def command(
     write_whole(out_file, dumps(found))
     with unread_is_fine():
         _print(out_file, found, report, as_json)
-
-
-def _read(file: str, option: str) -> str:
-    if text := read_prompt(file, option):
-        return text
-    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
 
 
 def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
@@ -205,12 +190,11 @@ class _Report:
     @property
     def as_json(self) -> dict[str, Any]:
         """What the file carries."""
-        keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
         return {
             "tokens": self.tokens,
             "verified_tokens": self.verified_tokens,
             "fit": {"k": self.fit[0], "v": self.fit[1]},
-            "verified": [{key: getattr(row, key) for key in keys} for row in self.rows],
+            "verified": [row.measured for row in self.rows],
         }
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
-from tq.commands.eval import open_partial
-from tq.commands.generate import read_prompt
+from tq.commands.eval import open_partial, read_text
 from tq.commands.plan_report import Found, ending, measured_by, print_plan
 from tq.options import (
     Numbers,
@@ -76,24 +75,11 @@ _CONTEXT = 4096
 @click.option("--force", is_flag=True, help="Write the plan even if one format of the same bytes is as good.")
 @json_option
 def command(
-    text_file: str,
-    verify_file: str | None,
-    budget: float,
-    out_file: Path,
-    candidates: str | None,
-    tails: tuple[int, ...] | None,
-    sinks: tuple[int, ...] | None,
-    calibration: str | None,
-    context: int | None,
-    tokens: int,
-    verify_tokens: int,
-    window: int | None,
-    threads: int | None,
-    resume_file: Path | None,
-    force: bool,
-    as_json: bool,
-    **model: Any,
-) -> int:
+    text_file: str, verify_file: str | None, budget: float, out_file: Path, candidates: str | None,
+    tails: tuple[int, ...] | None, sinks: tuple[int, ...] | None, calibration: str | None, context: int | None,
+    tokens: int, verify_tokens: int, window: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    as_json: bool, **model: Any,
+) -> int:  # fmt: skip
     """Choose a format for K and for V of each layer, and a tail, within a budget of bits a value.
 
     First each candidate is measured alone, at K and at V of each layer, with everything else in bf16. For each tail, the
@@ -105,7 +91,7 @@ def command(
       tq plan --text train.txt --verify held_out.txt --budget 4.0 --out plan.json
       tq generate --kv-plan plan.json --prompt 'def main('
     """
-    text, other = _read(text_file, "--text"), None if verify_file is None else _read(verify_file, "--verify")
+    text, other = read_text(text_file, "--text"), None if verify_file is None else read_text(verify_file, "--verify")
     check_outputs(out_file, resume_file)
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file
@@ -124,7 +110,8 @@ def command(
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
-    texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
+    ids = encode(text)
+    texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
     request = _Request(
         config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned,
         predicts=candidates is None,
@@ -215,16 +202,6 @@ class _Request:
 
         for choice in self.choices(self.completed({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})):
             cache_of(setup.base, choice.plan)
-
-
-def _read(file: str, option: str) -> str:
-    if text := read_prompt(file, option):
-        return text
-    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
-
-
-def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
-    return ids[: len(ids) // 2], ids[len(ids) // 2 :]
 
 
 def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:

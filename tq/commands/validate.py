@@ -11,9 +11,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq.commands.generate import read_prompts
-from tq.commands.validate_compare import compare
-from tq.commands.validate_replay import write_replay
-from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
+from tq.commands.validate_report import about, as_csv, compare, print_rows, print_verdict, unexercised, write_replay
 from tq.commands.validate_run import validated
 from tq.options import (
     executor_option,

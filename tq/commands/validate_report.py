@@ -1,22 +1,31 @@
-"""What `tq validate` and `tq replay` print and write of a report."""
+"""What `tq validate` and `tq replay` print and write of a report, of two, and of a failing layer."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.layers.report import FAILS, row_cells
-from tq.output import print_table
+from tq.output import err, print_table, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
+    from haarkv.validation.layers.replay.shrink import OneRun
     from haarkv.validation.layers.report import Finding, Report
+    from haarkv.validation.layers.two_runs import Change
 
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
@@ -107,3 +116,79 @@ def as_csv(report: Report) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
     return text.getvalue()
+
+
+# -- Two reports -------------------------------------------------------------------------------------------------------
+def compare(before: Path, after: Path, as_json: bool) -> int:
+    """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
+    from haarkv.validation.layers.two_runs import compare_files
+
+    found = compare_files(before, after)
+    if as_json:
+        shares = [{"before": _finite(change.before), "after": _finite(change.after)} for change in found.changes]
+        changes = [asdict(change) | of for change, of in zip(found.changes, shares, strict=True)]
+        print(json.dumps({"worse": found.worse, **asdict(found), "changes": changes}))
+        return int(found.worse)
+    words = ["passed" if passed else "failed" for passed in found.verdicts]
+    counts = [sum(change.direction == way for change in found.changes) for way in ("worse", "better")]
+    rows = [
+        ("verdict", f"{words[0]} before, {words[1]} after"),
+        ("tensors", f"{found.compared} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
+        *(("the runs differ", visible(difference)) for difference in found.differences),
+    ]
+    if found.missing:
+        rows.append(("not compared", f"{found.missing} tensors that only one run has"))
+    print_table(visible(f"{after} beside {before}"), [], rows)
+    if found.changes:
+        print_table(
+            "Errors as a share of their bounds",
+            ["", "layer", "stage", "before", "after"],
+            list(map(_change_row, found.changes)),
+        )
+    return int(found.worse)
+
+
+def _change_row(change: Change) -> tuple[str, ...]:
+    layer = "–" if change.layer is None else str(change.layer)
+    shown = [
+        f"{'not finite' if math.isinf(share) else f'{100 * share:.3g} %'} ({found})"
+        for share, found in ((change.before, change.found_before), (change.after, change.found_after))
+    ]
+    return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *shown
+
+
+def _finite(share: float) -> float | None:
+    return share if math.isfinite(share) else None
+
+
+# -- A failing layer ---------------------------------------------------------------------------------------------------
+_SECONDS = 60.0
+"""To make a failing layer smaller in."""
+
+
+def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
+    """Write the failing layer, as small as it was found to fail; in words what was written, or why nothing was."""
+    from haarkv.validation.layers.replay.file import dumps
+    from haarkv.validation.layers.replay.shrink import replay_of
+
+    try:
+        with _shrinking() as on_try:
+            found = replay_of(runs, versions()[0], _SECONDS, on_try)
+    except InputError as error:
+        return f"nothing was written: {error}"
+    content = dumps(found)
+    write_whole(file, content)
+    return (
+        f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq replay {file} --executor {found.candidate}"
+    )
+
+
+@contextmanager
+def _shrinking() -> Iterator[Callable[[], object]]:
+    """A counter on stderr; silent when stderr is not a terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("making the failing layer smaller, attempt {task.completed}"))
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda: bar.advance(task)

@@ -18,7 +18,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.faults import OUT, Fault, Layer
-from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
+from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Verdict
@@ -47,9 +47,7 @@ Far = Callable[[Reference, MadeLayer], float | None]
 """How far a run is from what an altered reference made; None if one of them is at fault beside the other."""
 
 
-def explain(
-    reference: Reference, index: int, made: MadeLayer, run: Run, forward: Forward, verdict: Verdict, far: Far
-) -> Verdict:
+def explain(reference: Reference, made: MadeLayer, run: Run, verdict: Verdict, far: Far) -> Verdict:
     """The verdict on a run of a layer that is wrong, with what explains it.
 
     Args:
@@ -60,20 +58,20 @@ def explain(
         causes, else all that the wrong output depends on.
     """
     found: list[tuple[float, Fault]] = []
-    for fault in _candidates(reference, index, made, run):
+    for fault in _candidates(reference, made, run):
         # What is stored is wrong, or is not: a slip in the other half of the layer explains neither.
         if fault.model is None and (fault.seen_as == OUT) != (verdict.stage == OUT):
             continue
         altered = reference.altered(fault.model, fault.table())
         try:
-            other = altered.again(index, made, forward)
+            other = altered.again(made)
         except InputError:  # it makes nothing that could be compared
             continue
         distance = None if _same(made, other) else far(altered, other)
         if distance is not None:
             found.append((distance, fault))
     if not found:
-        return replace(verdict, stages=_narrowed(verdict.stage, made, run, forward))
+        return replace(verdict, stages=_narrowed(verdict.stage, made, run))
     found.sort(key=lambda one: one[0])
     nearest = [fault for distance, fault in found if distance <= 2 * found[0][0]]
     stages = tuple(dict.fromkeys(stage for fault in nearest for stage in _stages_of(fault)))
@@ -111,15 +109,13 @@ def _slips(reference: Reference, index: int) -> Iterator[Fault]:
         yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
 
 
-def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
+def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fault]:
     """Slips, and parts that are too large by as much as fits best."""
+    index, ops, heads = made.index, reference.ops, reference.cache.num_kv_heads
     yield from _slips(reference, index)
-    calls, ops = made.calls, reference.ops
-    attention = [call for call in calls if call.op == "paged_attention"]
-    if not attention or not torch.isfinite(run.outcome.result).all():
+    if not any(call.op == "paged_attention" for call in made.calls) or not torch.isfinite(run.outcome.result).all():
         return
-    ours, theirs = made.hidden_out, run.outcome.result
-    found = errors_of_layer(calls, ours, theirs, None, made.hidden_in, ops, reference.cache.num_kv_heads)
+    found = errors_of_layer(made, made.hidden_out, run.outcome.result, None, ops, heads)
     at = Layer(reference.model, index)
     for name, parts in found.items():
         for head, part in enumerate(parts):
@@ -150,7 +146,7 @@ def _stages_of(fault: Fault) -> tuple[str, ...]:
     return next((stages for word, stages in _CONFIG.items() if fault.name.startswith(word)), (fault.stage,))
 
 
-def _narrowed(stage: str, made: MadeLayer, run: Run, forward: Forward) -> tuple[str, ...]:
+def _narrowed(stage: str, made: MadeLayer, run: Run) -> tuple[str, ...]:
     """The stages that a wrong output depends on.
 
     The first token of a sequence attends to nothing but itself: its attention is its own V, whatever its query and the softmax
@@ -159,7 +155,7 @@ def _narrowed(stage: str, made: MadeLayer, run: Run, forward: Forward) -> tuple[
     every = _STAGES.get(stage, (stage,))
     if stage != "attention_mlp":
         return every
-    first = forward.batch.positions == 0
+    first = made.batch.positions == 0
     error = (run.outcome.result.double() - made.hidden_out.double()).norm(dim=-1) / made.hidden_out.double().norm(dim=-1)
     if not first.any() or first.all():
         return every

@@ -95,7 +95,7 @@ class Free:
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
             return run, Verdict.broken("free_running", detail)
-        failing = first(self._forced.judge(index, expected, run, forward).verdicts)
+        failing = first(self._forced.judge(expected, run).verdicts)
         if failing is None or not failing.fails:
             return run, None
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Reason, Verdict
@@ -127,26 +127,24 @@ def _judge_error(stage: str, identical: bool, error: float, bound: float, what: 
     return Verdict(stage, reason, error, bound, "" if identical else f"{what} {error:.2e}, bound {bound:.1e}")
 
 
-def compare_both(
-    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, k: Tensor, v: Tensor, noise: float | Tensor
-) -> StoredComparison:
-    """Compare what two executors stored of a layer's K and V, each part in its own format.
+def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: float | Tensor) -> StoredComparison:
+    """Compare what an executor stored of a layer's K and V with the reference's, each part in its own format.
 
     Args:
         cache: whose formats they are stored in.
-        batch: of the tokens.
-        ours, theirs: what `take` finds.
-        k, v: [T, Hkv, D] fp32, what `ours` was quantized from.
+        theirs: what `take` finds.
         noise: as in `KVFormat.choice`.
     """
     compared = {}
-    for part in parts_of(cache, layer):
-        tokens = part.where(batch)[0]
-        if not len(tokens):
-            continue
-        x, allowed = (k if part.side == "k" else v)[tokens], noise[tokens] if isinstance(noise, Tensor) else noise
-        both = compare_tokens(part.kv_format, layer, ours[part.name], theirs[part.name], x, allowed)
-        compared[part.name] = PartComparison(part.stage, *both)
+    for part in parts_of(cache, made.index):
+        tokens = part.where(made.batch)[0]
+        if len(tokens):
+            x, allowed = (
+                (made.k if part.side == "k" else made.v)[tokens],
+                noise[tokens] if isinstance(noise, Tensor) else noise,
+            )
+            both = compare_tokens(part.kv_format, made.index, made.stored[part.name], theirs[part.name], x, allowed)
+            compared[part.name] = PartComparison(part.stage, *both)
     return StoredComparison(compared)
 
 

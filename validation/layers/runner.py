@@ -134,7 +134,7 @@ class _Validation:
         """One layer, teacher-forced, and nothing else."""
         load(self.reference.cache, index, before)
         made = self.reference.layer(index, hidden, forward)
-        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v, forward.batch), forward)
+        self._teacher_forced(made, poison(self.reference.cache, index, made.k, made.v, forward.batch))
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
@@ -165,9 +165,9 @@ class _Validation:
             self.exercise.saw(index, made.k, made.v)
             bad = poison(self.reference.cache, index, made.k, made.v, forward.batch)
             if "teacher-forced" in self.modes:
-                self._teacher_forced(index, made, bad, forward)
+                self._teacher_forced(made, bad)
             if "free-running" in self.modes:
-                drift = self._free_running(index, made, bad, drift, forward)
+                drift = self._free_running(made, bad, drift)
             hidden = made.hidden_out
         logits, calls = self.reference.predicted(hidden, forward)
         if "free-running" in self.modes:
@@ -176,23 +176,21 @@ class _Validation:
             self.logits.append(judged.row)
         return logits
 
-    def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
+    def _teacher_forced(self, made: MadeLayer, bad: Stored) -> None:
         """One layer fed the reference's input and cache."""
-        judged = self.forced.layer(index, made, bad, forward)
-        passed = self._settle(judged.verdicts, index, forward)
-        self._row(forward, index, "teacher-forced", judged.compared, judged.expected, judged.result, made.hidden_in, passed)
+        judged = self.forced.layer(made, bad)
+        passed = self._settle(judged.verdicts, made.index, made.forward)
+        self._row(made, "teacher-forced", judged.compared, judged.expected, judged.result, passed)
 
-    def _free_running(self, index: int, made: MadeLayer, bad: Stored, drift: Tensor, forward: Forward) -> Tensor:
+    def _free_running(self, made: MadeLayer, bad: Stored, drift: Tensor) -> Tensor:
         """One layer fed what the candidate made of the last; how far each token is off by now."""
-        run, wrong = self.free.layer(index, bad, forward)
+        run, wrong = self.free.layer(made.index, bad, made.forward)
         noise, result = self.limits.kv_noise + drift[:, None, None], run.outcome.result
-        compared = compare_both(
-            self.reference.cache, index, forward.batch, made.stored, run.stored, made.k, made.v, noise
-        )  # fmt: skip
-        self._row(forward, index, "free-running", compared, made.hidden_out, result, made.hidden_in, wrong is None)
+        compared = compare_both(self.reference.cache, made, run.stored, noise)
+        self._row(made, "free-running", compared, made.hidden_out, result, wrong is None)
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
-            late.append(wrong.at(forward.phase, forward.step, index))
+            late.append(wrong.at(made.forward.phase, made.forward.step, made.index))
         right = made.hidden_out.float()
         off: Tensor = (result.float() - right).norm(dim=-1) / right.norm(dim=-1)
         return off
@@ -207,13 +205,10 @@ class _Validation:
             self.found.append(found.at(*where))
         return found is None or not found.fails
 
-    def _row(
-        self, forward: Forward, index: int, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor,
-        before: Tensor, passed: bool,
-    ) -> None:  # fmt: skip
-        hidden = compare_vectors(ours, theirs, before)
+    def _row(self, made: MadeLayer, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor, passed: bool) -> None:
+        hidden = compare_vectors(ours, theirs, made.hidden_in)
         row = LayerRow(
-            forward.phase, forward.step, index, mode,
+            made.forward.phase, made.forward.step, made.index, mode,
             k_match=stored.k.match, v_match=stored.v.match, unexplained=stored.unexplained, scale_err=stored.length_error,
             hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
             passed=passed, ascend=ascend_metrics(theirs, ours),

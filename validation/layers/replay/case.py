@@ -204,7 +204,7 @@ def expected(case: LayerCase, make: Make) -> MadeLayer:
     cache = new_cache(case)
     reference = Reference(make(case.model, case.plan), case.model, cache)
     load(cache, case.index, case.before)
-    return reference.layer(case.index, case.hidden, _forward(case))
+    return reference.layer(case.index, case.hidden, forward_of(case))
 
 
 @torch.inference_mode()
@@ -215,7 +215,7 @@ def judged(case: LayerCase, reference: Make, candidate: Make) -> Report:
         InputError: as `validate`.
     """
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
-    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, _forward(case))
+    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, forward_of(case))
 
 
 def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> None:
@@ -229,7 +229,7 @@ def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> Non
     """
     limits = bounds_of(case.hidden.dtype)
     cache = new_cache(case)
-    compared = compare_both(cache, case.index, case.batch, theirs.stored, made.stored, theirs.k, theirs.v, limits.kv_noise)
+    compared = compare_both(cache, theirs, made.stored, limits.kv_noise)
     verdicts = judge_stored(compared, {}, case.index, limits)
     if not compared.different:
         verdicts.append(judge_hidden("hidden state", compare_vectors(theirs.hidden_out, made.hidden_out), limits))
@@ -247,5 +247,6 @@ def new_cache(case: LayerCase) -> PagedKVCache:
     return schedule.new_cache(case.model)
 
 
-def _forward(case: LayerCase) -> Forward:
+def forward_of(case: LayerCase) -> Forward:
+    """Its forward; of the tokens only their places are known."""
     return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)

@@ -32,7 +32,7 @@ from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
-from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, is_learned
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, forward_of, is_learned
 
 VERSION = "2"
 _KEYS = {
@@ -115,8 +115,8 @@ def loads(content: bytes, name: str) -> ReplayFile:
             raise ValueError("its content is not what its SHA-256 was taken of")
         case = _read_case(tensors, metadata)
         made = MadeLayer(
-            [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"], tensors["expected.v"],
-            _read_stored(tensors, "expected"),
+            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"],
+            tensors["expected.v"], _read_stored(tensors, "expected"),
         )  # fmt: skip
         texts = (
             parse_json(metadata["finding"]),
