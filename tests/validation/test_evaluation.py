@@ -14,7 +14,7 @@ from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity import scores as fidelity
 from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial, _written
-from haarkv.validation.fidelity.scores import nearest_rank, score_text
+from haarkv.validation.fidelity.scores import score_text
 from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -116,13 +116,6 @@ def test_logits_are_compared_as_numpy_does(monkeypatch):
     assert got.same_top.tolist() == (p.argmax(-1) == q.argmax(-1)).tolist()
     assert got.same_top[0]
     assert not got.same_top.all()
-
-
-def test_the_99_9_percent_is_by_nearest_rank():
-    assert nearest_rank(range(1, 2001), 999) == 1998
-    assert nearest_rank(range(1, 1002), 999) == 1000
-    assert nearest_rank(range(1, 1001), 999) == 999
-    assert nearest_rank(range(1, 1000), 999) == 999
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

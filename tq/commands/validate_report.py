@@ -18,7 +18,7 @@ import click
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import write_whole
-from haarkv.validation.layers.report import FAILS, row_cells
+from haarkv.validation.layers.report import FAILS, finite, row_cells
 from tq.output import err, print_table, visible
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
 
     found = compare_files(before, after)
     if as_json:
-        shares = [{"before": _finite(change.before), "after": _finite(change.after)} for change in found.changes]
-        changes = [asdict(change) | of for change, of in zip(found.changes, shares, strict=True)]
-        print(json.dumps({"worse": found.worse, **asdict(found), "changes": changes}))
+        print(json.dumps(finite({"worse": found.worse, **asdict(found)})))
         return int(found.worse)
     words = ["passed" if passed else "failed" for passed in found.verdicts]
     counts = [sum(change.direction == way for change in found.changes) for way in ("worse", "better")]
@@ -155,10 +153,6 @@ def _change_row(change: Change) -> tuple[str, ...]:
         for share, found in ((change.before, change.found_before), (change.after, change.found_after))
     ]
     return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *shown
-
-
-def _finite(share: float) -> float | None:
-    return share if math.isfinite(share) else None
 
 
 # -- A failing layer ---------------------------------------------------------------------------------------------------

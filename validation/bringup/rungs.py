@@ -97,28 +97,15 @@ def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
 _HEAD = ("head", "forward")
 
 
-def one_layer(bench: Workbench) -> Found:
-    """The first layer, fed the embedding of the prompts."""
-    return _held(bench, bench.first_layer, "teacher-forced")
+def held(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
+    """Each format's validation in one mode, up to the first that fails.
 
-
-def head(bench: Workbench) -> Found:
-    """Norm and LM head behind that layer: whole forwards against the head on the executor's own layer."""
-    return _held(bench, bench.first_layer, "free-running", needs_head=True)
-
-
-def teacher_forced(bench: Workbench) -> Found:
-    """Every layer, fed the reference's input and cache: who is wrong."""
-    return _held(bench, bench.model, "teacher-forced")
-
-
-def free_running(bench: Workbench) -> Found:
-    """Every layer, fed what the executor made of the layer before: how errors grow; and whole forwards."""
-    return _held(bench, bench.model, "free-running", needs_head=True)
-
-
-def _held(bench: Workbench, model: DecoderModel, mode: Mode, *, needs_head: bool = False) -> Found:
-    """Each format's validation in one mode, up to the first that fails."""
+    Args:
+        model: the whole one, or its first layer alone.
+        mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
+            the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
+    """
+    needs_head = mode == "free-running"
     lines: dict[str, dict[int, float]] = {}
     rows: list[tuple[str, ...]] = []
     compared = 0

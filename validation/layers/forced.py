@@ -22,7 +22,7 @@ from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.report import Verdict, first
 from haarkv.validation.layers.restored import nearer, slack_of_op
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
-from haarkv.validation.layers.trial import WITHIN_ROUNDING, Repeats, Run, Strays, Trial
+from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
 from haarkv.validation.layers.windows import without_unread
 
 
@@ -154,13 +154,13 @@ class Forced:
             failing = first(verdicts)
             if unstable is not None and failing is not None:
                 return [replace(unstable, stage=failing.stage)]
-            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.result):
+            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.outcome.result):
                 self.explains -= 1
                 stored = self._readable(call, made)
-                return [explain_attention(self.reference, call, run.result, stored, verdict) for verdict in verdicts]
+                return [explain_attention(self.reference, call, run.outcome.result, stored, verdict) for verdict in verdicts]
         return verdicts
 
-    def _op_run(self, call: Call, made: MadeLayer, bad: Stored) -> OpRun:
+    def _op_run(self, call: Call, made: MadeLayer, bad: Stored) -> Run:
         assert self.ops is not None
         trial, batch, index = self.trial, made.batch, made.index
         if call.op == "store_kv":
@@ -169,29 +169,33 @@ class Forced:
         elif call.op == "paged_attention":
             trial.load(index, self._readable(call, made))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
+        strays: Strays = {}
+        stored: Stored = {}
         if call.op == "store_kv":
-            return OpRun(result, intact, trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch))
-        strays = trial.strays(range(0), batch) if call.op == "paged_attention" else {}
-        return OpRun(result, intact and not strays, strays, {})
+            strays, stored = trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch)
+        elif call.op == "paged_attention" and trial.strays(range(0), batch):
+            intact = False
+        return Run(Outcome(result, "" if intact else "changed"), strays, stored)
 
     def _readable(self, call: Call, made: MadeLayer) -> Stored:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
         cache, batch = self.reference.cache, made.batch
         return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
 
-    def _judge_op(self, call: Call, made: MadeLayer, run: OpRun) -> list[Verdict]:
-        cache, result, index = self.reference.cache, run.result, made.index
+    def _judge_op(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
+        result: Any = run.outcome.result  # of `store_kv` none is right
+        cache, index, intact = self.reference.cache, made.index, not run.outcome.problem
         if call.op != "store_kv":
             differs = _same_kind(call.result, result) and not torch.equal(call.result, result)
             allowed = slack_of_op(call, self.reference.ops) if differs else None
-            verdict = judge_op(call, result, run.intact, self.limits, allowed)
+            verdict = judge_op(call, result, intact, self.limits, allowed)
             if verdict.reason == "rounding" and self.ledger:
                 counted = nearer(call.result, result, allowed)
                 found = errors_of_op(call, counted, self.reference.ops, cache.num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
         compared = compare_both(cache, made, run.stored, self.limits.same_kv_noise)
-        refused = [] if result is None and run.intact else [judge_op(call, result, run.intact, self.limits)]
+        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if any(verdict.fails for verdict in (*refused, *verdicts)) or self.ledger is None:
             return [*refused, *verdicts]
@@ -202,13 +206,3 @@ class Forced:
 def _same_kind(ours: Any, theirs: Any) -> bool:
     """Whether two results can be compared number by number."""
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-
-
-@dataclass(frozen=True)
-class OpRun:
-    """What one run of an op gave back and left behind."""
-
-    result: Any
-    intact: bool
-    strays: Strays
-    stored: Stored

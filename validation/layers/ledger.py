@@ -45,8 +45,8 @@ class _Tokens:
     chances: Chances | None = None
 
     def __add__(self, other: _Tokens) -> _Tokens:
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("levels", "lengths", "off"))
-        return _Tokens(*map(torch.cat, pairs), _both(self.chances, other.chances))
+        levels, lengths, off = (torch.cat([getattr(x, name) for x in (self, other)]) for name in ("levels", "lengths", "off"))
+        return _Tokens(levels, lengths, off, _both(self.chances, other.chances))
 
 
 def _both(one: Chances | None, other: Chances | None) -> Chances | None:

@@ -300,19 +300,20 @@ def row_cells(row: LayerRow) -> dict[str, str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as a JSON object; a figure that is not finite becomes null, since JSON cannot write it."""
+    """The report as a JSON object."""
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]
-    finite: dict[str, Any] = _finite(plain)
-    return finite
+    written: dict[str, Any] = finite(plain)
+    return written
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value for JSON, which cannot write what is not finite: null in its place."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
