@@ -123,7 +123,7 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
     """Learn all layers, or those that an earlier run has left."""
     from haarkv.validation.planning.calibrate import resumed, saved
 
-    windows, held_back = ([of.fed(window) for window in of.windows] for of in (work, judged))
+    windows, held_back = ([each.fed(window) for window in each.windows] for each in (work, judged))
     tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
     run = {
         "model": subject.fingerprint,

@@ -151,7 +151,7 @@ def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[li
     from haarkv.tq_ops import reference
     from haarkv.validation.layers.self_test import first_layers
 
-    models = [first_layers(load_model("tiny", of), _LAYERS) for of in ([dtype] if dtype else ["float32", "bfloat16"])]
+    models = [first_layers(load_model("tiny", name), _LAYERS) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
     text = Path(str(reference.__file__)).read_text(encoding="utf-8")
     ids = load_tokenizer("tiny", models[0].config).encode(text)
     return models, [ids[:count] for count in _SELF_TEST_TOKENS]

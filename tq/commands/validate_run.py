@@ -79,7 +79,9 @@ def validated(
     else:
         ids = chosen_prompts(tokenizer, loaded.config, plan, steps)
     # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
-    scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
+    scaled = (
+        [] if texts or ranks.size > 1 or not any(kv_format.lossy for kv_format in plan.formats) else [ids[0][:_SCALED_TOKENS]]
+    )
     total = count_rows(ids, steps, plan) if all(ids) else 0
     total += count_rows(scaled, 1, plan) if scaled else 0
 

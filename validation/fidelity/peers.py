@@ -230,8 +230,8 @@ def with_calibrations(setup: Setup, entries: Sequence[Entry], context: int) -> l
     plan = make_workload(text, base.config.max_position_embeddings, tokens=LEARNED_FROM, prompts=0)
     windows = [plan.fed(window) for window in plan.windows]
     k, v = zip(*learn_model(model, reference, windows, (), context=context).layers, strict=True)
-    of = {OURS: calibration_of(k, v, context), THEIRS: learn_oscar(model, base, windows)}
-    return [replace(e, spec=replace(e.spec, calibration=of[e.whose])) if e.learned else e for e in entries]
+    calibrations = {OURS: calibration_of(k, v, context), THEIRS: learn_oscar(model, base, windows)}
+    return [replace(e, spec=replace(e.spec, calibration=calibrations[e.whose])) if e.learned else e for e in entries]
 
 
 # -- What is shown ---------------------------------------------------------------------------------------------------------

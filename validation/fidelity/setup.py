@@ -104,9 +104,9 @@ def load_setup(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
     loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
-    for of in (spec, *(plans or {}).values()):
-        if of.weights:
-            of.require_weights(fingerprint(loaded.weights.named()))
+    for each in (spec, *(plans or {}).values()):
+        if each.weights:
+            each.require_weights(fingerprint(loaded.weights.named()))
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
         made = balancing.balance(loaded)  # the baseline in bf16 computes the same bits

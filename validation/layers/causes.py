@@ -136,7 +136,7 @@ def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fau
 def _same(made: MadeLayer, other: MadeLayer) -> bool:
     """Whether a slip changes nothing here."""
     return torch.equal(made.hidden_out, other.hidden_out) and all(
-        torch.equal(field, other.stored[side][name]) for side, of in made.stored.items() for name, field in of.items()
+        torch.equal(field, other.stored[side][name]) for side, fields in made.stored.items() for name, field in fields.items()
     )
 
 

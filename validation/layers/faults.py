@@ -255,7 +255,9 @@ def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
     def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
         stored = quantized(cache, layer, batch, k, v)
         codes = {side: stored[side]["codes"] for side in sides}
-        return {side: stored[side] | {"codes": spoil(of, of.shape[-1] == k.shape[-1])} for side, of in codes.items()}
+        return {
+            side: stored[side] | {"codes": spoil(packed, packed.shape[-1] == k.shape[-1])} for side, packed in codes.items()
+        }
 
     return keep
 

@@ -156,8 +156,8 @@ class Ledger:
 
     def _most(self, key: _Key) -> int | None:
         """The layer that shows most of what all together show."""
-        of = {one[1]: errors for one, errors in self._errors.items() if one[1] is not None and one[2:] == key[2:]}
-        return max(of, key=lambda layer: _judge_errors(key[2], key[3], of[layer])[0])
+        by_layer = {one[1]: errors for one, errors in self._errors.items() if one[1] is not None and one[2:] == key[2:]}
+        return max(by_layer, key=lambda layer: _judge_errors(key[2], key[3], by_layer[layer])[0])
 
     def measured(self) -> tuple[Measured, ...]:
         """Every figure, for a table."""

@@ -153,15 +153,15 @@ def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
 def snapshot(cache: PagedKVCache, layer: int) -> Stored:
     """A copy of a layer, on the host."""
     return {
-        part: {name: tensor.to("cpu", copy=True) for name, tensor in of.items()}
-        for part, of in tensors_of(cache, layer).items()
+        part: {name: tensor.to("cpu", copy=True) for name, tensor in fields.items()}
+        for part, fields in tensors_of(cache, layer).items()
     }
 
 
 def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
     """Put a snapshot, or another cache's tensors, into a layer."""
-    for part, of in tensors_of(cache, layer).items():
-        for name, tensor in of.items():
+    for part, fields in tensors_of(cache, layer).items():
+        for name, tensor in fields.items():
             tensor.copy_(stored[part][name])
 
 

@@ -58,7 +58,7 @@ class _Part:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
         executor, cache = self.executor, self._cache(call.blocks)
         for layer, stored in call.stored.items():
-            part = {name: {field: whole[:, self._heads] for field, whole in of.items()} for name, of in stored.items()}
+            part = {name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in stored.items()}
             load(cache, layer, part)
         x, batch = call.x.to(executor.device), call.batch.to(executor.device)
         whole = call.method != "layers"
@@ -115,8 +115,8 @@ class Gathered:
         for rank, of_rank in enumerate(parts):
             heads = kv_heads_of(self.config.num_kv_heads, rank, ranks.size)
             for layer in span:
-                for part, of in tensors_of(cache, layer).items():
-                    for name, tensor in of.items():
+                for part, fields in tensors_of(cache, layer).items():
+                    for name, tensor in fields.items():
                         tensor[:, heads] = of_rank[layer][part][name]
         return result
 

@@ -259,10 +259,10 @@ def saved(learning: Learning, run: Mapping[str, str]) -> bytes:
         run: what another run must have in common with this one, by a word for the user.
     """
     tensors = {
-        f"{layer}.{side}.{of.name}": getattr(basis, of.name).contiguous()
+        f"{layer}.{side}.{part.name}": getattr(basis, part.name).contiguous()
         for layer, pair in enumerate(learning.layers)
         for side, basis in zip("kv", pair, strict=True)
-        for of in fields(Basis)
+        for part in fields(Basis)
     }
     if learning.hidden is not None:
         tensors["hidden"] = learning.hidden.contiguous()
@@ -287,7 +287,7 @@ def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
         before = parse_json(metadata["run"])
         fits = [(float(k), float(v)) for k, v in parse_json(metadata["fits"])]
         layers = [
-            tuple(Basis(**{of.name: tensors[f"{layer}.{side}.{of.name}"] for of in fields(Basis)}) for side in "kv")
+            tuple(Basis(**{part.name: tensors[f"{layer}.{side}.{part.name}"] for part in fields(Basis)}) for side in "kv")
             for layer in range(len(fits))
         ]
         hidden = tensors["hidden"]

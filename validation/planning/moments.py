@@ -154,7 +154,7 @@ class Sums:
         """
         shifts = torch.linspace(0, max(0, context - self.tokens), math.ceil(context / self.tokens), dtype=torch.float64)
         found = copy(self)
-        found.q, found.k = (over_positions(of, inv_freq, shifts) for of in (self.q, self.k))
+        found.q, found.k = (over_positions(side, inv_freq, shifts) for side in (self.q, self.k))
         return found
 
     @property

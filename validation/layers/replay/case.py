@@ -173,8 +173,8 @@ def compact(case: LayerCase) -> LayerCase:
     rows = sorted(map(int, batch.rows))
     row = torch.tensor([1 + rows.index(int(row)) for row in batch.rows])
     before = {
-        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in of.items()}
-        for part, of in case.before.items()
+        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in fields.items()}
+        for part, fields in case.before.items()
     }
     slots = block * size + batch.slot_mapping % size
     placed = replace(batch, block_table=table, slot_mapping=slots, rows=row)

@@ -89,7 +89,7 @@ def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found |= {f"weights.{path}": tensor for path, _, tensor in case.weights.named()}
     found |= {f"batch.{name}": tensor for name, tensor in vars(case.batch).items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
-        found |= {f"{where}.{side}.{name}": tensor for side, of in stored.items() for name, tensor in of.items()}
+        found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
     for side, basis in zip("kv", case.bases or (), strict=False):
         found |= {f"learned.{side}.{name}": tensor for name, tensor in vars(basis).items()}
     return found
@@ -148,10 +148,10 @@ def load(path: Path | str) -> ReplayFile:
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
     weights = config.family.LayerWeights.assembled(config, _by_hf_name(config, tensors).__getitem__)
-    batch = Batch(**{of.name: tensors[f"batch.{of.name}"] for of in fields(Batch)})
+    batch = Batch(**{part.name: tensors[f"batch.{part.name}"] for part in fields(Batch)})
     learned = None
     if "learned.k.mean" in tensors:
-        k, v = (Basis(*(tensors[f"learned.{side}.{of.name}"] for of in fields(Basis))) for side in "kv")
+        k, v = (Basis(*(tensors[f"learned.{side}.{part.name}"] for part in fields(Basis))) for side in "kv")
         learned = k, v
     kv, before = metadata["kv"], _read_stored(tensors, "before")
     tail = int(metadata["tail"]) if metadata["tail"] else None

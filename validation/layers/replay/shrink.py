@@ -215,7 +215,7 @@ def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
     whole = config.num_heads // config.num_kv_heads
     queries = [head * whole + query for head in heads for query in range(group)]
     rows = {"kv_size": _of_heads(heads, dim), "q_size": _of_heads(queries, dim)}
-    before = {side: {name: tensor[:, heads] for name, tensor in of.items()} for side, of in case.before.items()}
+    before = {side: {name: tensor[:, heads] for name, tensor in fields.items()} for side, fields in case.before.items()}
     fewer = replace(case, before=before, bases=_bases(case.bases, heads))
     return _cut(fewer, rows, {"num_kv_heads": len(heads), "num_heads": len(queries)})
 
