@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 # Wide enough for the larger letters of a narrow screen.
@@ -76,6 +76,23 @@ for (const table of document.querySelectorAll("table.sorts")) {
 """At the end of a page: a click on a column's head sorts the tables of class `sorts` by it."""
 
 
+def document(title: str, verdict: str, colour: str, body: str, style: str = "") -> str:
+    """A whole page, whose head is its title and the verdict; `body` is HTML."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}: {escape(verdict)}</title><style>{STYLE}{style}</style></head><body>
+<h1>{escape(title)} <span class="verdict {colour}">{escape(verdict)}</span></h1>
+{body}
+</body></html>
+"""
+
+
+def facts(rows: Mapping[str, str]) -> str:
+    """A table of names and what is said of each, as HTML."""
+    cells = "".join(f'<tr><th class="left">{name}</th><td class="left made">{said}</td></tr>' for name, said in rows.items())
+    return f'<div class="table"><table>{cells}</table></div>'
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a plot: values by layer, in colour "a" or "b"."""
@@ -131,6 +148,25 @@ def plot(
     )
 
 
+# Closer to 0 than float64 can tell.
+_FLOOR = 1e-16
+
+
+def distances(title: str, lines: Sequence[Line], bound: float | None, word: str, note: str = "") -> str:
+    """A plot of distances from 0 by layer, by their powers of ten."""
+
+    def exponent(value: float) -> float:
+        return math.log10(max(value, _FLOOR)) if math.isfinite(value) else math.nan
+
+    drawn = [replace(line, values={at: exponent(value) for at, value in line.values.items()}) for line in lines]
+    across = (exponent(bound), word) if bound is not None else None
+    values = [value for line in drawn for value in line.values.values() if math.isfinite(value)]
+    values += [across[0]] if across else []
+    low, high = math.floor(min(values)), math.ceil(max(values) + 1e-9)
+    step = max(1, -(-(high - low) // 6))
+    return plot(title, drawn, [(float(e), f"1e{e}") for e in range(low, high + step, step)], across, note)
+
+
 def _drawn(line: Line, x: Callable[[int], float], y: Callable[[float], float]) -> list[str]:
     points = [(layer, value) for layer, value in sorted(line.values.items()) if math.isfinite(value)]
     at = " ".join(f"{x(layer):.1f},{y(value):.1f}" for layer, value in points)
@@ -162,11 +198,12 @@ class Bar:
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[str | Bar]], left: int, bad: Sequence[bool], sorts: bool = False
+    columns: Sequence[str], rows: Sequence[Sequence[str | Bar]], left: int, bad: Sequence[bool] = (), sorts: bool = False
 ) -> str:
     """A table whose first `left` columns hold words.
 
     Args:
+        bad: rows in which something is wrong; none unless given.
         sorts: a click on a column's head sorts it, on a page that ends with `SORTING`.
     """
 
@@ -180,6 +217,9 @@ def table(
     def cells(tag: str, row: Sequence[str | Bar]) -> str:
         return "".join(cell(content, tag, place) for place, content in enumerate(row))
 
-    body = "".join(f"<tr{' class=bad' * wrong}>{cells('td', row)}</tr>" for row, wrong in zip(rows, bad, strict=True))
+    body = "".join(
+        f"<tr{' class=bad' * wrong}>{cells('td', row)}</tr>"
+        for row, wrong in zip(rows, bad or [False] * len(rows), strict=True)
+    )
     head = f"<tr>{cells('th', columns)}</tr>"
     return f'<div class="table"><table{" class=sorts" * sorts}>{head}{body}</table></div>'

@@ -10,7 +10,7 @@ from haarkv.engine.loading import load as load_session
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
-from haarkv.validation.planning import planner, verifying
+from haarkv.validation.planning import candidates, planner
 from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -128,7 +128,7 @@ def test_an_interrupt_leaves_the_old_plan_and_what_was_measured(tq, tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(verifying, "verify", stop)
+        patch.setattr(candidates, "verify", stop)
         assert plan(tq, "--resume", "run.json")[0] == 130
     assert (tmp_path / "new.json").read_text() == "old"
     assert set(tmp_path.iterdir()) == before | {tmp_path / "run.json"}

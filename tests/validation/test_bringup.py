@@ -73,7 +73,7 @@ def test_the_lowest_rung_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from haarkv.validation.bringup.environment import environment\n"
-        "import haarkv.validation.bringup.ladder, haarkv.validation.bringup.report, tq.commands.bringup\n"
+        "import haarkv.validation.bringup.climb, haarkv.validation.bringup.report, tq.commands.bringup\n"
         "found = environment('cpu', None, lambda: None)\n"
         "assert found.passed and found.facts['torch'], found"
     )

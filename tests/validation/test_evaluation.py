@@ -8,14 +8,13 @@ import pytest
 import torch
 from checkpoints import FINAL_NORM, saying, write_checkpoint
 
-from haarkv.executors.base import prefill
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity import scores as fidelity
 from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial, _written
-from haarkv.validation.fidelity.scores import nearest_rank, score_text
+from haarkv.validation.fidelity.scores import score_text
 from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -46,7 +45,7 @@ def plain_logits(side, tokens):
     for end in range(1, len(tokens) + 1):
         cache, paging = side.new_cache(1, end)
         batch = paging.batch([paging.add()], [end])
-        rows.append(prefill(side.executor, torch.tensor(tokens[:end]), batch, cache)[0].double().numpy())
+        rows.append(side.executor.prefill(torch.tensor(tokens[:end]), batch, cache)[0].double().numpy())
     return np.stack(rows)
 
 
@@ -119,13 +118,6 @@ def test_logits_are_compared_as_numpy_does(monkeypatch):
     assert not got.same_top.all()
 
 
-def test_the_99_9_percent_is_by_nearest_rank():
-    assert nearest_rank(range(1, 2001), 999) == 1998
-    assert nearest_rank(range(1, 1002), 999) == 1000
-    assert nearest_rank(range(1, 1001), 999) == 999
-    assert nearest_rank(range(1, 1000), 999) == 999
-
-
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_logits_that_are_not_finite_are_refused(side):
     logits = {"a": torch.zeros(5, 3), "b": torch.zeros(5, 3)}
@@ -182,7 +174,7 @@ def plain_continuation(side, prompt, count):
     for _ in range(count):
         cache, paging = side.new_cache(1, len(tokens))
         batch = paging.batch([paging.add()], [len(tokens)])
-        tokens.append(int(prefill(side.executor, torch.tensor(tokens), batch, cache)[0].argmax()))
+        tokens.append(int(side.executor.prefill(torch.tensor(tokens), batch, cache)[0].argmax()))
     return tokens[len(prompt) :]
 
 

@@ -16,16 +16,13 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds, validate
 from haarkv.validation.layers.chance import expected, log10_of_so_many, one_sided, student_limit
-from haarkv.validation.layers.faults import planted, reordered, table_with
+from haarkv.validation.layers.faults import DRIVES, planted, reordered, table_with
 from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.mistaken import Mistaken
-from haarkv.validation.layers.self_test import WholeLayers, first_layers, self_test
-from haarkv.validation.layers.sensitivity import sensitivity
+from haarkv.validation.layers.self_test import WholeLayers, first_layers, self_test, sensitivity
 from haarkv.validation.layers.slips import slips
 from haarkv.validation.layers.three_way import errors, uneven_errors
 
 LAYERS, AT = 2, 1
-DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CODE = Path(reference.__file__).read_text(encoding="utf-8")
 
@@ -68,11 +65,10 @@ FAINT = {
 def test_a_faint_fault_is_found_where_it_is(tiny, dtype, drive, name):
     models, prompts = tiny
     fault = slip(models[dtype], name)
-    report = compared(models[dtype], prompts, DRIVES[drive](Mistaken(models[dtype], models[dtype], fault.table())))
+    report = compared(models[dtype], prompts, fault.executor(models[dtype], drive))
     first = report.first_divergence
     assert not report.passed
-    stage = fault.stage if drive == "ops" else fault.seen_as
-    assert (first.layer, first.stage, first.reason) == (AT, stage, "fault")
+    assert (first.layer, first.stage, first.reason) == (AT, fault.stages(drive)[0], "fault")
     assert first.head == FAINT[name]
 
 
@@ -83,9 +79,9 @@ def test_without_the_sums_these_would_pass(tiny, monkeypatch):
     models, prompts = tiny
     model = models["bfloat16"]
     for name in ("every V scale one FP16 step too large", "softmax scale 0.1 % too large"):
-        assert compared(model, prompts, Mistaken(model, model, slip(model, name).table())).passed, name
-    faint = slip(model, "k_proj's result rounded to BF16").table()
-    assert compared(model, prompts, WholeLayers(Mistaken(model, model, faint))).passed
+        assert compared(model, prompts, slip(model, name).executor(model)).passed, name
+    faint = slip(model, "k_proj's result rounded to BF16")
+    assert compared(model, prompts, faint.executor(model, "layers")).passed
 
 
 @pytest.mark.parametrize("drive", DRIVES)
@@ -94,7 +90,7 @@ def test_both_drives_name_a_slow_rope_that_every_tie_excuses(tiny, drive):
     models, prompts = tiny
     model = models["bfloat16"]
     fault = next(fault for fault in slips(model, AT) if fault.name.startswith("RoPE base 1.01"))
-    first = compared(model, prompts, DRIVES[drive](Mistaken(model, fault.model, fault.table()))).first_divergence
+    first = compared(model, prompts, fault.executor(model, drive)).first_divergence
     assert (first.layer, first.stage, first.reason) == (0, "store_kv.k", "fault")
 
 
@@ -232,7 +228,7 @@ def test_who_differs_from_itself_within_the_bounds_is_found_where_it_is_asked_fo
 def test_a_fault_that_is_always_there_is_not_unstable():
     model, prompts = of_small()
     fault = slip(model, "attention 1 % too large")
-    report = compared(model, prompts, Mistaken(model, model, fault.table()), repeats=2)
+    report = compared(model, prompts, fault.executor(model), repeats=2)
     assert report.first_divergence.reason == "fault"
 
 
@@ -249,7 +245,7 @@ CAUSES = {
 def test_the_cause_is_named_where_a_layer_is_one_program(name):
     model, prompts = of_small()
     fault = slip(model, name)
-    report = compared(model, prompts, WholeLayers(Mistaken(model, fault.model or model, fault.table())), explains=1)
+    report = compared(model, prompts, fault.executor(model, "layers"), explains=1)
     first = report.first_divergence
     assert not report.passed
     assert first.causes[0] == name
@@ -281,8 +277,8 @@ def test_what_no_cause_explains_leaves_the_stages_that_it_depends_on():
 def test_the_guilty_kv_head_is_named(name, drive):
     model, prompts = of_small()
     fault = slip(model, name)
-    first = compared(model, prompts, DRIVES[drive](Mistaken(model, model, fault.table()))).first_divergence
-    assert (first.stage, first.head) == (fault.stage, SMALL.heads.num_kv_heads - 1)
+    first = compared(model, prompts, fault.executor(model, drive)).first_divergence
+    assert (first.stage, first.head) == (fault.stage, SMALL.num_kv_heads - 1)
 
 
 # -- The self-test and the sensitivity -------------------------------------------------------------------------------------
@@ -298,10 +294,10 @@ def test_a_part_of_the_slips_is_found_where_it_is(tiny, number):
     models, prompts = tiny
     model = models["bfloat16"]
     fault = slips(model, AT)[number]
-    candidate = WholeLayers(Mistaken(model, fault.model or model, fault.table()))
+    candidate = fault.executor(model, "layers")
     first = compared(model, [prompts[0][:80]], candidate).first_divergence
     assert (first.layer, first.reason) == (fault.layer, "fault")
-    assert first.stage in (fault.seen_as, *fault.also)
+    assert first.stage in fault.stages("layers")
 
 
 @pytest.mark.judge_long
@@ -322,11 +318,11 @@ def test_a_thousand_clean_runs_are_not_red(hundred):
 
 
 def test_sensitivity_is_a_table_of_stages(monkeypatch):
-    import haarkv.validation.layers.sensitivity as module
+    import haarkv.validation.layers.self_test as module
 
     model, prompts = of_small("bfloat16")
-    stage, planted_by = "paged_attention", module._stages(module.Layer(model, AT))["paged_attention"]
-    monkeypatch.setattr(module, "_stages", lambda _: {stage: planted_by})
+    stage, planted_by = "paged_attention", module.scaled_stages(module.Layer(model, AT))["paged_attention"]
+    monkeypatch.setattr(module, "scaled_stages", lambda _: {stage: planted_by})
     rows = sensitivity(model, prompts)
     assert [(row.driven, row.stage) for row in rows] == [("ops", stage), ("layers", stage)]
     # Less than any single figure may be off.

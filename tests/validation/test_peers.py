@@ -11,14 +11,14 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 from haarkv.validation.fidelity import peers
-from haarkv.validation.fidelity.as_it_comes import AsItComes, without_waiting
 from haarkv.validation.fidelity.evaluation import FidelityRow
-from haarkv.validation.fidelity.peers_plot import family, svg
+from haarkv.validation.fidelity.peers import AsItComes, without_waiting
+from haarkv.validation.fidelity.plot import family, peers_svg
 from haarkv.validation.fidelity.setup import load_setup
+from haarkv.validation.layers.parts import new_cache
 
 CONFIG = read_config("tiny")
 ROW = FidelityRow("x", 0.0, 0.0, 0.1, 0.1, 0.1, 1.0, 0.0, 9.0, 0.0, None)
@@ -42,9 +42,7 @@ class Side:
 )
 def test_the_bytes_are_those_that_the_product_allocates(spec):
     plan = plan_for(spec, CONFIG)
-    cache = PagedKVCache(
-        plan, KVShape(CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim), num_blocks=blocks_for(4096), num_rows=1
-    )
+    cache = new_cache(plan, CONFIG, blocks_for(4096), num_rows=1)
     row = peers._counted(ROW, Side(plan), 4096)
     assert row.bytes_per_token == cache.nbytes / 4096
     assert row.bits_per_value == 16 * row.bytes_per_token / plan_for(KVSpec("bf16"), CONFIG).bytes_per_token(2, 128)
@@ -69,7 +67,7 @@ def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
     plan = without_waiting(waiting)
     assert waiting.windowed
-    assert not plan.keeps_tokens
+    assert not plan.windowed
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
     assert plan.bytes_per_token(2, 128) == waiting.bytes_per_token(2, 128)
 
@@ -131,7 +129,7 @@ def test_the_figure_names_every_row_and_is_the_same_again():
         "alone": [row_of("tq2", 2.125, 0.05), row_of("OSCAR", 2.25, 0.1), row_of("far", 16.0, 0.1), row_of("none", 3.0, 0.0)],
         "window": [row_of("tq4", 4.9, 0.001), row_of("KVarN k4v2", 4.1, 0.002)],
     }
-    drawn = svg(rows)
-    assert drawn == svg(rows)
+    drawn = peers_svg(rows)
+    assert drawn == peers_svg(rows)
     assert all(f">{label}</text>" in drawn for label in ("tq2", "OSCAR", "tq4", "KVarN k4v2"))
     assert not any(f">{label}</text>" in drawn for label in ("far", "none"))

@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 from small_models import CONFIGS, SMALL
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup
+from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning import planner
-from haarkv.validation.planning.candidates import bits_per_value, places, require_candidates
-from haarkv.validation.planning.knapsack import best_within
-from haarkv.validation.planning.planner import choices_within, choose, compare, measure
-from haarkv.validation.planning.verifying import Verified, rivals_of, verify
+from haarkv.validation.planning.candidates import Verified, bits_per_value, places, require_candidates, rivals_of, verify
+from haarkv.validation.planning.planner import best_within, choices_within, choose, compare, measure
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -73,8 +71,8 @@ def test_the_choice_is_the_best_of_all(items, budget):
 def test_bits_are_those_of_the_allocated_cache(config, tail):
     config, context = CONFIGS[config], 300
     plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
-    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=blocks_for(context), num_rows=1)
-    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * cache.num_slots
+    cache = new_cache(plan, config, blocks_for(context), num_rows=1)
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache.num_slots
     assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, resized, small_model
+from small_models import SMALL, random_tokens, small_model
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.forward as forward
@@ -17,24 +17,18 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
-from haarkv.validation.layers.faults import reordered, table_with
-from haarkv.validation.layers.parts import load, put, quantized, snapshot, take
-from haarkv.validation.layers.replay.failure import OneRun, replay_of
+from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
+from haarkv.validation.layers.parts import load, new_cache, put, quantized, read_as, snapshot, take
 from haarkv.validation.layers.replay.file import dumps, loads
-from haarkv.validation.layers.self_test import WholeLayers
-from haarkv.validation.layers.slips import Layer
-from haarkv.validation.layers.unread import without_unread
-from haarkv.validation.layers.window_edges import LONG, SHORT, edges, with_tail
-from haarkv.validation.layers.window_faults import WINDOWED, window_faults
-from haarkv.validation.layers.window_merges import Parts, merging
+from haarkv.validation.layers.replay.shrink import OneRun, replay_of
+from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
+from haarkv.validation.layers.windows import LONG, SHORT, edges, with_tail, without_unread
 
-CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 AT = 1
 PROMPTS = [random_tokens(CONFIG, 90), random_tokens(CONFIG, 40, seed=1)]  # the first one's ring of 80 starts over
 
@@ -52,7 +46,7 @@ def compared(model, candidate, spec=WINDOWED, prompts=PROMPTS, steps=1, modes=("
 def faulty(dtype, name, drive):
     model = model_of(dtype)
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-    return fault, compared(model, DRIVES[drive](ReferenceExecutor(model, fault.table())))
+    return fault, compared(model, fault.executor(model, drive))
 
 
 # -- What is right passes ----------------------------------------------------------------------------------------------------
@@ -91,7 +85,9 @@ def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
 def test_two_parts_merged_into_one_softmax_are_right(dtype):
     """The control of the faults of a merge: the same code, merged as it should be."""
     model = model_of(dtype)
-    assert compared(model, ReferenceExecutor(model, table_with(merging(Layer(model, AT), Parts.merged)))).passed
+    assert compared(
+        model, ReferenceExecutor(model, table_with(Layer(model, AT).instead("paged_attention", merging(Parts.merged))))
+    ).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +126,7 @@ def test_every_fault_is_found_where_it_is(number):
     first = report.first_divergence
     assert not report.passed
     assert (first.layer, first.reason) == (AT, "fault")
-    assert first.stage in (fault.stage if drive == "ops" else fault.seen_as, *fault.also)
+    assert first.stage in fault.stages(drive)
     if fault.head is not None:
         assert first.head == fault.head
 
@@ -140,7 +136,7 @@ def test_the_cause_is_named(drive):
     model = model_of()
     name = "the window is one token short"
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-    candidate, prompts = DRIVES[drive](ReferenceExecutor(model, fault.table())), [PROMPTS[1]]
+    candidate, prompts = fault.executor(model, drive), [PROMPTS[1]]
     assert name in compared(model, candidate, prompts=prompts, steps=0, explains=1).first_divergence.causes
 
 
@@ -148,12 +144,12 @@ def test_the_cause_is_named(drive):
 def stored(tokens=100):
     """A cache of one sequence and the batch of its last token."""
     config, plan = CONFIG, WINDOWED.plan(CONFIG.num_layers)
-    cache_ = PagedKVCache(plan, config.kv_shapes, num_blocks=3)
+    cache_ = new_cache(plan, config, 3)
     paging = PagedSequences(3, cache_.block_size)
     sequence, generator = paging.add(), torch.Generator().manual_seed(0)
     for count in (64, tokens - 65, 1):
         batch = paging.batch([sequence], [count])
-        k, v = torch.randn(2, count, config.heads.num_kv_heads, config.heads.head_dim, generator=generator)
+        k, v = torch.randn(2, count, config.num_kv_heads, config.head_dim, generator=generator)
         reference.store_kv(k, v, cache_, AT, batch)
     return cache_, batch
 
@@ -161,7 +157,7 @@ def stored(tokens=100):
 def test_what_no_query_may_read_is_replaced_and_nothing_else():
     cache_, batch = stored()
     before = snapshot(cache_, AT)
-    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim)
+    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
     after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
     codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
@@ -178,7 +174,7 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
 
 def test_a_batch_goes_to_its_places_and_comes_back():
     cache_, batch = stored()
-    k, v = torch.randn(2, 1, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+    k, v = torch.randn(2, 1, CONFIG.num_kv_heads, CONFIG.head_dim)
     made = quantized(cache_, AT, batch, k, v)
     put(cache_, AT, batch, made)
     again = take(cache_, AT, batch)
@@ -213,7 +209,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
 def test_what_must_not_be_read_drowns_all_else():
     cache_, batch = stored()
-    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
+    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(3))
     right = reference.paged_attention(q, cache_, AT, batch, 0.1)
     readable = without_unread(cache_, AT, snapshot(cache_, AT), batch, batch.seq_lens, q)
     quiet = edges(reference, q, cache_, AT, batch, 0.1)
@@ -230,15 +226,14 @@ def test_what_must_not_be_read_drowns_all_else():
 def test_a_window_of_one_head_that_is_short_in_prefill_alone_is_told_from_rounding(monkeypatch, drive):
     """By whole layers, all of a prefill: its tokens are stored on the way, and cannot be replaced. By ops, queries whose
     unread tokens others read. In 6 bits each token is nearly what it is in BF16."""
-    model, head = model_of("bfloat16"), CONFIG.heads.num_kv_heads - 1
-    group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
+    model, head = model_of("bfloat16"), CONFIG.num_kv_heads - 1
+    group = CONFIG.num_heads // CONFIG.num_kv_heads
 
     def paged_attention(q, cache_, layer, batch, scale):
         out = reference.paged_attention(q, cache_, layer, batch, scale)
         if layer == AT and len(q) > len(batch.seq_lens):
-            windows = [with_tail(window, window.tail - 1) for window in cache_.kept(layer)]
-            fields = cache_.k_fields(layer), cache_.v_fields(layer)
-            other = PagedKVCache.over(cache_.plan.layers[layer], layer, fields, windows, cache_.head_dim)
+            windows = [with_tail(window, window.tail - 1) for window in cache_.windows(layer)]
+            other = read_as(cache_, layer, windows=tuple(windows))
             last = torch.repeat_interleave(batch.seq_lens, batch.query_start_loc.diff())
             some = (batch.positions < last - 2 * WINDOWED.tail) | (drive == "layers")
             wrong = some.nonzero(), torch.arange(head * group, len(out[0]))
@@ -288,9 +283,9 @@ def test_a_failing_layer_with_a_window_becomes_a_small_file_that_fails_alike(nam
 
     def broken(of, _plan):
         mine = next(f for f in window_faults(of, of.config.num_layers - 1) if f.name == name)
-        return ReferenceExecutor(of, mine.table())
+        return mine.executor(of)
 
-    report = compared(model, ReferenceExecutor(model, fault.table()))
+    report = compared(model, fault.executor(model))
     make = (lambda of, _plan: ReferenceExecutor(of)), broken
     found = replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {}, 20.0)
     again = loads(dumps(found), "a file")

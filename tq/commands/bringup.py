@@ -78,9 +78,8 @@ def command(context: click.Context, /, **given: Any) -> int:
     """
     with unread_is_fine():
         set_threads(given["threads"])
-        from haarkv.validation.bringup.climb import climb
+        from haarkv.validation.bringup.climb import climb, ladder
         from haarkv.validation.bringup.environment import require_executor
-        from haarkv.validation.bringup.ladder import ladder
         from haarkv.validation.bringup.report import verdict
 
         require_executor(given["executor"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
-from tq.commands.generate import read_prompt
+from tq.commands.eval import read_text
 from tq.options import check_outputs, executor_option, json_option, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring, unread_is_fine
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Workload
-    from haarkv.validation.planning.calibrate import Subject
-    from haarkv.validation.planning.learning import Learning
+    from haarkv.validation.planning.calibrate import Learning, Subject
 
 
 @click.command("calibrate")
@@ -65,19 +64,10 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
 @json_option
 def command(
-    text_files: tuple[str, ...],
-    verify_file: str | None,
-    out_file: Path,
-    tokens: int,
-    verify_tokens: int,
-    window: int | None,
-    context: int | None,
-    threads: int | None,
-    resume_file: Path | None,
-    force: bool,
-    as_json: bool,
-    **model: Any,
-) -> None:
+    text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
+    window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    as_json: bool, **model: Any,
+) -> None:  # fmt: skip
     """Learn in which coordinates a model's K and V are cheapest to store, for formats lrN.
 
     All windows go through the model layer by layer. A layer's queries, its o_proj, and the spread of its K and V give the
@@ -88,8 +78,8 @@ def command(
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
       tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
     """
-    text = "\n".join(_read(file, "--text") for file in text_files)
-    other = None if verify_file is None else _read(verify_file, "--verify")
+    text = "\n".join(read_text(file, "--text") for file in text_files)
+    other = None if verify_file is None else read_text(verify_file, "--verify")
     check_outputs(out_file, resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
@@ -129,17 +119,11 @@ def command(
         _print(out_file, found, report, as_json)
 
 
-def _read(file: str, option: str) -> str:
-    if text := read_prompt(file, option):
-        return text
-    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
-
-
 def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
-    from haarkv.validation.planning import learning
+    from haarkv.validation.planning.calibrate import resumed, saved
 
-    windows, held_back = ([of.fed(window) for window in of.windows] for of in (work, judged))
+    windows, held_back = ([each.fed(window) for window in each.windows] for each in (work, judged))
     tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
     run = {
         "model": subject.fingerprint,
@@ -149,11 +133,11 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
     }
     earlier = None
     if resume_file is not None and resume_file.exists():
-        earlier = learning.loads(_kept(resume_file), run)
+        earlier = resumed(_kept(resume_file), run)
 
     def save(state: Learning) -> None:
         if resume_file is not None:
-            write_whole(resume_file, learning.dumps(state, run))
+            write_whole(resume_file, saved(state, run))
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:
@@ -206,12 +190,11 @@ class _Report:
     @property
     def as_json(self) -> dict[str, Any]:
         """What the file carries."""
-        keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
         return {
             "tokens": self.tokens,
             "verified_tokens": self.verified_tokens,
             "fit": {"k": self.fit[0], "v": self.fit[1]},
-            "verified": [{key: getattr(row, key) for key in keys} for row in self.rows],
+            "verified": [row.measured for row in self.rows],
         }
 
 

@@ -42,20 +42,10 @@ _SHOWN = 56
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @json_option
 def command(
-    spec_a: str,
-    spec_b: str,
-    model: str,
-    prompts: tuple[str, ...],
-    files: tuple[str, ...],
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    max_new_tokens: int,
-    balance: str,
-    as_json: bool,
+    spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
+    dtype: str | None, layers: int | None, threads: int | None, max_new_tokens: int, balance: str, as_json: bool,
     **kv: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Show where two executors or KV formats first choose different tokens.
 
     Both sides continue the same prompts greedily. Then both are fed A's tokens, and their predictions are compared. A SIDE is

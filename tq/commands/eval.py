@@ -57,24 +57,10 @@ _MOST_RESUME = 2**28
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw KL by bytes, as SVG.")
 @json_option
 def command(
-    text_file: str,
-    model: str,
-    kvs: tuple[str, ...],
-    plan_files: tuple[str, ...],
-    window: int | None,
-    tokens: int | None,
-    greedy_prompts: int,
-    executor: str,
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    resume_file: Path | None,
-    plot_file: Path | None,
-    balance: str,
-    as_json: bool,
-    **kv: Any,
-) -> None:
+    text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
+    tokens: int | None, greedy_prompts: int, executor: str, device: str | None, dtype: str | None, layers: int | None,
+    threads: int | None, resume_file: Path | None, plot_file: Path | None, balance: str, as_json: bool, **kv: Any,
+) -> None:  # fmt: skip
     """Measure what each KV format changes, against the same model with K and V in bf16.
 
     The text is cut into windows that do not overlap. Each window is prefilled into an empty cache of each format, so that
@@ -87,9 +73,7 @@ def command(
     --kv-tail, --kv-sink and --kv-skip-layers apply to every format; a plan brings its own. One executor runs all caches:
     auto is the fastest that reads every one of them.
     """
-    text = read_prompt(text_file, "--text")
-    if not text:
-        raise click.UsageError(f"--text {text_file} is empty; give at least two tokens of text")
+    text = read_text(text_file, "--text")
     files = [file for file in (resume_file, plot_file) if file is not None]
     if len({file.resolve() for file in files}) < len(files):
         raise click.UsageError("--resume and --plot name the same file")
@@ -135,6 +119,17 @@ def command(
         print(json.dumps({"model": model, "text": text_file, **_as_json(setup, plan, rows)}))
     else:
         _print(model, text_file, setup, plan, rows)
+
+
+def read_text(file: str, option: str) -> str:
+    """A text to measure by, or learn from.
+
+    Raises:
+        click.UsageError: it is empty.
+    """
+    if text := read_prompt(file, option):
+        return text
+    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
 
 
 def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
-from tq.commands.eval import open_partial
-from tq.commands.generate import read_prompt
+from tq.commands.eval import open_partial, read_text
 from tq.commands.plan_report import Found, ending, measured_by, print_plan
 from tq.options import (
     Numbers,
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from haarkv.validation.fidelity.evaluation import Setup
-    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
-    from haarkv.validation.planning.verifying import Verified
 
 _CONTEXT = 4096
 
@@ -77,24 +75,11 @@ _CONTEXT = 4096
 @click.option("--force", is_flag=True, help="Write the plan even if one format of the same bytes is as good.")
 @json_option
 def command(
-    text_file: str,
-    verify_file: str | None,
-    budget: float,
-    out_file: Path,
-    candidates: str | None,
-    tails: tuple[int, ...] | None,
-    sinks: tuple[int, ...] | None,
-    calibration: str | None,
-    context: int | None,
-    tokens: int,
-    verify_tokens: int,
-    window: int | None,
-    threads: int | None,
-    resume_file: Path | None,
-    force: bool,
-    as_json: bool,
-    **model: Any,
-) -> int:
+    text_file: str, verify_file: str | None, budget: float, out_file: Path, candidates: str | None,
+    tails: tuple[int, ...] | None, sinks: tuple[int, ...] | None, calibration: str | None, context: int | None,
+    tokens: int, verify_tokens: int, window: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    as_json: bool, **model: Any,
+) -> int:  # fmt: skip
     """Choose a format for K and for V of each layer, and a tail, within a budget of bits a value.
 
     First each candidate is measured alone, at K and at V of each layer, with everything else in bf16. For each tail, the
@@ -106,7 +91,7 @@ def command(
       tq plan --text train.txt --verify held_out.txt --budget 4.0 --out plan.json
       tq generate --kv-plan plan.json --prompt 'def main('
     """
-    text, other = _read(text_file, "--text"), None if verify_file is None else _read(verify_file, "--verify")
+    text, other = read_text(text_file, "--text"), None if verify_file is None else read_text(verify_file, "--verify")
     check_outputs(out_file, resume_file)
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file
@@ -125,7 +110,8 @@ def command(
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
-    texts = _halves(encode(text)) if other is None else (encode(text), encode(other))
+    ids = encode(text)
+    texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
     request = _Request(
         config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned,
         predicts=candidates is None,
@@ -218,17 +204,7 @@ class _Request:
             cache_of(setup.base, choice.plan)
 
 
-def _read(file: str, option: str) -> str:
-    if text := read_prompt(file, option):
-        return text
-    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
-
-
-def _halves(ids: list[int]) -> tuple[list[int], list[int]]:
-    return ids[: len(ids) // 2], ids[len(ids) // 2 :]
-
-
-def _context(wanted: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
+def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:
     """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:
@@ -265,7 +241,7 @@ def _search(
 
 def _verify(setup: Setup, request: _Request, found: Found, ids: list[int], tokens: int) -> Verified:
     from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.verifying import rivals_of, verify
+    from haarkv.validation.planning.candidates import rivals_of, verify
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)

@@ -11,9 +11,8 @@ from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow
-    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
-    from haarkv.validation.planning.verifying import Verified
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,14 @@ class Found:
 
 def measured_by(budget: float, context: int, found: Found, verified: Verified) -> dict[str, Any]:
     """The measurements that a plan file carries."""
-    keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
     return {
         "budget": budget,
         "context": context,
         "calibration_tokens": found.tokens,
         "predicted_kl_without_tail": found.choice.predicted_kl,
-        "calibration": [{key: getattr(row, key) for key in keys} for row in found.rows],
+        "calibration": [row.measured for row in found.rows],
         "verified_tokens": verified.tokens,
-        "verified": [{key: getattr(row, key) for key in keys} for row in (verified.plan, *verified.rivals)],
+        "verified": [row.measured for row in (verified.plan, *verified.rivals)],
         "costs": {f"layer {layer} {side}": dict(costs) for (layer, side), costs in found.costs.items()},
     }
 

@@ -11,9 +11,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq.commands.generate import read_prompts
-from tq.commands.validate_compare import compare
-from tq.commands.validate_replay import write_replay
-from tq.commands.validate_report import about, as_csv, print_rows, print_verdict, unexercised
+from tq.commands.validate_report import about, as_csv, compare, print_rows, print_verdict, unexercised, write_replay
 from tq.commands.validate_run import validated
 from tq.options import (
     executor_option,
@@ -29,8 +27,7 @@ from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
-    from haarkv.validation.layers.self_test import SelfTestRow
-    from haarkv.validation.layers.sensitivity import Sensitivity
+    from haarkv.validation.layers.self_test import SelfTestRow, Sensitivity
 
 _SELF_TEST_TOKENS = (120, 100)
 
@@ -154,7 +151,7 @@ def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[li
     from haarkv.tq_ops import reference
     from haarkv.validation.layers.self_test import first_layers
 
-    models = [first_layers(load_model("tiny", of), _LAYERS) for of in ([dtype] if dtype else ["float32", "bfloat16"])]
+    models = [first_layers(load_model("tiny", name), _LAYERS) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
     text = Path(str(reference.__file__)).read_text(encoding="utf-8")
     ids = load_tokenizer("tiny", models[0].config).encode(text)
     return models, [ids[:count] for count in _SELF_TEST_TOKENS]
@@ -186,7 +183,7 @@ def _show_fault(row: SelfTestRow) -> None:
 def _sensitivity(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
     """Print the smallest error of scale that is caught, by stage; 0."""
     models, prompts = _own_run(context, "--sensitivity", dtype)
-    from haarkv.validation.layers.sensitivity import sensitivity
+    from haarkv.validation.layers.self_test import sensitivity
 
     rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]
     if as_json:

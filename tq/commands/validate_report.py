@@ -1,22 +1,31 @@
-"""What `tq validate` and `tq replay` print and write of a report."""
+"""What `tq validate` and `tq replay` print and write of a report, of two, and of a failing layer."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from haarkv.validation.layers.report import FAILS
-from tq.output import print_table
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.output_files import write_whole
+from haarkv.validation.layers.report import FAILS, finite, row_cells
+from tq.output import err, print_table, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
-    from haarkv.validation.layers.report import Finding, LayerRow, Report
+    from haarkv.validation.layers.replay.shrink import OneRun
+    from haarkv.validation.layers.report import Finding, Report
+    from haarkv.validation.layers.two_runs import Change
 
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
@@ -60,8 +69,6 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     Args:
         more: rows that stand after it.
     """
-    from haarkv.validation.layers.report import FAILS
-
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
@@ -89,39 +96,17 @@ def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
     return "not exercised", f"{'; '.join(report.not_exercised) or 'nothing'}{hint}"
 
 
-_COLUMNS = (
-    ("phase", 10), ("layer", 5), ("mode", 14), ("K %", 8), ("V %", 8), ("unexpl.", 7), ("scale", 8), ("cosine", 10),
-    ("rel. L2", 8), ("max abs", 8), ("", 7),
-)  # fmt: skip
+_MOST_OUTSIDE = 4
 
 
 def print_rows(report: Report, verbose: bool) -> None:
     """Every row, or only the first that are outside their bounds."""
     outside = [row for row in report.rows if not row.passed]
-    shown = report.rows if verbose else outside[:_MOST_OUTSIDE]
-    if shown:
-        print(_line([name for name, _ in _COLUMNS]))
-    for row in shown:
-        print(_line(_cells(row)))
+    if shown := report.rows if verbose else outside[:_MOST_OUTSIDE]:
+        cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in shown]
+        print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(shown) < len(report.rows):
         print(f"{len(report.rows) - len(shown)} more rows: --verbose")
-
-
-_MOST_OUTSIDE = 4
-
-
-def _line(cells: Sequence[str]) -> str:
-    left = {"phase", "mode", ""}
-    parts = [cell.ljust(w) if name in left else cell.rjust(w) for cell, (name, w) in zip(cells, _COLUMNS, strict=True)]
-    return "  ".join(parts).rstrip()
-
-
-def _cells(row: LayerRow) -> list[str]:
-    return [
-        f"{row.phase} {row.step}", str(row.layer), row.mode, f"{100 * row.k_match:.3f}", f"{100 * row.v_match:.3f}",
-        str(row.unexplained), f"{row.scale_err:.1e}", f"{row.hidden_cos:.8f}", f"{row.rel_l2:.1e}", f"{row.max_abs:.1e}",
-        "" if row.passed else "OUTSIDE",
-    ]  # fmt: skip
 
 
 def as_csv(report: Report) -> str:
@@ -131,3 +116,73 @@ def as_csv(report: Report) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
     return text.getvalue()
+
+
+# -- Two reports -------------------------------------------------------------------------------------------------------
+def compare(before: Path, after: Path, as_json: bool) -> int:
+    """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
+    from haarkv.validation.layers.two_runs import compare_files
+
+    found = compare_files(before, after)
+    if as_json:
+        print(json.dumps(finite({"worse": found.worse, **asdict(found)})))
+        return int(found.worse)
+    words = ["passed" if passed else "failed" for passed in found.verdicts]
+    counts = [sum(change.direction == way for change in found.changes) for way in ("worse", "better")]
+    rows = [
+        ("verdict", f"{words[0]} before, {words[1]} after"),
+        ("tensors", f"{found.compared} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
+        *(("the runs differ", visible(difference)) for difference in found.differences),
+    ]
+    if found.missing:
+        rows.append(("not compared", f"{found.missing} tensors that only one run has"))
+    print_table(visible(f"{after} beside {before}"), [], rows)
+    if found.changes:
+        print_table(
+            "Errors as a share of their bounds",
+            ["", "layer", "stage", "before", "after"],
+            list(map(_change_row, found.changes)),
+        )
+    return int(found.worse)
+
+
+def _change_row(change: Change) -> tuple[str, ...]:
+    layer = "–" if change.layer is None else str(change.layer)
+    shown = [
+        f"{'not finite' if math.isinf(share) else f'{100 * share:.3g} %'} ({found})"
+        for share, found in ((change.before, change.found_before), (change.after, change.found_after))
+    ]
+    return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *shown
+
+
+# -- A failing layer ---------------------------------------------------------------------------------------------------
+_SECONDS = 60.0
+"""To make a failing layer smaller in."""
+
+
+def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
+    """Write the failing layer, as small as it was found to fail; in words what was written, or why nothing was."""
+    from haarkv.validation.layers.replay.file import dumps
+    from haarkv.validation.layers.replay.shrink import replay_of
+
+    try:
+        with _shrinking() as on_try:
+            found = replay_of(runs, versions()[0], _SECONDS, on_try)
+    except InputError as error:
+        return f"nothing was written: {error}"
+    content = dumps(found)
+    write_whole(file, content)
+    return (
+        f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq replay {file} --executor {found.candidate}"
+    )
+
+
+@contextmanager
+def _shrinking() -> Iterator[Callable[[], object]]:
+    """A counter on stderr; silent when stderr is not a terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("making the failing layer smaller, attempt {task.completed}"))
+    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda: bar.advance(task)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.parallel import Ranks
     from haarkv.validation.layers.replay.case import Make
-    from haarkv.validation.layers.replay.failure import OneRun
+    from haarkv.validation.layers.replay.shrink import OneRun
     from haarkv.validation.layers.report import LayerRow, Report
 
 
@@ -48,12 +48,11 @@ def validated(
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
-        from haarkv.validation.layers.exercise import chosen_prompts
+        from haarkv.validation.layers.exercise import chosen_prompts, with_extreme_scales
         from haarkv.validation.layers.ranks import follow, gathered
-        from haarkv.validation.layers.replay.failure import OneRun
+        from haarkv.validation.layers.replay.shrink import OneRun
         from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
-        from haarkv.validation.layers.scales import with_extreme_scales
 
         config = read_config(model, layers)
         spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
@@ -80,7 +79,9 @@ def validated(
     else:
         ids = chosen_prompts(tokenizer, loaded.config, plan, steps)
     # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
-    scaled = [] if texts or ranks.size > 1 or not any(of.lossy for of in plan.formats) else [ids[0][:_SCALED_TOKENS]]
+    scaled = (
+        [] if texts or ranks.size > 1 or not any(kv_format.lossy for kv_format in plan.formats) else [ids[0][:_SCALED_TOKENS]]
+    )
     total = count_rows(ids, steps, plan) if all(ids) else 0
     total += count_rows(scaled, 1, plan) if scaled else 0
 

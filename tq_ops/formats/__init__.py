@@ -74,7 +74,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
         return calibration.format(side, nibbles)
     if name == OSCAR:
         if calibration is None:
-            raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.oscar` learns of a model")
+            raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.moments` learns of a model")
         return oscar_format(calibration, side)
     if name not in _BY_NAME:
         known = ", ".join(names())

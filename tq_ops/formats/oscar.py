@@ -66,7 +66,7 @@ class Oscar:
             if off.abs().max() > _NOT_ORTHOGONAL:
                 raise InputError(
                     f"{NAME} takes rotations, and the calibration's coordinates of layer {layer} are none; "
-                    "learn them with `haarkv.validation.planning.oscar`"
+                    "learn them with `haarkv.validation.planning.moments`"
                 )
 
     def description(self, head_dim: int) -> Description | None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+from haarkv.validation.bringup.environment import environment, versions
 from haarkv.validation.bringup.result import Folder, Found, Result, Verdict
+
+if TYPE_CHECKING:
+    from haarkv.validation.bringup.workbench import Workbench
+
 
 _LONGEST_LINE = 300
 
@@ -92,3 +99,41 @@ def one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first if len(first) <= _LONGEST_LINE else f"{first[:_LONGEST_LINE]}…"
+
+
+# -- The ladder --------------------------------------------------------------------------------------------------------
+_OPS = ("tq_ops",)
+_MODEL = ("codebooks", "tq_ops", "models", "executors", "engine", "validation")
+
+
+def ladder(
+    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found]
+) -> Iterator[Rung]:
+    """Every rung, made when those beneath it have passed.
+
+    Args:
+        bench: makes the workbench of the request.
+        executor, device: of the request.
+        latency: the highest rung; measuring is another room's.
+    Raises:
+        InputError: whatever `bench` raises.
+    """
+
+    def load() -> object:
+        return import_module("torch")
+
+    yield Rung("environment", lambda: environment(executor, device, load), versions(executor), always=True)
+    from haarkv.validation.bringup import rungs
+
+    made = bench()
+    below = made.below_a_model(*_OPS)
+    yield Rung("add", lambda: rungs.smallest_kernel(made), below)
+    yield Rung("store", lambda: rungs.store(made), {**below, "formats": made.described})
+    whole = made.of_the_model(*_MODEL, prompts=made.prompts_digest)
+    yield Rung("layer", lambda: rungs.held(made, made.first_layer, "teacher-forced"), whole)
+    yield Rung("head", lambda: rungs.held(made, made.first_layer, "free-running"), whole)
+    yield Rung("teacher-forced", lambda: rungs.held(made, made.model, "teacher-forced"), whole)
+    yield Rung("free-running", lambda: rungs.held(made, made.model, "free-running"), whole)
+    yield Rung("text", lambda: rungs.greedy_text(made), {**whole, "new tokens": str(made.new_tokens)})
+    timed = made.of_the_model(*_MODEL, "benchmarks", contexts=", ".join(map(str, made.contexts)))
+    yield Rung("latency", lambda: latency(made), timed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from haarkv.validation.bringup.result import RUNGS, Drift, Folder, Result, Table
-from haarkv.validation.html import STYLE, Line, plot, table
+from haarkv.validation.bringup.result import RUNGS, Folder, Result
+from haarkv.validation.html import Line, distances, document, facts, table
 
 PAGE, REPORT = "index.html", "report.json"
 _LOG_LINES = 60
@@ -84,43 +83,28 @@ def verdict(results: Sequence[Result]) -> str:
 def page(results: Sequence[Result], about: Mapping[str, str]) -> str:
     """One self-contained HTML page; the same arguments give the same page."""
     said = verdict(results)
-    word = said.partition(":")[0]
-    where = about.get("device", "")
+    word, where = said.partition(":")[0], about.get("device", "")
     title = f"Bring-up of executor {about.get('executor', '')}" + f" on {where}" * bool(where)
-    facts = "".join(
-        f'<tr><th class="left">{escape(name)}</th><td class="left made">{escape(value)}</td></tr>'
-        for name, value in about.items()
-    )
-    parts = "".join(_section(result) for result in results)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}: {escape(word)}</title><style>{STYLE}{_WIDTH}</style></head><body>
-<h1>{escape(title)} <span class="verdict {_STYLES.get(word, "soft")}">{escape(word)}</span></h1>
-<p class="soft">{escape(said)}.</p>
+    body = f"""<p class="soft">{escape(said)}.</p>
 {_rungs(results)}
 <h2>How it was made</h2>
-<div class="table"><table>{facts}</table></div>
-{parts}
-</body></html>
-"""
+{facts({escape(name): escape(value) for name, value in about.items()})}
+{"".join(_section(result) for result in results)}"""
+    return document(title, word, _STYLES.get(word, "soft"), body, _WIDTH)
 
 
 def _rungs(results: Sequence[Result]) -> str:
     known = {result.name: result for result in results}
     rows = []
     for number, (name, tried) in enumerate(RUNGS.items(), 1):
-        result = known.get(name)
-        cells = ("not run", "–", "–", "") if result is None else _cells(result)
-        style = _STYLES.get(cells[0], "soft")
+        word, seconds, compared, said = _cells(known[name]) if name in known else ("not run", "–", "–", "")
         rows.append(
             f'<tr><td>{number}</td><td class="left"><b>{name}</b><br><span class="soft">{tried}</span></td>'
-            f'<td class="left {style}">{cells[0]}</td><td>{cells[1]}</td><td>{cells[2]}</td>'
-            f'<td class="left made">{escape(cells[3])}</td></tr>'
+            f'<td class="left {_STYLES.get(word, "soft")}">{word}</td><td>{seconds}</td><td>{compared}</td>'
+            f'<td class="left made">{escape(said)}</td></tr>'
         )
-    head = "".join(
-        f"<th{' class=left' * left}>{word}</th>"
-        for word, left in (("", 0), ("rung", 1), ("verdict", 1), ("seconds", 0), ("compared", 0), ("found", 1))
-    )
+    words = {"": "", "rung": "left", "verdict": "left", "seconds": "", "compared": "", "found": "left"}
+    head = "".join(f'<th class="{side}">{word}</th>' for word, side in words.items())
     return f'<div class="table"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
@@ -135,30 +119,16 @@ def _section(result: Result) -> str:
     found = result.found
     if not (found.tables or found.drifts or found.facts):
         return ""
-    facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
-    drifts = "".join(_drawn(drift) for drift in found.drifts)
-    shown = f'<div class="plots">{drifts}</div>' * bool(drifts) + "".join(_table(one) for one in found.tables)
-    about = f'<p class="soft">{escape(facts)}</p>' * bool(facts)
+    named = ", ".join(f"{name} {value}" for name, value in found.facts.items())
+    drifts = "".join(
+        distances(
+            drift.title,
+            [Line(name, "ab"[number % 2], number > 1, line) for number, (name, line) in enumerate(drift.lines.items())],
+            drift.bound or None, "bound",
+        )
+        for drift in found.drifts
+    )  # fmt: skip
+    tables = "".join(f'<p class="soft">{escape(one.title)}</p>{table(one.columns, one.rows, 1)}' for one in found.tables)
+    about = f'<p class="soft">{escape(named)}</p>' * bool(named)
+    shown = f'<div class="plots">{drifts}</div>' * bool(drifts) + tables
     return f'<h2>{escape(result.name)} <span class="soft">{escape(result.date)}</span></h2>{about}{shown}'
-
-
-def _table(shown: Table) -> str:
-    caption = f'<p class="soft">{escape(shown.title)}</p>'
-    return caption + table(shown.columns, shown.rows, 1, [False] * len(shown.rows))
-
-
-# Closer to 0 than float64 can tell.
-_FLOOR = 1e-16
-
-
-def _drawn(drift: Drift) -> str:
-    lines = [
-        Line(name, "ab"[number % 2], number > 1, {at: math.log10(max(value, _FLOOR)) for at, value in line.items()})
-        for number, (name, line) in enumerate(drift.lines.items())
-    ]
-    bound = math.log10(drift.bound) if drift.bound else None
-    values = [value for line in lines for value in line.values.values()] + ([bound] if bound is not None else [])
-    low, high = math.floor(min(values)), math.ceil(max(values) + 1e-9)
-    step = max(1, -(-(high - low) // 6))
-    ticks = [(float(e), f"1e{e}") for e in range(low, high + step, step)]
-    return plot(drift.title, lines, ticks, (bound, "bound") if bound is not None else None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,6 +123,12 @@ class FidelityRow:
     ppl: float
     ppl_delta: float
     greedy_match: float | None
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Sizes and divergences, as plans and calibrations carry them."""
+        keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
+        return {key: getattr(self, key) for key in keys}
 
 
 # -- What to run ----------------------------------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def _row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequenc
     return FidelityRow(
         kv=name,
         bytes_per_token=size,
-        bits_per_value=8 * size / (2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim),
+        bits_per_value=8 * size / (2 * config.num_layers * config.num_kv_heads * config.head_dim),
         kl_mean=math.fsum(kl) / len(kl),
         kl_median=(kl[(len(kl) - 1) // 2] + kl[len(kl) // 2]) / 2,
         kl_p999=nearest_rank(kl, 999),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partialmethod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,16 +14,14 @@ from haarkv.engine.generation import Completion
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
-from haarkv.models.config import ModelConfig
-from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.contenders import Contender
 from haarkv.validation.fidelity.scores import Candidate, Fidelity, Scored, summarize, teacher_forced
+from haarkv.validation.layers.trial import run_phase
 
 OnStep = Callable[[str], None]
 """Told what is being done each time a token of it is done."""
@@ -121,7 +121,9 @@ def greedy_diff(
         InputError: a prompt that is empty or does not fit; a side that chooses other tokens when it is fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
     """
-    side_a, side_b = (replace(s, executor=_Finite(s.executor, f"side {n}")) for s, n in ((side_a, "A"), (side_b, "B")))
+    side_a, side_b = (
+        replace(s, executor=cast(Executor, _Finite(s.executor, f"side {n}"))) for s, n in ((side_a, "A"), (side_b, "B"))
+    )
     name_a, name_b = (str(Contender(side.executor.name, side.plan.describe())) for side in (side_a, side_b))
     same_format = side_a.plan.describe() == side_b.plan.describe()
     bound = bounds.EXECUTOR_LOGITS[dtype]
@@ -199,38 +201,20 @@ class _Finite:
     """An executor whose logits are refused unless all are finite: the arg max of NaN is a token like any other."""
 
     def __init__(self, executor: Executor, side: str) -> None:
-        self.name, self.description, self.simulated = executor.name, executor.description, executor.simulated
-        self.compiled = executor.compiled
-        self.config, self.device, self.ops = executor.config, executor.device, executor.ops
         self._executor, self._side = executor, side
 
-    @property
-    def batches_alike(self) -> bool:
-        return self._executor.batches_alike
-
-    @property
-    def weights(self) -> Weights:
-        return self._executor.weights
-
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        return self._executor.supports(config, plan)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._check(self._executor.prefill(token_ids, batch, cache))
-
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._check(self._executor.decode(token_ids, batch, cache))
-
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._check(self._executor.verify(token_ids, batch, cache))
-
-    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._executor.layers(hidden, span, batch, cache)
-
-    def _check(self, logits: Tensor) -> Tensor:
+    def _forward(self, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        logits = run_phase(self._executor, phase, token_ids, batch, cache)
         if torch.isfinite(logits).all():
             return logits
         raise NonFiniteError(f"{self._side} ({self.description}) gave logits that are not finite")
+
+    prefill = partialmethod(_forward, "prefill")
+    decode = partialmethod(_forward, "decode")
+    verify = partialmethod(_forward, "verify")

@@ -25,23 +25,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from haarkv.engine.session import Session
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Field, KVFormat, LevelChoice
+from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.formats.numbers import Numbers
+from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import blocks_for
-from haarkv.validation.fidelity.as_it_comes import without_waiting
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup, run_fingerprint
-from haarkv.validation.planning import oscar
+from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.calibrate import learn_model
+from haarkv.validation.planning.moments import learn_oscar
+
+
+# -- Groups that are full when they come -------------------------------------------------------------------------------
+class AsItComes:
+    """A format of groups whose groups are all full when they come: what comes out of it is kept, its bytes are counted.
+
+    So no query sees a token in BF16, and even a group's first token is read as its last one lets it be stored.
+    """
+
+    group_tokens, lossy = 1, True
+
+    def __init__(self, of: KVFormat) -> None:
+        self.of, self.name, self.purpose = of, of.name, of.purpose
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        return {"restored": Field(torch.float32, (head_dim,))}
+
+    def description(self, head_dim: int) -> Description | None:
+        return None
+
+    def numbers(self, head_dim: int) -> Numbers | None:
+        return None
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return self.of.bytes_per_vector(head_dim)
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        """x: [..., n, D], whole groups."""
+        groups = x.bfloat16().float().reshape(*x.shape[:-2], -1, self.of.group_tokens, x.shape[-1])
+        return {"restored": self.of.dequantize(self.of.quantize(groups, layer), layer).flatten(-3, -2)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return fields["restored"]
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError("only what comes out of it is kept")
+
+    def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
+        return None
+
+    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return lengths_of(self.dequantize(fields, layer))
+
+    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
+        return None
+
+
+def without_waiting(plan: KVPlan) -> KVPlan:
+    """The same, but for groups that are stored as they come."""
+
+    def as_it_comes(kv_format: KVFormat) -> KVFormat:
+        return kv_format if kv_format.group_tokens == 1 else AsItComes(kv_format)
+
+    return replace(plan, layers=tuple((as_it_comes(k), as_it_comes(v)) for k, v in plan.layers), recent=None)
+
 
 MODEL = "tiny"
 TOKENS = 20_480
@@ -118,10 +177,8 @@ class _Side(Session):
     """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
-        cache = PagedKVCache(
-            self.plan, self.config.kv_shapes,
-            num_blocks=sequences * blocks_for(max_context), num_rows=sequences, chunk=CHUNK,
-        )  # fmt: skip
+        blocks = sequences * blocks_for(max_context)
+        cache = new_cache(self.plan, self.config, blocks, num_rows=sequences, chunk=CHUNK)
         return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)
 
 
@@ -156,8 +213,8 @@ def _write(file: Path, content: str) -> None:
 
 def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     """The row with the bytes of a cache as the product allocates it for a window."""
-    heads, dim, plan = side.config.heads.num_kv_heads, side.config.heads.head_dim, side.plan
-    size = plan.bytes_per_token(heads, dim) + plan.kept_bytes(heads, dim) / window
+    heads, dim, plan = side.config.num_kv_heads, side.config.head_dim, side.plan
+    size = plan.bytes_per_token(heads, dim) + plan.window_bytes(heads, dim) / window
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 
@@ -173,8 +230,8 @@ def with_calibrations(setup: Setup, entries: Sequence[Entry], context: int) -> l
     plan = make_workload(text, base.config.max_position_embeddings, tokens=LEARNED_FROM, prompts=0)
     windows = [plan.fed(window) for window in plan.windows]
     k, v = zip(*learn_model(model, reference, windows, (), context=context).layers, strict=True)
-    of = {OURS: calibration_of(k, v, context), THEIRS: oscar.learn(model, base, windows)}
-    return [replace(e, spec=replace(e.spec, calibration=of[e.whose])) if e.learned else e for e in entries]
+    calibrations = {OURS: calibration_of(k, v, context), THEIRS: learn_oscar(model, base, windows)}
+    return [replace(e, spec=replace(e.spec, calibration=calibrations[e.whose])) if e.learned else e for e in entries]
 
 
 # -- What is shown ---------------------------------------------------------------------------------------------------------
@@ -221,13 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what --out holds, as SVG, and measure nothing")
     given = parser.parse_args(arguments)
     if given.plot:
-        from haarkv.validation.fidelity.peers_plot import svg
+        from haarkv.validation.fidelity.plot import peers_svg
 
         if given.out is None or not given.out.exists():
             parser.error("--plot draws what --out FILE holds, and there is no such file")
         rows_by_name = recorded(given.out)
         show(rows_by_name)
-        _write(given.plot, svg(rows_by_name))
+        _write(given.plot, peers_svg(rows_by_name))
         return
     if given.rows:
         if given.out is None:

@@ -95,18 +95,15 @@ def measure(group: Group, token_ids: list[int], tokens: int) -> Iterator[tuple[s
     """Rows of a group, by the name of the cache."""
     config = group.base.config
     tokenizer = load_tokenizer("tiny", config)
-    bf16 = plan_for(KVSpec("bf16"), config)
 
-    def session(model: DecoderModel, spec: KVSpec) -> Session:
+    def session(model: DecoderModel, spec: KVSpec, executor: str = "auto") -> Session:
         plan = plan_for(spec, config)
-        return Session("planted", config, catalog.create("auto", model, plan), tokenizer, plan)
+        return Session("planted", config, catalog.create(executor, model, plan), tokenizer, plan)
 
-    base = Session("planted", config, catalog.create("reference", group.base, bf16), tokenizer, bf16)
-    caches = {name: session(model, spec) for name, (model, spec) in group.caches.items()}
-    rows = evaluate(
-        Setup(group.base, base, caches, ""), workload(token_ids, config.max_position_embeddings, tokens, group.first)
-    )
-    yield from zip(caches, rows, strict=True)
+    caches = {name: session(*cache) for name, cache in group.caches.items()}
+    setup = Setup(group.base, session(group.base, KVSpec("bf16"), "reference"), caches, "")
+    windows = workload(token_ids, config.max_position_embeddings, tokens, group.first)
+    yield from zip(caches, evaluate(setup, windows), strict=True)
 
 
 def workload(token_ids: list[int], context: int, tokens: int, first: tuple[int, ...]) -> Workload:
@@ -117,7 +114,7 @@ def workload(token_ids: list[int], context: int, tokens: int, first: tuple[int, 
     size = plan.windows[0].length + len(first)
     pieces = [[*first, *token_ids[w.begin : w.begin + w.length]] for w in plan.windows]
     text = [token for piece in pieces for token in piece] + [token_ids[0]]
-    return replace(make_workload(text, context, window=size, prompts=0))
+    return make_workload(text, context, window=size, prompts=0)
 
 
 def main() -> int:

@@ -1,20 +1,24 @@
-"""The picture of an evaluation: KL against bytes per token, as SVG text."""
+"""Pictures of evaluations, as SVG text: KL against bytes per token, and ours beside others' by bits a value."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from haarkv.tq_ops.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
     from haarkv.validation.fidelity.evaluation import FidelityRow
 
+Row = Mapping[str, Any]
+"""As `peers` records it."""
 _ON, _OFF, _GRID = "#2563a8", "#8a929c", "#dddddd"
 # Where a name may stand about its point, in points, the best place first: right, left, above, below, then farther away.
 _PLACES = [
@@ -53,46 +57,56 @@ def pareto_front(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     return sorted(front, key=lambda row: (row.bytes_per_token, row.kv))
 
 
+def _drawn(size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
+    """A figure as SVG text; the same drawing gives the same text."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # A fixed salt and no date.
+    with rc_context({"svg.hashsalt": "haarkv", "font.size": 10, "svg.fonttype": "none"}):
+        figure, text = Figure(figsize=size, layout="constrained"), io.StringIO()
+        draw(figure)
+        figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
+    return text.getvalue()
+
+
+def _prepare(axes: Axes, title: str, across: str, up: str) -> None:
+    """Both axes logarithmic, with a grid behind what is drawn."""
+    axes.set(xscale="log", yscale="log", title=title, xlabel=across, ylabel=f"mean KL(bf16 ‖ {up}")
+    axes.grid(visible=True, which="major", color=_GRID, linewidth=0.6, zorder=0)
+
+
 def svg(rows: Sequence[FidelityRow], title: str) -> str:
     """Mean KL by bytes per token, both axes logarithmic; filled points and the line are the Pareto front.
 
     bf16 has no divergence from itself and is a vertical line; what takes as many bytes or more saves nothing, and is left out,
     as is a divergence of 0, which no logarithm shows.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     # 16 bits a value is what bf16 takes, whether or not it is a row.
     shown = [row for row in rows if row.bits_per_value < 16 and row.kl_mean > 0]
     front = pareto_front(shown)
-    # A fixed salt and no date: the same rows give the same file.
-    with rc_context({"svg.hashsalt": "haarkv", "font.size": 10, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(7.6, 5.0), layout="constrained")
+
+    def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.set(
-            xscale="log", yscale="log", xlabel="KV bytes per token, scales included",
-            ylabel="mean KL(bf16 ‖ format), nats per token", title=f"Fidelity against bytes: {title}",
-        )  # fmt: skip
+        _prepare(axes, f"Fidelity against bytes: {title}", "KV bytes per token, scales included", "format), nats per token")
         axes.plot(
             [row.bytes_per_token for row in front], [row.kl_mean for row in front],
             color=_ON, linewidth=1.2, label="Pareto front", zorder=2,
         )  # fmt: skip
         for row in shown:
-            axes.plot(
-                row.bytes_per_token, row.kl_mean, "o",
-                color=_ON if row in front else _OFF, fillstyle="full" if row in front else "none", markersize=6, zorder=3,
-            )  # fmt: skip
+            color, style = (_ON, "full") if row in front else (_OFF, "none")
+            axes.plot(row.bytes_per_token, row.kl_mean, "o", color=color, fillstyle=style, markersize=6, zorder=3)
         if rows:
             bf16 = 16 * rows[0].bytes_per_token / rows[0].bits_per_value
             axes.axvline(bf16, color=_OFF, linestyle=":", linewidth=1.2, label="bf16 (KL 0)")
             _ticks(axes, bf16, min([row.bytes_per_token for row in shown], default=bf16))
-        axes.grid(visible=True, which="major", color=_GRID, linewidth=0.6, zorder=0)
         axes.margins(0.08)
         axes.legend(frameon=False, loc="lower left")
-        _name(axes, shown, front)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
-    return text.getvalue()
+        named = sorted(shown, key=lambda row: (row.kl_mean, row.kv))
+        dark = [(r.bytes_per_token, r.kl_mean, r.kv, "#222222" if r in front else "#5b6470") for r in named]
+        _write_names(axes, dark, fontsize=9)
+
+    return _drawn((7.6, 5.0), draw)
 
 
 def _ticks(axes: Axes, bf16: float, least: float) -> None:
@@ -103,19 +117,7 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
     axes.set_xlim(min(bf16 * 1.8 / 16, least * 0.9), bf16 * 1.12)  # last: ticks widen the limits
 
 
-def _name(axes: Axes, shown: Sequence[FidelityRow], front: Sequence[FidelityRow]) -> None:
-    """Write each row's name beside its point."""
-    write_names(
-        axes,
-        [
-            (row.bytes_per_token, row.kl_mean, row.kv, "#222222" if row in front else "#5b6470")
-            for row in sorted(shown, key=lambda row: (row.kl_mean, row.kv))
-        ],
-        fontsize=9,
-    )
-
-
-def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
+def _write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
     """Write names beside points, where each covers no other name and no point as far as there is such a place.
 
     Args:
@@ -130,20 +132,19 @@ def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fon
     marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
     legend = axes.get_legend()
     taken = [*marks, legend.get_window_extent()] if legend else list(marks)
-    for (left, height, name, color), own in zip(points, marks, strict=True):
+    for (left, height, name, color), mark in zip(points, marks, strict=True):
         label = axes.annotate(
             name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
             annotation_clip=False,
         )  # fmt: skip
-        best: tuple[float, int] | None = None
-        for number, (x, y, side) in enumerate(_PLACES):
-            label.set(position=(x, y), ha=side)
+
+        def covered(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> float:
+            label.set(position=place[:2], ha=place[2])
             box = label.get_window_extent()
-            covered = sum(_overlap(box, other) for other in taken if other is not own) + _outside(box, axes.bbox)
-            if best is None or covered < best[0] - 1e-6:
-                best = (covered, number)
-        assert best is not None
-        x, y, side = _PLACES[best[1]]
+            outside = float(box.width * box.height) - _overlap(box, axes.bbox)
+            return round(sum(_overlap(box, other) for other in taken if other is not mark) + outside, 6)
+
+        x, y, side = min(_PLACES, key=covered)  # of equals the first
         label.set(position=(x, y), ha=side)
         taken.append(label.get_window_extent())
 
@@ -154,6 +155,61 @@ def _overlap(a: Bbox, b: Bbox) -> float:
     return float(max(0.0, width) * max(0.0, height))
 
 
-def _outside(box: Bbox, frame: Bbox) -> float:
-    """Square pixels of a box that lie outside a frame."""
-    return float(box.width * box.height) - _overlap(box, frame)
+# -- Formats of ours and of others: `validation.fidelity.peers` ------------------------------------------------------------
+_TITLES = {
+    "alone": "No token in BF16 (windows of 1,024)",
+    "window": "The same 128 recent tokens and 4 sinks in BF16 (windows of 4,096)",
+}
+# Color, mark and name of each family; a row belongs to the first whose prefix its label has.
+_FAMILIES = {
+    "lr plan": ("#b3261e", "D", "learned nibbles by place (ours)"),
+    "lr": ("#d9827b", "d", "learned nibbles, layers alike (ours)"),
+    "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
+    "KVarN": ("#1b7f5c", "s", "KVarN"),
+    "OSCAR": ("#8e44ad", "^", "OSCAR"),
+    "KIVI": ("#c77700", "v", "KIVI"),
+    "": ("#6b7280", "x", "llama.cpp, its forks, ManthanQuant"),
+}
+_MOST_BITS = 9.0
+
+
+def family(label: str) -> str:
+    """The key of a row's family."""
+    return next(prefix for prefix in _FAMILIES if label.startswith(prefix) and not (prefix == "tq" and "_" in label))
+
+
+def peers_svg(comparisons: Mapping[str, Sequence[Row]]) -> str:
+    """Mean KL by bits a value, one panel a comparison; families are lines where they differ in bits alone.
+
+    Args:
+        comparisons: rows by comparison, as `peers` records them.
+    """
+    tokens = max(row["tokens"] for rows in comparisons.values() for row in rows)
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(comparisons), squeeze=False)[0]
+        for axes, (name, rows) in zip(panels, comparisons.items(), strict=True):
+            _panel(axes, _TITLES[name], [row for row in rows if row["bits_per_value"] < _MOST_BITS and row["kl_mean"] > 0])
+        figure.suptitle(f"tiny, {tokens:,} held-out tokens; others' formats as written here after their papers", fontsize=11)
+
+    require_matplotlib()
+    return _drawn((7.2 * len(comparisons), 6.0), draw)
+
+
+def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
+    _prepare(axes, title, "bits a value, everything counted", "cache), nats a token")
+    for prefix, (color, mark, name) in _FAMILIES.items():
+        members = sorted((row for row in rows if family(row["kv"]) == prefix), key=lambda row: row["bits_per_value"])
+        if members:
+            axes.plot(
+                [row["bits_per_value"] for row in members], [row["kl_mean"] for row in members], color=color, marker=mark,
+                linestyle="-" if prefix in ("lr plan", "lr", "tq") else "none", linewidth=1.3, markersize=6, label=name,
+                zorder=3,
+            )  # fmt: skip
+    axes.set_xticks([2, 2.5, 3, 3.5, 4, 5, 6, 8], ["2", "2.5", "3", "3.5", "4", "5", "6", "8"])
+    axes.minorticks_off()
+    axes.margins(0.1)
+    axes.legend(frameon=False, loc="lower left", fontsize=8)
+    named = sorted(rows, key=lambda row: row["kl_mean"])
+    points = [(r["bits_per_value"], r["kl_mean"], r["kv"], _FAMILIES[family(r["kv"])][0]) for r in named]
+    _write_names(axes, points, fontsize=8)

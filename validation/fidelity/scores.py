@@ -12,8 +12,8 @@ from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.session import Session
-from haarkv.executors.base import verify
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.validation.layers.trial import run_phase
 
 TOP = 5
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary.
@@ -108,9 +108,7 @@ def score(a: Tensor, b: Tensor) -> Scored:
     if a.shape != b.shape or a.ndim != 1:
         raise ValueError(f"logits of one position have one shape [vocab], not {list(a.shape)} and {list(b.shape)}")
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    for name, logits in (("A", a), ("B", b)):
-        if not torch.isfinite(logits).all():
-            raise NonFiniteError(f"side {name} gave a logit that is {logits[~torch.isfinite(logits)][0].item()}")
+    _require_finite(a, b)
     log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
     top_a, top_b = _best(a), _best(b)
     return Scored(
@@ -173,10 +171,14 @@ def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
     return join([_score_slice(*part) for part in parts])
 
 
-def _score_slice(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
+def _require_finite(a: Tensor, b: Tensor) -> None:
     for name, logits in (("A", a), ("B", b)):
         if not torch.isfinite(logits).all():
             raise NonFiniteError(f"side {name} gave a logit that is {logits[~torch.isfinite(logits)][0].item()}")
+
+
+def _score_slice(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
+    _require_finite(a, b)
     log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
     actual = targets.unsqueeze(-1)
     return Scores(
@@ -238,7 +240,7 @@ def _steps(
             return
         batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
         token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
-        logits = verify(side.executor, token_ids, batch, cache)
+        logits = run_phase(side.executor, "decode", token_ids, batch, cache)
 
 
 def summarize(scored: Sequence[Scored]) -> Fidelity:

@@ -14,21 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.faults import Fault
-from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
-from haarkv.validation.layers.judge import Verdict
+from haarkv.validation.layers.faults import OUT, Fault, Layer
+from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.repeat import Run
+from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.restored import slack_of_op
-from haarkv.validation.layers.slips import OUT, Attend, Layer, slips, steeper
+from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
+from haarkv.validation.layers.trial import Run
 from haarkv.validation.layers.window_faults import window_faults
 
 _STAGES = {
@@ -50,9 +47,7 @@ Far = Callable[[Reference, MadeLayer], float | None]
 """How far a run is from what an altered reference made; None if one of them is at fault beside the other."""
 
 
-def explain(
-    reference: Reference, index: int, made: MadeLayer, run: Run, forward: Forward, verdict: Verdict, far: Far
-) -> Verdict:
+def explain(reference: Reference, made: MadeLayer, run: Run, verdict: Verdict, far: Far) -> Verdict:
     """The verdict on a run of a layer that is wrong, with what explains it.
 
     Args:
@@ -63,20 +58,20 @@ def explain(
         causes, else all that the wrong output depends on.
     """
     found: list[tuple[float, Fault]] = []
-    for fault in _candidates(reference, index, made, run):
+    for fault in _candidates(reference, made, run):
         # What is stored is wrong, or is not: a slip in the other half of the layer explains neither.
         if fault.model is None and (fault.seen_as == OUT) != (verdict.stage == OUT):
             continue
         altered = reference.altered(fault.model, fault.table())
         try:
-            other = altered.again(index, made, forward)
+            other = altered.again(made)
         except InputError:  # it makes nothing that could be compared
             continue
         distance = None if _same(made, other) else far(altered, other)
         if distance is not None:
             found.append((distance, fault))
     if not found:
-        return replace(verdict, stages=_narrowed(verdict.stage, made, run, forward))
+        return replace(verdict, stages=_narrowed(verdict.stage, made, run))
     found.sort(key=lambda one: one[0])
     nearest = [fault for distance, fault in found if distance <= 2 * found[0][0]]
     stages = tuple(dict.fromkeys(stage for fault in nearest for stage in _stages_of(fault)))
@@ -110,52 +105,38 @@ def _slips(reference: Reference, index: int) -> Iterator[Fault]:
     """Those of the model, and those of windows where K and V have them."""
     yield from slips(reference.model, index)
     names = {part.name.split(".")[0] for part in parts_of(reference.cache, index)}
-    if all(reference.cache.kept(index)):
+    if all(reference.cache.windows(index)):
         yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
 
 
-def _candidates(reference: Reference, index: int, made: MadeLayer, run: Run) -> Iterator[Fault]:
+def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fault]:
     """Slips, and parts that are too large by as much as fits best."""
+    index, ops, heads = made.index, reference.ops, reference.cache.num_kv_heads
     yield from _slips(reference, index)
-    calls, ops = made.calls, reference.ops
-    attention = [call for call in calls if call.op == "paged_attention"]
-    if not attention or not torch.isfinite(run.outcome.result).all():
+    if not any(call.op == "paged_attention" for call in made.calls) or not torch.isfinite(run.outcome.result).all():
         return
-    ours, theirs = made.hidden_out, run.outcome.result
-    found = errors_of_layer(calls, ours, theirs, None, made.hidden_in, ops, reference.cache.num_kv_heads)
-    at, heads = Layer(reference.model, index), reference.cache.num_kv_heads
+    found = errors_of_layer(made, made.hidden_out, run.outcome.result, None, ops, heads)
+    at = Layer(reference.model, index)
     for name, parts in found.items():
         for head, part in enumerate(parts):
             factor = float(f"{1 + part.gain:.4g}")
             if factor == 1 or not 0.01 < factor < 100:
                 continue
             if name == "softmax scale":
-                yield Fault(f"softmax scale times {factor:g}", index, "paged_attention", OUT, at.attended(steeper(factor)))
+                yield at.attending(f"softmax scale times {factor:g}", steeper(factor))
             elif name == "MLP":
-                table = at.projected("down_proj", spoil=partial(torch.mul, other=factor))
-                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, table)
-            elif name in ("attention", "attention of a head"):
-                one = head if name == "attention of a head" else None
-                words = "attention" if one is None else f"attention of KV head {one}"
-                yield Fault(
-                    f"{words} times {factor:g}", index, "paged_attention", OUT, at.attended(_times(factor, one, heads))
-                )
-
-
-def _times(factor: float, head: int | None, heads: int) -> Attend:
-    """Attention with the part of one KV head, or all of it, times a factor."""
-
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        parts = spec.paged_attention(q, cache, layer, batch, softmax_scale).chunk(heads, 1)
-        return torch.cat([part * factor if head in (None, number) else part for number, part in enumerate(parts)], 1)
-
-    return attend
+                scaled = at.projected("down_proj", partial(torch.mul, other=factor))
+                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, scaled)
+            elif name == "attention":
+                yield at.attending(f"attention times {factor:g}", larger(factor))
+            elif name == "attention of a head":
+                yield at.attending(f"attention of KV head {head} times {factor:g}", larger(factor, head))
 
 
 def _same(made: MadeLayer, other: MadeLayer) -> bool:
     """Whether a slip changes nothing here."""
     return torch.equal(made.hidden_out, other.hidden_out) and all(
-        torch.equal(field, other.stored[side][name]) for side, of in made.stored.items() for name, field in of.items()
+        torch.equal(field, other.stored[side][name]) for side, fields in made.stored.items() for name, field in fields.items()
     )
 
 
@@ -165,7 +146,7 @@ def _stages_of(fault: Fault) -> tuple[str, ...]:
     return next((stages for word, stages in _CONFIG.items() if fault.name.startswith(word)), (fault.stage,))
 
 
-def _narrowed(stage: str, made: MadeLayer, run: Run, forward: Forward) -> tuple[str, ...]:
+def _narrowed(stage: str, made: MadeLayer, run: Run) -> tuple[str, ...]:
     """The stages that a wrong output depends on.
 
     The first token of a sequence attends to nothing but itself: its attention is its own V, whatever its query and the softmax
@@ -174,7 +155,7 @@ def _narrowed(stage: str, made: MadeLayer, run: Run, forward: Forward) -> tuple[
     every = _STAGES.get(stage, (stage,))
     if stage != "attention_mlp":
         return every
-    first = forward.batch.positions == 0
+    first = made.batch.positions == 0
     error = (run.outcome.result.double() - made.hidden_out.double()).norm(dim=-1) / made.hidden_out.double().norm(dim=-1)
     if not first.any() or first.all():
         return every

@@ -21,13 +21,12 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import bounds
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import parts_of
 
-Pair = tuple[Tensor, Tensor]
 _ULP = 2.0**-24
 _THETA = torch.linspace(0.05, 14.0, 120, dtype=torch.float64)
 
@@ -87,48 +86,35 @@ def noisy(ops: OpTable, noise: float, generator: torch.Generator) -> OpTable:
     return with_ops(ops, {"rms_norm": rms_norm, "linear": linear, "rope": rope, "store_kv": _stop})
 
 
-def chances_of_layer(
-    model: DecoderModel,
-    ops: OpTable,
-    hidden: Tensor,
-    index: int,
-    batch: Batch,
-    cache: PagedKVCache,
-    pair: tuple[Tensor, Tensor],
-) -> dict[str, Chances]:
-    """The chances of K and V that a layer makes of hidden states [T, hidden], by part.
-
-    Args:
-        pair: K and V [T, Hkv, D] fp32 as the reference makes them.
-    """
-    generator = torch.Generator().manual_seed(index)
+def chances_of_layer(model: DecoderModel, ops: OpTable, cache: PagedKVCache, made: MadeLayer) -> dict[str, Chances]:
+    """The chances of K and V that a layer makes of its hidden states, by part; `ops` are the reference's."""
+    generator = torch.Generator().manual_seed(made.index)
     moved = []
     for noise in bounds.AMPLIFIED:
         try:
-            model.layers(hidden, range(index, index + 1), batch, cache, noisy(ops, noise, generator))
+            span = range(made.index, made.index + 1)
+            model.layers(made.hidden_in, span, made.batch, cache, noisy(ops, noise, generator))
         except _StoredError as stored:
             moved.append(stored.pair)
-    return _chances(cache, index, batch, pair, moved, generator)
+    return _chances(cache, made, moved, generator)
 
 
-def chances_of_store(cache: PagedKVCache, index: int, batch: Batch, pair: Pair) -> dict[str, Chances]:
-    """The chances where K and V [T, Hkv, D] fp32 were given, and only quantizing them is off, by part."""
-    return _chances(cache, index, batch, pair, [pair] * len(bounds.AMPLIFIED), torch.Generator().manual_seed(index))
+def chances_of_store(cache: PagedKVCache, made: MadeLayer) -> dict[str, Chances]:
+    """The chances where the layer's K and V were given, and only quantizing them is off, by part."""
+    pair = made.k, made.v
+    return _chances(cache, made, [pair] * len(bounds.AMPLIFIED), torch.Generator().manual_seed(made.index))
 
 
 def _chances(
-    cache: PagedKVCache, index: int, batch: Batch, pair: Pair, moved: Sequence[Pair], generator: torch.Generator
+    cache: PagedKVCache, made: MadeLayer, moved: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator
 ) -> dict[str, Chances]:
-    parts = [(part, part.where(batch)[0], "kv".index(part.side)) for part in parts_of(cache, index)]
-    runs = [
-        [_of_part(part.kv_format, index, pair[i][of], run[i][of], noise, generator) for part, of, i in parts]
-        for run, noise in zip(moved, bounds.AMPLIFIED, strict=True)
-    ]
-    found = ([run[place] for run in runs] for place in range(len(parts)))
-    return {
-        part.name: Chances(*(torch.stack([run[i] for run in of]) for i in (0, 1)))
-        for (part, _, _), of in zip(parts, found, strict=True)
-    }
+    runs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for pair, noise in zip(moved, bounds.AMPLIFIED, strict=True):
+        for part in parts_of(cache, made.index):
+            tokens, side = part.where(made.batch)[0], "kv".index(part.side)
+            x, y = (made.k, made.v)[side][tokens], pair[side][tokens]
+            runs.setdefault(part.name, []).append(_of_part(part.kv_format, made.index, x, y, noise, generator))
+    return {name: Chances(*map(torch.stack, zip(*pairs, strict=True))) for name, pairs in runs.items()}
 
 
 def _of_part(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
+from haarkv.validation.layers.report import ASCEND_COLUMNS
 from haarkv.validation.layers.restored import nearer
 
 
@@ -173,3 +174,47 @@ def compare_vectors(
 def _ratio(part: Tensor, whole: Tensor, empty: float = 0.0) -> Tensor:
     """part / whole, where 0 / 0 is `empty`."""
     return torch.where((part == 0) & (whole == 0), empty, part / whole)
+
+
+# -- As Ascend's own tool has it ---------------------------------------------------------------------------------------------
+_FP32_EPS = torch.finfo(torch.float32).eps
+
+
+def ascend_metrics(theirs: Tensor, ours: Tensor) -> dict[str, float | str]:
+    """The columns of `ASCEND_COLUMNS`, of Ascend's accuracy comparison (msaccucmp, in msProbe), to be read side by side.
+
+    They are of a whole tensor at once and judge nothing here: a long token hides a short one in every one of them.
+
+    With x on trial and y the ground truth, relative errors are |x / y - 1|, 0 where |y| is not above FP32's epsilon; the
+    divergence is that of x and y, each shifted and scaled to 0 … 1 and divided by its sum.
+
+    Args:
+        theirs: the tensor on trial, any shape.
+        ours: the ground truth.
+    """
+    x, y = theirs.double().flatten(), ours.double().flatten()
+    error = (x - y).abs()
+    relative = torch.where(y.abs() > _FP32_EPS, (x / y - 1).abs(), 0.0)
+    p, q = _as_distribution(x), _as_distribution(y)
+    figures = (
+        float((x @ y) / (x.norm() * y.norm())),
+        float(error.max()),
+        float(relative.sum()),
+        float(error.norm() / y.norm()),
+        float((p * (p / q).log()).sum()),
+        "({:.3f};{:.3f}),({:.3f};{:.3f})".format(
+            *(float(f) for f in (x.mean(), x.std(correction=0), y.mean(), y.std(correction=0)))
+        ),
+        float(error.mean()),
+        float(error.square().mean().sqrt()),
+        float(relative.max()),
+        float(relative.mean()),
+    )
+    return dict(zip(ASCEND_COLUMNS, figures, strict=True))
+
+
+def _as_distribution(x: Tensor) -> Tensor:
+    span = x.max() - x.min()
+    scaled = (x - x.min()) / span if span != 0 else x
+    scaled = scaled.clamp(min=_FP32_EPS)
+    return scaled / scaled.sum()

@@ -6,21 +6,31 @@ wrong position beyond 128 computes the right bits of it. So each report names wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from haarkv.engine.generation import PREFILL_CHUNK
-from haarkv.models.config import ModelConfig
+from haarkv.models.balance import folded
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.text import Tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.forward import Schedule
+from haarkv.validation.layers.parts import new_cache
+from haarkv.validation.layers.record import watched
 
 TINY, HUGE = 0.01, 1000.0
 """Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
@@ -90,7 +100,7 @@ class Exercise:
     def _of_windows(self) -> dict[str, bool]:
         """What tokens in BF16 add, where there are some."""
         plan, chunk = self._plan, self._chunk
-        lossy = [kv_format for kv_format in plan.formats if plan.keeps(kv_format)]
+        lossy = [kv_format for kv_format in plan.formats if plan.has_window(kv_format)]
         forwards = [
             (begin, end)
             for n in self._lengths
@@ -116,7 +126,7 @@ class Exercise:
         return found
 
 
-def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int) -> list[list[int]]:
+def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, steps: int) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
     A tail in BF16 takes a prompt that does not fill it, and one that is a block longer. The longest stands last, so that its
@@ -133,7 +143,7 @@ def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, step
     room = context - Schedule.more(steps)
     if room < 2:
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
-    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
+    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.has_window(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     within = [max(tail - 1, 1) for tail in sorted(tails)]
     longest = max([PREFILL_CHUNK + 3, *(tail + BLOCK_SIZE + 1 for tail in tails)])
@@ -145,3 +155,66 @@ def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, step
 
 _CHARACTERS = 20
 """Of a token, generously."""
+
+
+# -- Lengths that ordinary models never reach --------------------------------------------------------------------------
+_SHORTEST, _LONGEST = 2.0**-8, 2.0**13
+"""Where tiny vectors begin and huge ones end: their scales are normal FP16 numbers, with room beside them."""
+_KEPT = 0.05
+"""Of its length that a vector may lose where its format still has a scale for it."""
+
+
+@torch.inference_mode()
+def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> DecoderModel:
+    """A model that computes the same, whose K and V are tiny in one layer and huge in the next.
+
+    Args:
+        plan: of the cache; a side that is stored without loss has no scale and stays as it is, as does one whose format holds
+            no such lengths.
+        token_ids: of one prompt, whose K and V are scaled to the ends of the range.
+    """
+    kv = _stored_by(model, plan, token_ids)
+    layers = []
+    for index, layer in enumerate(model.weights.layers):
+        for side, kv_format, x in (("K", plan.k(index), kv[index][0]), ("V", plan.v(index), kv[index][1])):
+            tiny = (index % 2 == 0) == (side == "K")
+            exponent = _exponent(kv_format, index, x, tiny)
+            layer = folded(layer, side, torch.full(x.shape[1:], 2.0**exponent))
+        layers.append(layer)
+    return replace(model, weights=replace(model.weights, layers=tuple(layers)))
+
+
+def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """K and V [T, Hkv, D] of each layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    ops = watched(cast(OpTable, reference), lambda k, v: found.append((k, v)))
+    cache = new_cache(plan, model.config, blocks_for(len(token_ids)))
+    paging = PagedSequences(cache.num_blocks, cache.block_size)
+    batch = paging.batch([paging.add()], [len(token_ids)])
+    model.layers(model.embed(torch.tensor(token_ids)), range(model.config.num_layers), batch, cache, ops)
+    return found
+
+
+def _exponent(kv_format: KVFormat, layer: int, x: Tensor, tiny: bool) -> int:
+    """Of the power of two that takes vectors [T, Hkv, D] as far as the format goes."""
+    lengths = lengths_of(x)
+    if not kv_format.lossy or not (lengths > 0).any():
+        return 0
+    if tiny:
+        exponent = math.ceil(math.log2(_SHORTEST / float(lengths[lengths > 0].min())))
+    else:
+        exponent = math.floor(math.log2(_LONGEST / float(lengths.max())))
+    while exponent and not _holds(kv_format, layer, x * 2.0**exponent):
+        exponent -= int(math.copysign(1, exponent))
+    return exponent
+
+
+def _holds(kv_format: KVFormat, layer: int, x: Tensor) -> bool:
+    """Whether a format stores vectors [T, Hkv, D] at about their length."""
+    x = x.transpose(0, 1)
+    try:
+        restored = lengths_of(kv_format.dequantize(kv_format.quantize(x, layer), layer))
+    except NonFiniteError:
+        return False
+    lengths = lengths_of(x)
+    return bool(((restored - lengths).abs() <= _KEPT * lengths).all())

@@ -1,9 +1,13 @@
-"""Faults to plant in an op table: published bugs and slips of the pen, each of which a validation must find where it is."""
+"""Faults to plant in the reference: published bugs and slips of the pen, each of which a validation must find where it is.
+
+Here are what a fault is, the layer that it is put into, and the published ones. `slips`, `machine_faults` and `window_faults`
+hold the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache as memoised
 from typing import Any, cast
 
@@ -13,6 +17,7 @@ from torch import Tensor
 from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.haar import SEED
 from haarkv.executors.base import Executor
+from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats import KVFormat
@@ -22,13 +27,66 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, put, tensors_of
+from haarkv.validation.layers.parts import Stored, put, quantized, read_as
 
+K, V, OUT = "store_kv.k", "store_kv.v", "attention_mlp"
+PACKED = ("k", "v")
 Table = Mapping[str, Callable[..., Any]]
-Alter = Callable[[Tensor, Tensor, PagedKVCache, int], Stored]
+Spoil = Callable[[Tensor], Tensor]
+Attend = Callable[[Tensor, PagedKVCache, int, Batch, float], Tensor]
+Keep = Callable[[Tensor, Tensor, PagedKVCache, int, Batch], Stored]
+"""What a layer stores in place of what is right, by part; parts that it leaves out are right."""
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""K and V [T, Hkv, D] fp32 in place of the right ones."""
+Phase = Callable[["Mistaken", Tensor, Batch, PagedKVCache], Tensor]
+"""One of an executor's forwards."""
+
+
+class Mistaken(ReferenceExecutor):
+    """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does.
+
+    Args:
+        right: the model whose executor it says it is.
+        phases: prefill, decode or verify in place of the reference's.
+    Attributes:
+        notes: what such a forward remembers of earlier ones.
+    """
+
+    def __init__(
+        self, right: DecoderModel, model: DecoderModel, ops: OpTable, phases: Mapping[str, Phase] | None = None
+    ) -> None:
+        super().__init__(model, ops)
+        self.config, self.model, self.notes, self._phases = right.config, model, dict[int, int](), phases or {}
+
+    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._phases.get("prefill", ReferenceExecutor.prefill)(self, token_ids, batch, cache)
+
+    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._phases.get("decode", ReferenceExecutor.decode)(self, token_ids, batch, cache)
+
+    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._phases.get("verify", ReferenceExecutor.verify)(self, token_ids, batch, cache)
+
+
+class WholeLayers:
+    """An executor as a fused one: its layers run whole, nobody sees its ops."""
+
+    ops = None
+
+    def __init__(self, executor: Executor) -> None:
+        self.name, self.config, self.device = executor.name, executor.config, executor.device
+        self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
+        self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
+        self.prefill, self.decode, self.verify = executor.prefill, executor.decode, executor.verify
+        self.batches_alike, self.weights = executor.batches_alike, executor.weights
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
+
+DRIVES: Mapping[str, Callable[[Executor], Executor]] = {"ops": lambda executor: executor, "layers": WholeLayers}
+"""How an executor can be driven: its ops seen one by one, or its layers alone."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +102,30 @@ class Fault:
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
-        executor: what makes the faulty executor of the right model, the faulty one and its ops, where a forward is wrong.
+        phases: as in `Mistaken`.
     """
 
     name: str
     layer: int | None
     stage: str
     seen_as: str
-    ops: Table
+    ops: Table = field(default_factory=dict)
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
-    executor: Callable[[DecoderModel, DecoderModel, OpTable], Executor] | None = None
+    phases: Mapping[str, Phase] = field(default_factory=dict)
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""
         return table_with(self.ops)
+
+    def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
+        """The reference of a model with this fault in it, driven as a key of `DRIVES` says."""
+        return DRIVES[drive](Mistaken(model, self.model or model, self.table(), self.phases))
+
+    def stages(self, drive: str) -> tuple[str, ...]:
+        """The stages that may be named, the one that should be first."""
+        return (self.stage if drive == "ops" else self.seen_as, *self.also)
 
 
 def table_with(ops: Table) -> OpTable:
@@ -67,185 +133,143 @@ def table_with(ops: Table) -> OpTable:
     return with_ops(cast(OpTable, reference), ops)
 
 
+def other(change: Change, parts: str | tuple[str, ...] = PACKED) -> Keep:
+    """Parts whose names begin so hold other K and V."""
+
+    def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
+        stored = quantized(cache, layer, batch, *change(k, v))
+        return {name: fields for name, fields in stored.items() if name.startswith(parts)}
+
+    return keep
+
+
+def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
+    """K or V otherwise, from one of its heads on."""
+
+    def change(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        pair = {"k": k.clone(), "v": v.clone()}
+        pair[side][:, head:] = spoil(pair[side][:, head:])
+        return pair["k"], pair["v"]
+
+    return change
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer that faults are put into; weights by the last part of their field's name."""
+
+    model: DecoderModel
+    index: int
+
+    def weight(self, name: str) -> Tensor | None:
+        """A weight; None where the family has none of that name."""
+        return next((t for f, _, t in self.model.weights.layers[self.index].named() if f.split(".")[-1] == name), None)
+
+    @property
+    def rotation(self) -> Tensor:
+        """[D, D] fp32."""
+        return haar_rotation(self.index, self.model.config.head_dim).float()
+
+    @property
+    def last_head(self) -> int:
+        """The last KV head."""
+        return self.model.config.num_kv_heads - 1
+
+    # -- What is wrong in this layer alone -------------------------------------------------------------------------------
+    def instead(self, op: str, wrong: Callable[..., Any]) -> Table:
+        """`store_kv` or `paged_attention`, otherwise."""
+        right, place = getattr(reference, op), {"store_kv": 3, "paged_attention": 2}[op]
+        return {op: lambda *given: (wrong if given[place] == self.index else right)(*given)}
+
+    def weighed(self, name: str, wrong: Callable[..., Tensor]) -> Table:
+        """`rms_norm` or `linear` by one weight, otherwise."""
+        op, own = "rms_norm" if name.endswith("norm") else "linear", self.weight(name)
+        right = getattr(reference, op)
+        return {op: lambda *given: (wrong if given[1] is own else right)(*given)}
+
+    def projected(self, name: str, spoil: Spoil) -> Table:
+        """`linear` by one weight, its result spoilt."""
+        return self.weighed(name, lambda *given: spoil(reference.linear(*given)))
+
+    def attending(self, name: str, attend: Attend, head: int | None = None) -> Fault:
+        """Attention is wrong."""
+        return Fault(name, self.index, "paged_attention", OUT, self.instead("paged_attention", attend), head=head)
+
+    def storing(self, name: str, where: str, store: Callable[..., None], head: int | None = None) -> Fault:
+        """Storing is wrong."""
+        return Fault(name, self.index, where, where, self.instead("store_kv", store), head=head)
+
+    def keeping(self, name: str, where: str, keep: Keep, head: int | None = None) -> Fault:
+        """Some parts of what is stored are wrong; of one head, if that is named."""
+
+        def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+            kept = keep(k, v, cache, layer, batch)
+            reference.store_kv(k, v, cache, layer, batch)
+            put(cache, layer, batch, kept)
+
+        return self.storing(name, where, store, head)
+
+
+# -- Published ones --------------------------------------------------------------------------------------------------------
 def planted(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every fault there is, in one layer each, for a cache in a format of 16 levels.
+    """Every published fault there is, in one layer each, for a cache in a format of 16 levels.
 
     Args:
         model: which a faulty op recognises the layer by.
         layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
     """
-    dim, group = model.config.heads.head_dim, model.config.heads.num_heads // model.config.heads.num_kv_heads
+    at, dim, group = Layer(model, layer), model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
     mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
+    attention = reference.paged_attention
+    # Rotated as usual, this is x rotated by the transposed rotation.
+    twice_back = at.rotation.T @ at.rotation.T
 
-    def rotated_wrongly(x: Tensor, index: int) -> Tensor:
-        # Rotated as usual, this is x rotated by the transposed rotation.
-        back = haar_rotation(index, dim).float().T
-        return x @ back @ back
+    def without_mlp(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.zeros(len(x), len(weight)) if weight is down else reference.linear(x, weight)
+
+    def next_slot(k: Tensor, v: Tensor, cache: PagedKVCache, index: int, batch: Batch) -> None:
+        reference.store_kv(k, v, cache, index, replace(batch, slot_mapping=batch.slot_mapping + 1))
+
+    def next_rotation(k: Tensor, v: Tensor, cache: PagedKVCache, index: int, batch: Batch) -> Stored:
+        return quantized(cache, index, batch, k, v, rotated_as=index + 1)
 
     return [
-        _storing(
-            "a transposed rotation", layer, lambda k, v, c, i: _quantized(rotated_wrongly(k, i), rotated_wrongly(v, i), c, i)
-        ),
-        _storing("swapped nibbles", layer, _swapped_nibbles),
-        _storing("K stored as V", layer, lambda k, _, c, i: _quantized(k, k, c, i), "store_kv.v"),
-        Fault("a slot off by one", layer, "untouched_slots", "untouched_slots", {"store_kv": _off_by_one(layer)}),
-        _attending("zero output", layer, torch.zeros_like),
-        _storing("random K codes", layer, _random_codes),
-        _storing("another layer's rotation", layer, lambda k, v, c, i: _quantized(k, v, c, i + 1)),
-        Fault("rotations seeded in sequence", 1, "store_kv.k", "store_kv.k", _sequential(dim)),
-        _attending("the first two of five Q heads corrupted", layer, lambda out: _first_two_heads(out, group)),
-        _storing("K and V not written", layer, None),
-        _attending("one NaN", layer, _one_nan),
-        Fault("an MLP left out", layer, mlp_out, "attention_mlp", {"linear": _without(down)}),
+        at.keeping("a transposed rotation", K, other(lambda k, v: (k @ twice_back, v @ twice_back))),
+        at.keeping("swapped nibbles", K, _codes(_swapped, "kv")),
+        at.keeping("K stored as V", V, other(lambda k, _: (k, k))),
+        at.storing("a slot off by one", "untouched_slots", next_slot),
+        at.attending("zero output", lambda q, *_: torch.zeros_like(q)),
+        at.keeping("random K codes", K, _codes(_random, "k")),
+        at.keeping("another layer's rotation", K, next_rotation),
+        Fault("rotations seeded in sequence", 1, K, K, _sequential(dim)),
+        at.attending("the first two of five Q heads corrupted", lambda *given: _first_two_heads(attention(*given), group)),
+        at.storing("K and V not written", K, lambda *_: None),
+        at.attending("one NaN", lambda *given: _one_nan(attention(*given))),
+        Fault("an MLP left out", layer, mlp_out, OUT, {"linear": without_mlp}),
     ]
 
 
-_K_NIBBLES, _V_NIBBLES = 208, 128
-LEARNED = f"k=lr{_K_NIBBLES},v=lr{_V_NIBBLES}"
-"""Formats for faults in learned coordinates: K's have third levels, and V's as many levels as numbers."""
+def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
+    """Codes of K or V spoilt, which is told whether each level has a byte of its own."""
+
+    def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
+        stored = quantized(cache, layer, batch, k, v)
+        codes = {side: stored[side]["codes"] for side in sides}
+        return {
+            side: stored[side] | {"codes": spoil(packed, packed.shape[-1] == k.shape[-1])} for side, packed in codes.items()
+        }
+
+    return keep
 
 
-def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
-    """Faults in what was learned, in one layer each, for a cache in `LEARNED` of made-up coordinates.
-
-    Args:
-        model, layer: as in `planted`.
-    """
-    assert model.config.heads.num_kv_heads > 1, "heads can be exchanged where there are two"
-    (k, v), exchanged = _learned(model), "two heads' matrices exchanged"
-    return [
-        _storing(exchanged, layer, _with("k", k.altered(_exchanged))),
-        _storing("a mean left out of K", layer, _with("k", k.altered(_without_mean))),
-        _storing("a mean left out of V", layer, _with("v", v.altered(_without_mean)), "store_kv.v"),
-        _storing("steps of the stages swapped", layer, _with("k", k.altered(_swapped_steps))),
-        _storing("coordinates transposed", layer, _with("v", v.altered(_transposed)), "store_kv.v"),
-        _reading(f"{exchanged} in attention", layer, k.altered(_exchanged), v),
-        _reading("V's mean left out of the output", layer, k, v.altered(_without_mean)),
-        _reading("steps of the stages swapped in attention", layer, k.altered(_swapped_steps), v),
-        _reading("V's rows transposed", layer, k, v.altered(_transposed)),
-    ]
-
-
-def reordered() -> OpTable:
-    """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.double()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
-
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        back = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
-        return reference.linear(*back[0]) + reference.linear(*back[1])
-
-    return table_with({"rms_norm": rms_norm, "linear": linear})
-
-
-# -- Storing -------------------------------------------------------------------------------------------------------------
-def _storing(name: str, at: int, alter: Alter | None, stage: str = "store_kv.k") -> Fault:
-    """A layer that stores what `alter` makes of its K and V, or nothing at all."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        if layer != at:
-            reference.store_kv(k, v, cache, layer, batch)
-        elif alter is not None:
-            put(cache, layer, batch, alter(k, v, cache, layer))
-
-    return Fault(name, at, stage, stage, {"store_kv": store_kv})
-
-
-def _quantized(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-    # Every layer's formats are the same; `layer` may be one that the model has not.
-    pair = ((cache.k_format(0), k), (cache.v_format(0), v))
-    return dict(zip("kv", (by_token(of.quantize(x.transpose(0, 1), layer)) for of, x in pair), strict=True))
-
-
-def _swapped_nibbles(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
+def _swapped(codes: Tensor, byte_a_level: bool) -> Tensor:
     """Nibbles hold the vector's halves; where a level has a byte of its own, these are exchanged."""
-
-    def swapped(codes: Tensor) -> Tensor:
-        return codes.roll(codes.shape[-1] // 2, -1) if codes.shape[-1] == k.shape[-1] else codes >> 4 | codes << 4
-
-    return {side: of | {"codes": swapped(of["codes"])} for side, of in _quantized(k, v, cache, layer).items()}
+    return codes.roll(codes.shape[-1] // 2, -1) if byte_a_level else codes >> 4 | codes << 4
 
 
-def _random_codes(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-    stored = _quantized(k, v, cache, layer)
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(256, stored["k"]["codes"].shape, dtype=torch.uint8, generator=generator)
-    if codes.shape[-1] == k.shape[-1]:  # a byte a level
-        codes &= 15
-    return stored | {"k": stored["k"] | {"codes": codes}}
-
-
-# -- Learned coordinates -----------------------------------------------------------------------------------------------
-def _exchanged(of: Coordinates) -> Coordinates:
-    return replace(of, forward=of.forward.roll(1, 0), rows=of.rows.roll(1, 0))
-
-
-def _without_mean(of: Coordinates) -> Coordinates:
-    return replace(of, mean=torch.zeros_like(of.mean))
-
-
-def _swapped_steps(of: Coordinates) -> Coordinates:
-    first, second, third = of.steps
-    factor = torch.tensor([1.0, third / second, second / third])[of.owners // of.mean.shape[1]]
-    return replace(of, steps=(first, third, second), rows=of.rows * factor.unsqueeze(-1))
-
-
-def _transposed(of: Coordinates) -> Coordinates:
-    return replace(of, forward=of.forward.mT.contiguous(), rows=of.rows.mT.contiguous())
-
-
-def _learned(model: DecoderModel) -> tuple[LearnedFormat, LearnedFormat]:
-    """K's and V's format of `LEARNED`, of the made-up coordinates of a model's shape."""
-    config = model.config
-    made = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-    return made.format("k", _K_NIBBLES), made.format("v", _V_NIBBLES)
-
-
-def _with(side: str, wrong: LearnedFormat) -> Alter:
-    """Storing K or V by coordinates that are wrong."""
-
-    def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int) -> Stored:
-        x = k if side == "k" else v
-        return _quantized(k, v, cache, layer) | {side: by_token(wrong.quantize(x.transpose(0, 1), layer))}
-
-    return store
-
-
-def _reading(name: str, at: int, k_format: KVFormat, v_format: KVFormat) -> Fault:
-    """A layer whose attention takes K's or V's stored levels for others than they are."""
-
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        if layer != at:
-            return reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        wrong = PagedKVCache(
-            KVPlan.uniform(k_format, v_format, cache.num_layers), KVShape(cache.num_kv_heads, cache.head_dim),
-            num_blocks=cache.num_blocks, block_size=cache.block_size, device=cache.device,
-        )  # fmt: skip
-        load(wrong, layer, tensors_of(cache, layer))
-        return reference.paged_attention(q, wrong, layer, batch, softmax_scale)
-
-    return Fault(name, at, "paged_attention", "attention_mlp", {"paged_attention": paged_attention})
-
-
-def _off_by_one(at: int) -> Callable[..., None]:
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=batch.slot_mapping + (layer == at)))
-
-    return store_kv
-
-
-# -- Attention and the rest ------------------------------------------------------------------------------------------------
-def _attending(name: str, at: int, spoil: Callable[[Tensor], Tensor]) -> Fault:
-    """A layer whose attention [T, Hq, D] is spoilt."""
-
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        out = reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        return spoil(out) if layer == at else out
-
-    return Fault(name, at, "paged_attention", "attention_mlp", {"paged_attention": paged_attention})
+def _random(codes: Tensor, byte_a_level: bool) -> Tensor:
+    drawn = torch.randint(256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return drawn & 15 if byte_a_level else drawn
 
 
 def _first_two_heads(out: Tensor, group: int) -> Tensor:
@@ -258,13 +282,6 @@ def _one_nan(out: Tensor) -> Tensor:
     out = out.clone()
     out[-1, 0, 0] = torch.nan
     return out
-
-
-def _without(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    def linear(x: Tensor, given: Tensor) -> Tensor:
-        return torch.zeros(len(x), len(given)) if given is weight else reference.linear(x, given)
-
-    return linear
 
 
 @memoised
@@ -282,17 +299,91 @@ def _sequential_rotation(layer: int, dim: int) -> Tensor:
 def _sequential(dim: int) -> Table:
     """Every layer but the first rotates by another matrix, on the way in and on the way out: the output stays right."""
 
-    def there(x: Tensor, layer: int) -> Tensor:
-        return x if layer == 0 else x.float() @ _sequential_rotation(layer, dim) @ haar_rotation(layer, dim).float().T
-
-    def back(x: Tensor, layer: int) -> Tensor:
-        return x if layer == 0 else x.float() @ haar_rotation(layer, dim).float() @ _sequential_rotation(layer, dim).T
+    def there(layer: int) -> Tensor:
+        return torch.eye(dim) if layer == 0 else _sequential_rotation(layer, dim) @ haar_rotation(layer, dim).float().T
 
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        reference.store_kv(there(k, layer), there(v, layer), cache, layer, batch)
+        reference.store_kv(k @ there(layer), v @ there(layer), cache, layer, batch)
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        rotated = there(q, layer).to(q.dtype)
-        return back(reference.paged_attention(rotated, cache, layer, batch, softmax_scale), layer).to(q.dtype)
+        rotated = (q.float() @ there(layer)).to(q.dtype)
+        out = reference.paged_attention(rotated, cache, layer, batch, softmax_scale)
+        return (out.float() @ there(layer).T).to(q.dtype)
 
     return {"store_kv": store_kv, "paged_attention": paged_attention}
+
+
+# -- Learned coordinates ---------------------------------------------------------------------------------------------------
+_K_NIBBLES, _V_NIBBLES = 208, 128
+LEARNED = f"k=lr{_K_NIBBLES},v=lr{_V_NIBBLES}"
+"""Formats for faults in learned coordinates: K's have third levels, and V's as many levels as numbers."""
+
+
+def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
+    """Faults in what was learned, in one layer each, for a cache in `LEARNED` of made-up coordinates.
+
+    Args:
+        model, layer: as in `planted`.
+    """
+    assert model.config.num_kv_heads > 1, "heads can be exchanged where there are two"
+    config, at, exchanged = model.config, Layer(model, layer), "two heads' matrices exchanged"
+    learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    k, v = learned.format("k", _K_NIBBLES), learned.format("v", _V_NIBBLES)
+
+    def storing(name: str, side: str, wrong: LearnedFormat) -> Fault:
+        def keep(k: Tensor, v: Tensor, _cache: PagedKVCache, index: int, _batch: Batch) -> Stored:
+            return {side: by_token(wrong.quantize((k if side == "k" else v).transpose(0, 1), index))}
+
+        return at.keeping(name, f"store_kv.{side}", keep)
+
+    def reading(name: str, k_format: KVFormat, v_format: KVFormat) -> Fault:
+        def attend(q: Tensor, cache: PagedKVCache, index: int, batch: Batch, scale: float) -> Tensor:
+            return reference.paged_attention(q, read_as(cache, index, formats=(k_format, v_format)), index, batch, scale)
+
+        return at.attending(name, attend)
+
+    return [
+        storing(exchanged, "k", k.altered(_exchanged)),
+        storing("a mean left out of K", "k", k.altered(_without_mean)),
+        storing("a mean left out of V", "v", v.altered(_without_mean)),
+        storing("steps of the stages swapped", "k", k.altered(_swapped_steps)),
+        storing("coordinates transposed", "v", v.altered(_transposed)),
+        reading(f"{exchanged} in attention", k.altered(_exchanged), v),
+        reading("V's mean left out of the output", k, v.altered(_without_mean)),
+        reading("steps of the stages swapped in attention", k.altered(_swapped_steps), v),
+        reading("V's rows transposed", k, v.altered(_transposed)),
+    ]
+
+
+def _exchanged(right: Coordinates) -> Coordinates:
+    return replace(right, forward=right.forward.roll(1, 0), rows=right.rows.roll(1, 0))
+
+
+def _without_mean(right: Coordinates) -> Coordinates:
+    return replace(right, mean=torch.zeros_like(right.mean))
+
+
+def _swapped_steps(right: Coordinates) -> Coordinates:
+    first, second, third = right.steps
+    factor = torch.tensor([1.0, third / second, second / third])[right.owners // right.mean.shape[1]]
+    return replace(right, steps=(first, third, second), rows=right.rows * factor.unsqueeze(-1))
+
+
+def _transposed(right: Coordinates) -> Coordinates:
+    return replace(right, forward=right.forward.mT.contiguous(), rows=right.rows.mT.contiguous())
+
+
+# -- No fault ----------------------------------------------------------------------------------------------------------------
+def reordered() -> OpTable:
+    """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.double()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        back = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
+        return reference.linear(*back[0]) + reference.linear(*back[1])
+
+    return table_with({"rms_norm": rms_norm, "linear": linear})

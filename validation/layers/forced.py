@@ -12,27 +12,18 @@ from torch import Tensor
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.causes import explain, explain_attention
-from haarkv.validation.layers.chance import Chances, chances_of_layer, chances_of_store
+from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.forward import Forward, MadeLayer, Reference
-from haarkv.validation.layers.judge import (
-    StoredComparison,
-    Verdict,
-    compare_both,
-    first,
-    judge_hidden,
-    judge_op,
-    judge_stored,
-    together,
-)
+from haarkv.validation.layers.forward import MadeLayer, Reference
+from haarkv.validation.layers.judge import StoredComparison, compare_both, judge_hidden, judge_op, judge_stored, together
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.repeat import WITHIN_ROUNDING, Repeats, Run, run_layer
+from haarkv.validation.layers.report import Verdict, first
 from haarkv.validation.layers.restored import nearer, slack_of_op
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
-from haarkv.validation.layers.trial import Strays, Trial
-from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
+from haarkv.validation.layers.windows import without_unread
 
 
 @dataclass(frozen=True)
@@ -71,20 +62,20 @@ class Forced:
         self.reference, self.trial, self.ops, self.limits, self.ledger = reference, trial, ops, limits, ledger
         self.repeats, self.explains = Repeats(repeats), explains
 
-    def layer(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Judged:
+    def layer(self, made: MadeLayer, bad: Stored) -> Judged:
         """Run and judge one layer.
 
         Args:
             bad: what the places of its tokens hold before.
         """
-        verdicts = [verdict for call in made.calls for verdict in self._op(call, index, made, bad, forward)]
-        run = self.run(index, made, bad, forward)
-        unstable = self.repeats.of_layer(run, lambda: self.run(index, made, bad, forward))
-        judged = self.judge(index, made, run, forward)
+        verdicts = [verdict for call in made.calls for verdict in self._op(call, made, bad)]
+        run = self.run(made, bad)
+        unstable = self.repeats.of_layer(run, lambda: self.run(made, bad))
+        judged = self.judge(made, run)
         if self.ops is not None and not any(verdict.fails for verdict in verdicts):
             judged = replace(judged, verdicts=[together(verdict) for verdict in judged.verdicts])
         if unstable is None and any(verdict.fails for verdict in judged.verdicts):
-            unstable = self.repeats.confirmed(run, lambda: self.run(index, made, bad, forward))
+            unstable = self.repeats.confirmed(run, lambda: self.run(made, bad))
         if unstable is not None:
             wrong = next((v.stage for v in judged.verdicts if v.fails), None)
             detail = unstable.detail if wrong else f"{unstable.detail}, {WITHIN_ROUNDING}"
@@ -93,143 +84,125 @@ class Forced:
         alone = self.reference.records and not run.strays and not run.outcome.problem
         if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
             self.explains -= 1
-            because = explain(self.reference, index, made, run, forward, failing, partial(self._far, index, run, forward))
+            because = explain(self.reference, made, run, failing, partial(self._far, run))
             judged = replace(judged, verdicts=[because if one is failing else one for one in judged.verdicts])
         return replace(judged, verdicts=[*verdicts, *judged.verdicts])
 
-    def run(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> Run:
+    def run(self, made: MadeLayer, bad: Stored) -> Run:
         """One run of a layer, from the reference's input and cache."""
-        self.trial.load(index, made.before)
-        return run_layer(self.trial, made.hidden_in, index, bad, forward)
+        self.trial.load(made.index, made.before)
+        return self.trial.run(made.hidden_in, made.index, bad, made.batch)
 
-    def judge(self, index: int, made: MadeLayer, run: Run, forward: Forward) -> Judged:
+    def judge(self, made: MadeLayer, run: Run) -> Judged:
         """What a run of a layer got right."""
-        cache, outcome = self.reference.cache, run.outcome
-        batch, noise = forward.batch, self.limits.kv_noise
-        compared = compare_both(cache, index, batch, made.stored, run.stored, made.k, made.v, noise)
+        cache, outcome, index = self.reference.cache, run.outcome, made.index
+        compared = compare_both(cache, made, run.stored, self.limits.kv_noise)
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if outcome.problem:
-            verdicts.insert(0, Verdict("call", "fault", torch.inf, 0.0, outcome.problem))
+            verdicts.insert(0, Verdict.broken("call", outcome.problem))
         expected = made.hidden_out
         if not any(verdict.fails for verdict in verdicts):
             if self.reference.records and any(verdict.reason for verdict in verdicts):
                 # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
-                expected = self.reference.given(made, index, run.stored, batch)
+                expected = self.reference.given(made, run.stored)
             if self.ledger:
-                likely = partial(self._chances, index, made, forward)
+                likely = partial(chances_of_layer, self.reference.model, self.reference.ops, cache, made)
                 rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
                 verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
         allowed = None
         if not any(verdict.fails for verdict in verdicts) and not torch.equal(expected, outcome.result):
-            allowed = self.reference.slack(made, index, run.stored, batch)
+            allowed = self.reference.slack(made, run.stored)
         compared_hidden = compare_vectors(expected, outcome.result, made.hidden_in, allowed)
         hidden = judge_hidden("attention_mlp", compared_hidden, self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.num_kv_heads, self.reference.ops
-            read = self.reference.as_read(made, index, run.stored, batch)
-            found = errors_of_layer(made.calls, expected, outcome.result, None, made.hidden_in, ops, heads, read)
+            read = self.reference.as_read(made, run.stored)
+            found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
             result = nearer(expected, outcome.result, allowed)
-            hidden = self._numbers(index, made, run, forward, expected, result) or hidden
+            hidden = self._numbers(made, run, expected, result) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
 
-    def _far(self, index: int, run: Run, forward: Forward, altered: Reference, other: MadeLayer) -> float | None:
+    def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
         """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
-        judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(index, other, run, forward)
+        judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(other, run)
         if any(verdict.fails for verdict in judged.verdicts):
             return None
         expected = judged.expected.double()
         distance = float((judged.result.double() - expected).norm() / expected.norm())
         return distance + sum(part.different_share for part in judged.compared.parts.values())
 
-    def _chances(self, index: int, made: MadeLayer, forward: Forward) -> dict[str, Chances]:
-        model, cache = self.reference.model, self.reference.cache
-        return chances_of_layer(model, self.reference.ops, made.hidden_in, index, forward.batch, cache, (made.k, made.v))
-
-    def _numbers(
-        self, index: int, made: MadeLayer, run: Run, forward: Forward, expected: Tensor, result: Tensor
-    ) -> Verdict | None:
+    def _numbers(self, made: MadeLayer, run: Run, expected: Tensor, result: Tensor) -> Verdict | None:
         """A direction or a distance that rounding does not give a layer's hidden states."""
         if not self.reference.records or self.ledger is None:
             return None
-        exact = None
-        if expected.dtype != torch.float32:
-            exact = self.reference.given(made, index, run.stored, forward.batch, exact=True)
-        heads, ops = self.reference.cache.num_kv_heads, self.reference.ops
-        found = errors_of_layer(made.calls, expected, result, exact, made.hidden_in, ops, heads)
-        return self.ledger.numbers("layers", index, "attention_mlp", found)
+        rounds, heads = expected.dtype != torch.float32, self.reference.cache.num_kv_heads
+        exact = self.reference.given(made, run.stored, exact=True) if rounds else None
+        found = errors_of_layer(made, expected, result, exact, self.reference.ops, heads)
+        return self.ledger.numbers("layers", made.index, "attention_mlp", found)
 
     # -- Ops -----------------------------------------------------------------------------------------------------------
-    def _op(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> list[Verdict]:
+    def _op(self, call: Call, made: MadeLayer, bad: Stored) -> list[Verdict]:
         """One recorded op, run by the candidate's table on the reference's own inputs."""
         if self.ops is None:
             return []
-        run = self._op_run(call, index, made, bad, forward)
-        verdicts = self._judge_op(call, index, made, run, forward)
+        run = self._op_run(call, made, bad)
+        verdicts = self._judge_op(call, made, run)
         if any(verdict.fails for verdict in verdicts):
-            unstable = self.repeats.confirmed(run, lambda: self._op_run(call, index, made, bad, forward))
+            unstable = self.repeats.confirmed(run, lambda: self._op_run(call, made, bad))
             failing = first(verdicts)
             if unstable is not None and failing is not None:
                 return [replace(unstable, stage=failing.stage)]
-            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.result):
+            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.outcome.result):
                 self.explains -= 1
-                stored = self._readable(call, forward)
-                return [explain_attention(self.reference, call, run.result, stored, verdict) for verdict in verdicts]
+                stored = self._readable(call, made)
+                return [explain_attention(self.reference, call, run.outcome.result, stored, verdict) for verdict in verdicts]
         return verdicts
 
-    def _op_run(self, call: Call, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> OpRun:
+    def _op_run(self, call: Call, made: MadeLayer, bad: Stored) -> Run:
         assert self.ops is not None
-        trial, batch = self.trial, forward.batch
+        trial, batch, index = self.trial, made.batch, made.index
         if call.op == "store_kv":
             trial.load(index, made.before)
             trial.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, self._readable(call, forward))
+            trial.load(index, self._readable(call, made))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
+        strays: Strays = {}
+        stored: Stored = {}
         if call.op == "store_kv":
-            return OpRun(result, intact, trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch))
-        strays = trial.strays(range(0), batch) if call.op == "paged_attention" else {}
-        return OpRun(result, intact and not strays, strays, {})
+            strays, stored = trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch)
+        elif call.op == "paged_attention" and trial.strays(range(0), batch):
+            intact = False
+        return Run(Outcome(result, "" if intact else "changed"), strays, stored)
 
-    def _readable(self, call: Call, forward: Forward) -> Stored:
+    def _readable(self, call: Call, made: MadeLayer) -> Stored:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
-        cache, batch, index = self.reference.cache, forward.batch, call.args[2]
-        return without_unread(cache, index, snapshot(cache, index), batch, batch.seq_lens, call.args[0])
+        cache, batch = self.reference.cache, made.batch
+        return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
 
-    def _judge_op(self, call: Call, index: int, made: MadeLayer, run: OpRun, forward: Forward) -> list[Verdict]:
-        cache, result = self.reference.cache, run.result
+    def _judge_op(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
+        result: Any = run.outcome.result  # of `store_kv` none is right
+        cache, index, intact = self.reference.cache, made.index, not run.outcome.problem
         if call.op != "store_kv":
             differs = _same_kind(call.result, result) and not torch.equal(call.result, result)
             allowed = slack_of_op(call, self.reference.ops) if differs else None
-            verdict = judge_op(call, result, run.intact, self.limits, allowed)
+            verdict = judge_op(call, result, intact, self.limits, allowed)
             if verdict.reason == "rounding" and self.ledger:
                 counted = nearer(call.result, result, allowed)
                 found = errors_of_op(call, counted, self.reference.ops, cache.num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
-        batch, noise = forward.batch, self.limits.same_kv_noise
-        compared = compare_both(cache, index, batch, made.stored, run.stored, made.k, made.v, noise)
-        refused = [] if result is None and run.intact else [judge_op(call, result, run.intact, self.limits)]
+        compared = compare_both(cache, made, run.stored, self.limits.same_kv_noise)
+        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.num_kv_heads)
         if any(verdict.fails for verdict in (*refused, *verdicts)) or self.ledger is None:
             return [*refused, *verdicts]
-        rates = self.ledger.stored(
-            "ops", index, made.stored, run.stored, lambda: chances_of_store(cache, index, batch, (made.k, made.v))
-        )
+        rates = self.ledger.stored("ops", index, made.stored, run.stored, partial(chances_of_store, cache, made))
         return [rates.get(verdict.stage, verdict) for verdict in verdicts]
 
 
 def _same_kind(ours: Any, theirs: Any) -> bool:
     """Whether two results can be compared number by number."""
     return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-
-
-@dataclass(frozen=True)
-class OpRun:
-    """What one run of an op gave back and left behind."""
-
-    result: Any
-    intact: bool
-    strays: Strays
-    stored: Stored

@@ -15,15 +15,14 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
+from haarkv.validation.layers.parts import Stored, load, new_cache, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
-from haarkv.validation.layers.unread import without_unread
+from haarkv.validation.layers.windows import without_unread
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class MadeLayer:
-    """What the reference made of one layer.
+    """What the reference made of one layer of a forward.
 
     Attributes:
         calls: its ops; empty if the reference cannot be watched op by op.
@@ -60,6 +59,8 @@ class MadeLayer:
         stored: K and V, every part, where the forward's tokens go.
     """
 
+    index: int
+    forward: Forward
     calls: list[Call]
     before: Stored
     hidden_in: Tensor
@@ -67,6 +68,11 @@ class MadeLayer:
     k: Tensor
     v: Tensor
     stored: Stored
+
+    @property
+    def batch(self) -> Batch:
+        """Of the forward."""
+        return self.forward.batch
 
 
 _DRAFTED = 2
@@ -101,14 +107,11 @@ class Schedule:
     def chunk(self) -> int:
         """Tokens of a prompt that run at once; a cache with a tail has no room for more."""
         has_ring = any(map(self.plan.ring_tokens, self.plan.formats))
-        return min(PREFILL_CHUNK, KEPT_CHUNK) if has_ring else PREFILL_CHUNK
+        return min(PREFILL_CHUNK, WINDOW_CHUNK) if has_ring else PREFILL_CHUNK
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
         """An empty cache with room for all of it, and a block and a row that nobody owns."""
-        config = model.config
-        return PagedKVCache(
-            self.plan, config.kv_shapes, num_blocks=sum(self._blocks) + 1
-        )  # fmt: skip
+        return new_cache(self.plan, model.config, sum(self._blocks) + 1)
 
     def paging(self, cache: PagedKVCache) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
@@ -225,17 +228,17 @@ class Reference:
         for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
             self._require_something(f"{what} of layer {index}", tensor, forward)
         stored = take(self.cache, index, batch)
-        return MadeLayer(calls if self.records else [], before, hidden, out, k, v, stored), q
+        return MadeLayer(index, forward, calls if self.records else [], before, hidden, out, k, v, stored), q
 
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
         changed = model or self.model
         return Reference(ReferenceExecutor(changed, ops), changed, new_cache_like(self.cache, self.cache.device))
 
-    def again(self, index: int, made: MadeLayer, forward: Forward) -> MadeLayer:
+    def again(self, made: MadeLayer) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""
-        load(self.cache, index, made.before)
-        return self._layer(index, made.hidden_in, forward, made.before)[0]
+        load(self.cache, made.index, made.before)
+        return self._layer(made.index, made.hidden_in, made.forward, made.before)[0]
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
@@ -244,29 +247,40 @@ class Reference:
                 where = f"token {int(bad.nonzero()[0])} of {forward.phase} {forward.step}"
                 raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
 
+    def predicted(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
+        """Logits [N, vocab] of final hidden states [T, hidden], and the recorded calls of the head, if ops are seen.
+
+        Raises:
+            InputError: they are all equal.
+        """
+        logits = self.model.head(hidden[forward.predicted], self.recorder.ops)
+        if not (logits.amax(-1) > logits.amin(-1)).all():
+            raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
+        calls = self.recorder.taken()
+        return logits, calls if self.records else []
+
     def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
         """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
         self._require_something("embedding", hidden, forward)
 
-    def given(self, made: MadeLayer, index: int, stored: Stored, batch: Batch, *, exact: bool = False) -> Tensor:
+    def given(self, made: MadeLayer, stored: Stored, *, exact: bool = False) -> Tensor:
         """Hidden states after a layer whose new K and V are someone else's: what ties lead to.
 
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        return self._over(self.as_read(made, index, stored, batch), made, index, batch, exact)
+        return self._over(self.as_read(made, stored), made, exact)
 
-    def slack(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> Tensor | None:
+    def slack(self, made: MadeLayer, stored: Stored) -> Tensor | None:
         """How far ties of restored vectors may move hidden states [T] after such a layer; None if it restores none."""
-        if not self.records or not restores(self.cache, index):
+        if not self.records or not restores(self.cache, made.index):
             return None
-        cache = self.as_read(made, index, stored, batch)
-        return slack(lambda drawn: self._over(drawn, made, index, batch, True), cache, index)
+        return slack(lambda drawn: self._over(drawn, made, True), self.as_read(made, stored), made.index)
 
-    def _over(self, cache: PagedKVCache, made: MadeLayer, index: int, batch: Batch, exact: bool) -> Tensor:
+    def _over(self, cache: PagedKVCache, made: MadeLayer, exact: bool) -> Tensor:
         """Hidden states after a layer that stores nothing and attends to what is there."""
-        ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in
-        return self.model.layers(hidden.float() if exact else hidden, range(index, index + 1), batch, cache, ops)
+        ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
+        return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
 
     def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
         """What an op table makes of a recorded attention over a layer's cache."""
@@ -274,10 +288,10 @@ class Reference:
         load(self._scratch, index, stored)
         return ops.paged_attention(q, self._scratch, index, batch, scale)
 
-    def as_read(self, made: MadeLayer, index: int, stored: Stored, batch: Batch) -> PagedKVCache:
+    def as_read(self, made: MadeLayer, stored: Stored) -> PagedKVCache:
         """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""
-        load(self._scratch, index, made.before)
-        put(self._scratch, index, batch, stored)
+        load(self._scratch, made.index, made.before)
+        put(self._scratch, made.index, made.batch, stored)
         return self._scratch
 
 

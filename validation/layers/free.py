@@ -1,69 +1,160 @@
-"""A forward left to itself: each layer is fed what the executor made of the layer before.
+"""A forward left to itself: each layer is fed what the executor made of the layer before; then the whole forward.
 
 How far it may be off by then is no constant: one tie can move a random model by half its hidden state. What must hold is that
 each layer follows from what it was given. So the reference runs the layer on the executor's own hidden state and cache, and
 the executor's result lies within the bounds of one layer from that: it is as far from the reference's forward as the
-reference itself would be if it went on from there, and a layer's rounding.
+reference itself would be if it went on from there, and a layer's rounding. The executor's own prefill, decode or verify must
+agree with its layers.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.bounds import LayerBounds
+from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, Reference
-from haarkv.validation.layers.judge import Verdict, first
-from haarkv.validation.layers.parts import Stored, load, snapshot
-from haarkv.validation.layers.repeat import FreeRun, Repeats, run_layer
-from haarkv.validation.layers.trial import Trial
+from haarkv.validation.layers.judge import judge_logits, judge_op, judge_strays
+from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
+from haarkv.validation.layers.record import Call, replay
+from haarkv.validation.layers.report import LogitRow, Verdict, first
+from haarkv.validation.layers.trial import Outcome, Repeats, Run, Trial, differing, differing_forward
+
+
+@dataclass(frozen=True)
+class FreeRun:
+    """A layer's run in a forward left to itself: what it was given, what its tokens' places held, and what it left behind."""
+
+    hidden: Tensor
+    bad: Stored
+    run: Run
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found of a whole forward.
+
+    Attributes:
+        verdicts: of its ops, of what it stored and of its logits; or of the layer that differs from itself.
+        layer: that layer; None if there is none.
+        row: its logits beside the reference's.
+    """
+
+    verdicts: Sequence[Verdict]
+    layer: int | None
+    row: LogitRow
 
 
 class Free:
-    """Runs a candidate's layers one after the other, and judges each by what it was given.
+    """Runs a candidate's layers one after the other, and its whole forwards, and judges each by what it was given.
 
     Args:
         reference: the trusted one; what follows from the candidate's states is run by another with its ops.
-        trial: the candidate, with a cache that nobody else loads.
+        ops: the candidate's, which replay those that the reference recorded in the head; None replays none.
         repeats: confirms what is wrong.
     """
 
-    def __init__(self, reference: Reference, trial: Trial, limits: LayerBounds, repeats: Repeats) -> None:
+    def __init__(
+        self, reference: Reference, candidate: Executor, ops: OpTable | None, limits: bounds.LayerBounds, repeats: Repeats
+    ) -> None:
+        self._reference, self._ops, self._limits, self._repeats = reference, ops, limits, repeats
         self._follower = reference.altered(None, reference.ops)
-        self._forced = Forced(self._follower, trial, None, limits, None)
-        self._trial, self._repeats = trial, repeats
+        # One cache for layers run one by one, and one into which only whole forwards store.
+        self._trial, self._whole = (Trial(candidate, reference.cache) for _ in range(2))
+        self._forced = Forced(self._follower, self._trial, None, limits, None)
+        self.runs: list[FreeRun] = []
 
-    def layer(self, index: int, hidden: Tensor, bad: Stored, forward: Forward) -> tuple[FreeRun, Verdict | None]:
-        """Run a layer on hidden states [T, hidden].
+    def begin(self, hidden: Tensor) -> None:
+        """A forward, of hidden states [T, hidden]."""
+        self.hidden, self.runs = hidden, []
+
+    def layer(self, index: int, bad: Stored, forward: Forward) -> tuple[Run, Verdict | None]:
+        """Run the next layer.
 
         Args:
             bad: what the places of its tokens hold before.
         Returns:
             the run, and what is wrong with it, if anything: a fault, or that the layer differs from itself.
         """
-        before = snapshot(self._trial.cache, index)
-        run = run_layer(self._trial, hidden, index, bad, forward)
-        made = FreeRun(hidden, bad, run)
+        hidden, before = self.hidden, snapshot(self._trial.cache, index)
+        self._whole.put(index, forward.batch, bad)
+        run = self._trial.run(hidden, index, bad, forward.batch)
+        self.runs.append(FreeRun(hidden, bad, run))
+        self.hidden = run.outcome.result
         load(self._follower.cache, index, before)
         try:
             expected = self._follower.layer(index, hidden, forward)
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
-            return made, Verdict("free_running", "fault", torch.inf, 0.0, detail)
-        failing = first(self._forced.judge(index, expected, run, forward).verdicts)
+            return run, Verdict.broken("free_running", detail)
+        failing = first(self._forced.judge(expected, run).verdicts)
         if failing is None or not failing.fails:
-            return made, None
+            return run, None
 
         def again() -> object:
             self._trial.load(index, before)
-            return run_layer(self._trial, hidden, index, bad, forward)
+            return self._trial.run(hidden, index, bad, forward.batch)
 
         unstable = self._repeats.confirmed(run, again)
         self._trial.load(index, before)
         self._trial.put(index, forward.batch, run.stored)
         if unstable is not None:
-            return made, Verdict(failing.stage, unstable.reason, unstable.error, unstable.bound, unstable.detail)
+            return run, Verdict.broken(failing.stage, unstable.detail, "unstable")
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
-        return made, Verdict("free_running", "fault", failing.error, failing.bound, detail)
+        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail)
+
+    def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> Judged:
+        """Run the candidate's whole forward, once its layers have run.
+
+        Args:
+            logits, calls: from `Reference.predicted`.
+        """
+        whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
+        replayed = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
+        verdicts = [judge_op(call, result, intact, self._limits) for call, (result, intact) in replayed]
+        outcome = whole.forward(forward, model.config.vocab_size)
+        stage = "head" if self._ops is None else "forward"
+        verdicts += self._stored(stage, forward)
+        expected = model.head(self.hidden[forward.predicted], self._reference.ops)
+        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self._limits))
+        index = None
+        if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):
+            index, verdicts = found[0], [found[1]]
+        compared = compare_vectors(logits, outcome.result)
+        same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
+        row = LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(logits))
+        return Judged(verdicts, index, row)
+
+    def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
+        """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
+        for index, kept in enumerate(self.runs):
+            again = [self._trial.run(kept.hidden, index, kept.bad, forward.batch) for _ in range(bounds.WHOLE_AGAIN)]
+            if (unstable := differing([kept.run, *again])) is not None:
+                return index, unstable
+        vocab_size = self._reference.model.config.vocab_size
+        return differing_forward(self._whole, outcome, [kept.bad for kept in self.runs], forward, vocab_size)
+
+    def _stored(self, stage: str, forward: Forward) -> list[Verdict]:
+        """What a whole forward stored, against what the same executor's layers stored one by one."""
+        layers, batch = range(self._reference.model.config.num_layers), forward.batch
+        if strays := self._whole.strays(layers, batch):
+            return judge_strays(strays, None, "the whole forward")
+        for index in layers:
+            ours, theirs = (take(trial.cache, index, batch) for trial in (self._trial, self._whole))
+            for part in parts_of(self._reference.cache, index):
+                if not len(part.where(batch)[0]):
+                    continue
+                both = (part.kv_format.dequantize(by_token(stored[part.name]), index) for stored in (ours, theirs))
+                compared = compare_vectors(*both)
+                if not compared.rel_l2 <= bounds.SAME_KV:
+                    detail = f"the whole forward stores another {part.title} in layer {index} than the layer run alone"
+                    return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]
+        return []

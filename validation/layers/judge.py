@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.report import FAILS, Reason
+from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.restored import nearer
 from haarkv.validation.layers.trial import Strays
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found at one stage.
-
-    Attributes:
-        reason: None if there is not a bit of difference.
-        error, bound: the figure that comes nearest to its bound, and that bound.
-        head, stages, causes: as in `Finding`.
-    """
-
-    stage: str
-    reason: Reason | None
-    error: float
-    bound: float
-    detail: str
-    head: int | None = None
-    stages: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
-
-    @property
-    def fails(self) -> bool:
-        """Whether it fails a run."""
-        return self.reason in FAILS
 
 
 @dataclass(frozen=True)
@@ -109,12 +83,6 @@ def for_width(limits: LayerBounds, dtype: torch.dtype, hidden_size: int) -> Laye
     return replace(limits, kv_noise=max(limits.kv_noise, bounds.BF16_TURN / hidden_size**0.5))
 
 
-def first(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The first fault; without one, the first difference; None if there is none."""
-    different = [v for v in verdicts if v.reason]
-    return next((v for v in different if v.fails), different[0] if different else None)
-
-
 def together(verdict: Verdict) -> Verdict:
     """What was found of a whole layer whose ops are right one by one: a fault is the executor's way to run them together."""
     if verdict.reason != "fault":
@@ -129,13 +97,13 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed
         allowed: by how much each vector of the result may differ beside that, of `slack_of_op`.
     """
     if not intact:
-        return Verdict(call.stage, "fault", torch.inf, 0.0, "changed the inputs that it was given")
+        return Verdict.broken(call.stage, "changed the inputs that it was given")
     ours = call.result
     if not isinstance(ours, Tensor):  # store_kv, which returns nothing
-        return Verdict(call.stage, "fault", torch.inf, 0.0, f"returned {result!r}")
+        return Verdict.broken(call.stage, f"returned {result!r}")
     if not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype:
         got = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
-        return Verdict(call.stage, "fault", torch.inf, 0.0, f"returned {got}, not {list(ours.shape)} {ours.dtype}")
+        return Verdict.broken(call.stage, f"returned {got}, not {list(ours.shape)} {ours.dtype}")
     bound = limits.rounded_op if ours.dtype != torch.float32 else limits.op
     if call.op == "paged_attention":
         bound = limits.attention
@@ -159,26 +127,24 @@ def _judge_error(stage: str, identical: bool, error: float, bound: float, what: 
     return Verdict(stage, reason, error, bound, "" if identical else f"{what} {error:.2e}, bound {bound:.1e}")
 
 
-def compare_both(
-    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, k: Tensor, v: Tensor, noise: float | Tensor
-) -> StoredComparison:
-    """Compare what two executors stored of a layer's K and V, each part in its own format.
+def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: float | Tensor) -> StoredComparison:
+    """Compare what an executor stored of a layer's K and V with the reference's, each part in its own format.
 
     Args:
         cache: whose formats they are stored in.
-        batch: of the tokens.
-        ours, theirs: what `take` finds.
-        k, v: [T, Hkv, D] fp32, what `ours` was quantized from.
+        theirs: what `take` finds.
         noise: as in `KVFormat.choice`.
     """
     compared = {}
-    for part in parts_of(cache, layer):
-        tokens = part.where(batch)[0]
-        if not len(tokens):
-            continue
-        x, allowed = (k if part.side == "k" else v)[tokens], noise[tokens] if isinstance(noise, Tensor) else noise
-        found = compare_tokens(part.kv_format, layer, ours[part.name], theirs[part.name], x, allowed)
-        compared[part.name] = PartComparison(part.stage, *found)
+    for part in parts_of(cache, made.index):
+        tokens = part.where(made.batch)[0]
+        if len(tokens):
+            x, allowed = (
+                (made.k if part.side == "k" else made.v)[tokens],
+                noise[tokens] if isinstance(noise, Tensor) else noise,
+            )
+            both = compare_tokens(part.kv_format, made.index, made.stored[part.name], theirs[part.name], x, allowed)
+            compared[part.name] = PartComparison(part.stage, *both)
     return StoredComparison(compared)
 
 
@@ -217,8 +183,7 @@ def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdi
             found.setdefault(stage, []).append(f"layer {number}, {name}: {_some(places)}")
     words = f"{who} wrote" if who else "wrote"
     return [
-        Verdict(stage, "fault", torch.inf, 0.0, f"{words} where nothing was to be written: {'; '.join(found[stage])}")
-        for stage in sorted(found)
+        Verdict.broken(stage, f"{words} where nothing was to be written: {'; '.join(found[stage])}") for stage in sorted(found)
     ]
 
 
@@ -241,7 +206,7 @@ def judge_hidden(stage: str, compared: VectorComparison, limits: LayerBounds) ->
 def judge_logits(stage: str, expected: Tensor, logits: Tensor, problem: str, limits: LayerBounds) -> Verdict:
     """Logits [B, vocab] of a whole forward against those of the head on its own last hidden state."""
     if problem:
-        return Verdict(stage, "fault", torch.inf, 0.0, problem)
+        return Verdict.broken(stage, problem)
     error = float(((logits - expected).abs().amax(-1) / expected.std(dim=-1)).max())
     what = "logits of the whole forward against the head on its own layers: largest difference / deviation"
     return _judge_error(stage, torch.equal(expected, logits), error, limits.logits, what)

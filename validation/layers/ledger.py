@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -16,11 +18,10 @@ from torch import Tensor
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import Chances, expected, log10_of_so_many, one_sided, stored_differently
-from haarkv.validation.layers.judge import Verdict
 from haarkv.validation.layers.parts import Part, Stored, parts_of
-from haarkv.validation.layers.report import Measured
+from haarkv.validation.layers.report import Measured, Verdict
 from haarkv.validation.layers.three_way import Errors
-from haarkv.validation.layers.window_edges import LONG, SHORT
+from haarkv.validation.layers.windows import LONG, SHORT
 
 _LIMIT = math.log10(bounds.CHANCE)
 _Key = tuple[str, int | None, str, str, int]
@@ -28,22 +29,30 @@ _Key = tuple[str, int | None, str, str, int]
 _FEWEST = 16  # vectors of which a distance is judged
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tokens:
-    """What each token stored in one part of a layer, forward by forward.
+    """What tokens stored in one part of a layer, or of several, one after the other.
 
     Attributes:
         levels, lengths: bool [T, H], vectors that differ.
         off: fp64 [T, H], relative differences of length.
-        chances: of those tokens for which they were asked.
-        asked: tokens with chances; in the others nothing differed.
+        chances: of those tokens for which they were asked; None of none. In the others nothing differed.
     """
 
-    levels: list[Tensor] = field(default_factory=list)
-    lengths: list[Tensor] = field(default_factory=list)
-    off: list[Tensor] = field(default_factory=list)
-    chances: list[Chances] = field(default_factory=list)
-    asked: int = 0
+    levels: Tensor
+    lengths: Tensor
+    off: Tensor
+    chances: Chances | None = None
+
+    def __add__(self, other: _Tokens) -> _Tokens:
+        levels, lengths, off = (torch.cat([getattr(x, name) for x in (self, other)]) for name in ("levels", "lengths", "off"))
+        return _Tokens(levels, lengths, off, _both(self.chances, other.chances))
+
+
+def _both(one: Chances | None, other: Chances | None) -> Chances | None:
+    if one is None or other is None:
+        return one or other
+    return Chances(torch.cat([one.levels, other.levels], 1), torch.cat([one.lengths, other.lengths], 1))
 
 
 class Ledger:
@@ -70,21 +79,16 @@ class Ledger:
             chances: by part; called only where something differs.
         """
         parts = [part for part in parts_of(self._cache, layer) if len(next(iter(ours[part.name].values())))]
-        kept = {part.name: self._stored.setdefault((drive, layer, part.name), _Tokens()) for part in parts}
+        now = {
+            part.name: _Tokens(*stored_differently(part.kv_format, layer, ours[part.name], theirs[part.name]))
+            for part in parts
+        }
+        differs = any(tokens.levels.any() or tokens.lengths.any() for tokens in now.values())
+        likely, verdicts = chances() if differs else {}, {}
         for part in parts:
-            found = stored_differently(part.kv_format, layer, ours[part.name], theirs[part.name])
-            of = kept[part.name]
-            for values, value in zip((of.levels, of.lengths, of.off), found, strict=True):
-                values.append(value)
-        if not any(of.levels[-1].any() or of.lengths[-1].any() for of in kept.values()):
-            return {}
-        likely, verdicts = chances(), {}
-        for part in parts:
-            of = kept[part.name]
-            of.chances.append(likely[part.name])
-            of.asked += len(of.levels[-1])
-            verdict = self._judge_part(of, part)
-            if verdict is not None:
+            key, tokens = (drive, layer, part.name), replace(now[part.name], chances=likely.get(part.name))
+            kept = self._stored[key] = self._stored[key] + tokens if key in self._stored else tokens
+            if differs and (verdict := self._judge_part(kept, part)) is not None:
                 verdicts[verdict.stage] = verdict
         return verdicts
 
@@ -135,13 +139,13 @@ class Ledger:
         """What only all layers together show; with the layer that shows it most."""
         found: list[tuple[int | None, Verdict]] = []
         for drive, name in dict.fromkeys((drive, name) for drive, _, name in self._stored):
-            of = {layer: kept for (key, layer, part), kept in self._stored.items() if (key, part) == (drive, name)}
-            if sum(kept.asked > 0 for kept in of.values()) < 2:
+            by_layer = {layer: kept for (key, layer, part), kept in self._stored.items() if (key, part) == (drive, name)}
+            if sum(kept.chances is not None for kept in by_layer.values()) < 2:
                 continue
-            part = next(part for part in parts_of(self._cache, next(iter(of))) if part.name == name)
-            log10, words = min(_rates(_merged(list(of.values())), slice(None), part.title))
+            part = next(part for part in parts_of(self._cache, next(iter(by_layer))) if part.name == name)
+            log10, words = min(_rates(reduce(add, by_layer.values()), slice(None), part.title))
             if log10 < _LIMIT:
-                most = min(of, key=lambda layer: min(_rates(of[layer], slice(None), part.title))[0])
+                most = min(by_layer, key=lambda layer: min(_rates(by_layer[layer], slice(None), part.title))[0])
                 verdict = Verdict(part.stage, "fault", -log10, -_LIMIT, f"all layers together: {words}")
                 found.append((most, verdict))
         for key, total in self._errors.items():
@@ -152,22 +156,20 @@ class Ledger:
 
     def _most(self, key: _Key) -> int | None:
         """The layer that shows most of what all together show."""
-        of = {one[1]: errors for one, errors in self._errors.items() if one[1] is not None and one[2:] == key[2:]}
-        return max(of, key=lambda layer: _judge_errors(key[2], key[3], of[layer])[0])
+        by_layer = {one[1]: errors for one, errors in self._errors.items() if one[1] is not None and one[2:] == key[2:]}
+        return max(by_layer, key=lambda layer: _judge_errors(key[2], key[3], by_layer[layer])[0])
 
     def measured(self) -> tuple[Measured, ...]:
         """Every figure, for a table."""
         rows = []
         titles = {part.name: part for layer in self._cache.held for part in parts_of(self._cache, layer)}
         for (drive, layer, name), kept in sorted(self._stored.items(), key=lambda of: of[0][:2]):
-            part, together = titles[name], _merged([kept])
-            count = float(together.levels[0].sum())
+            part, count = titles[name], float(kept.levels.sum())
             log10, _ = _rates(kept, slice(None), part.title)[0]
             rate = min(1.0, log10 / _LIMIT) if log10 else 0.0
-            usual = expected(together.chances[0].levels) if kept.asked else 0.0
+            usual = expected(kept.chances.levels) if kept.chances else 0.0
             rows.append(Measured(drive, layer, part.stage, None, "ties", count, usual, rate))
-            off = float(together.off[0].mean())
-            rows.append(Measured(drive, layer, part.stage, None, "length", off, bounds.LENGTH_BIAS, None))
+            rows.append(Measured(drive, layer, part.stage, None, "length", float(kept.off.mean()), bounds.LENGTH_BIAS, None))
         for (drive, at, stage, name, head), total in self._errors.items():
             of_head = head if sum(key[:4] == (drive, at, stage, name) for key in self._errors) > 1 else None
             rows.append(Measured(drive, at, stage, of_head, name, total.gain, total.limit, total.share))
@@ -180,33 +182,20 @@ class Ledger:
         return tuple(rows)
 
 
-def _merged(every: Sequence[_Tokens]) -> _Tokens:
-    """The tokens of several layers as one list; chances as if the layers followed each other."""
-    lists = ([x for kept in every for x in getattr(kept, name)] for name in ("levels", "lengths", "off"))
-    levels, lengths, off = (torch.cat(of) for of in lists)
-    chances = [chance for kept in every for chance in kept.chances]
-    joined = (
-        [Chances(torch.cat([c.levels for c in chances], 1), torch.cat([c.lengths for c in chances], 1))] if chances else []
-    )
-    return _Tokens([levels], [lengths], [off], joined, sum(kept.asked for kept in every))
-
-
 def _rates(kept: _Tokens, heads: slice, title: str) -> list[tuple[float, str]]:
     """log10 of the chance of so many vectors with other levels, and with another length; in words."""
-    if not kept.asked:
+    if kept.chances is None:
         return [(0.0, "")]
-    together = _merged([kept])
-    found, total = [], len(together.levels[0])
-    chances = together.chances[0][heads]
+    found, total, chances = [], len(kept.levels), kept.chances[heads]
+    where = f" of KV head {heads.start}" if heads.start is not None else ""
     for different, likely, what in (
-        (together.levels[0], chances.levels, "other levels"), (together.lengths[0], chances.lengths, "another length"),
+        (kept.levels[:, heads], chances.levels, "other levels"), (kept.lengths[:, heads], chances.lengths, "another length"),
     ):  # fmt: skip
-        count = int(different[:, heads].sum())
+        count = int(different.sum())
         scaled = likely.repeat(1, -(-total // likely.shape[1]), 1)[:, : max(total, 1)]
         log10 = log10_of_so_many(count, scaled)
-        where = f" of KV head {heads.start}" if heads.start is not None else ""
         words = (
-            f"{count} of {different[:, heads].numel()} vectors of {title}{where} are stored with {what}; rounding makes "
+            f"{count} of {different.numel()} vectors of {title}{where} are stored with {what}; rounding makes "
             f"{expected(scaled):.2g} differ, and so many with a chance below 1e{math.ceil(log10)}"
         )
         found.append((log10, words))
@@ -215,7 +204,7 @@ def _rates(kept: _Tokens, heads: slice, title: str) -> list[tuple[float, str]]:
 
 def _bias(kept: _Tokens, heads: slice, title: str) -> tuple[float, str]:
     """log10 of the chance that rounding moves the lengths so far one way; in words."""
-    off = torch.cat(kept.off)[:, heads]
+    off = kept.off[:, heads]
     mean, log10 = float(off.mean()), one_sided(off.sum(-1))
     if not abs(mean) > bounds.LENGTH_BIAS:
         return 0.0, ""

@@ -9,15 +9,11 @@ from html import escape
 
 import torch
 
-from haarkv.validation.html import SORTING, STYLE, Bar, Line, plot, table
+from haarkv.validation.html import SORTING, Bar, Line, distances, document, facts, plot, table
 from haarkv.validation.layers.judge import bounds_of
-from haarkv.validation.layers.report import FAILS, LayerRow, Mode, Report
+from haarkv.validation.layers.report import FAILS, LayerRow, Mode, Report, row_cells
 
-FORCED: Mode = "teacher-forced"
-FREE: Mode = "free-running"
-_WORDS: Mapping[Mode, str] = {FORCED: "each layer alone", FREE: "layers in a row"}
-# Closer to 1 than float64 can tell.
-_FLOOR = 1e-16
+_WORDS: Mapping[Mode, str] = {"teacher-forced": "each layer alone", "free-running": "layers in a row"}
 
 
 @dataclass(frozen=True)
@@ -40,15 +36,10 @@ class About:
 
 def page(report: Report, about: About) -> str:
     """One self-contained HTML page, for light and dark screens. The same arguments give the same page."""
-    title = f"{report.candidate} against {report.reference}"
     word, colour = ("passed", "good") if report.passed else ("failed", "bad")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}: {word}</title><style>{STYLE}</style></head><body>
-<h1>{escape(title)} <span class="verdict {colour}">{word}</span></h1>
-{_reason(report)}
+    body = f"""{_reason(report)}
 <h2>What was run</h2>
-{_about_table(about, report)}
+{facts(_facts(report, about))}
 <h2>By layer, the worst of all forwards</h2>
 <p class="soft">Each layer alone (teacher-forced): it gets the reference's input and cache, so a bad point is that layer's own
 fault. Layers in a row (free-running): each gets what the executor made of the one before, so errors add up.</p>
@@ -61,8 +52,8 @@ a fault. Click on a column's head to sort.</p>
 {_logit_table(report)}
 {_sums(report)}
 <details><summary>Every row</summary>{_row_table(report)}</details>
-{SORTING}</body></html>
-"""
+{SORTING}"""
+    return document(f"{report.candidate} against {report.reference}", word, colour, body)
 
 
 def _reason(report: Report) -> str:
@@ -71,18 +62,13 @@ def _reason(report: Report) -> str:
     if found is None:
         said = "<p>No fault: every bit is equal.</p>" if report.passed else "<p class=bad>Something was not compared.</p>"
         return said + _unexercised(report)
-    where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
-    fails = found.reason in FAILS
+    where = escape(f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage)
     head = f" (KV head {found.head})" if found.head is not None else ""
-    if fails:
-        what = f'<strong class="bad">{escape(where)}: {found.reason}</strong>{head}'
-        said = f"<p>First fault: {what} in {found.phase} {found.step}.</p>"
+    if found.reason in FAILS:
+        said = f'<p>First fault: <strong class="bad">{where}: {found.reason}</strong>{head} in '
     else:
-        said = (
-            f"<p><strong>No fault.</strong> First difference: {escape(where)}: {found.reason}, no fault{head}, "
-            f"in {found.phase} {found.step}.</p>"
-        )
-    said += f"<p class='soft'>{escape(found.detail)}</p>"
+        said = f"<p><strong>No fault.</strong> First difference: {where}: {found.reason}, no fault{head}, in "
+    said += f"{found.phase} {found.step}.</p><p class='soft'>{escape(found.detail)}</p>"
     if found.stages:
         said += f"<p>It may be in any of: {escape(', '.join(found.stages))}.</p>"
     if found.causes:
@@ -101,44 +87,44 @@ def _unexercised(report: Report) -> str:
 _SHOWN = 200
 
 
-def _about_table(about: About, report: Report) -> str:
-    def listed(facts: Mapping[str, str]) -> str:
-        return escape(", ".join(f"{name} {value}" for name, value in facts.items()))
+def _facts(report: Report, about: About) -> dict[str, str]:
+    def listed(found: Mapping[str, str]) -> str:
+        return escape(", ".join(f"{name} {value}" for name, value in found.items()))
 
     prompts = "".join(
         f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({tokens} tokens)</div>"
         for text, tokens in zip((" ".join(text.split()) for text in about.prompts), report.prompt_tokens, strict=True)
     )
     steps = f"{report.steps} decode step{'s' * (report.steps != 1)}"
-    rows = (
-        ("executor", escape(f"{report.candidate}, compared with {report.reference}")),
-        ("model", escape(f"{about.model} in {report.dtype}, KV cache {report.kv}; {steps}")),
-        ("command", f"<code>{escape(about.command)}</code>"), ("prompts", prompts),
-        ("versions", listed(about.versions)), ("machine", listed(about.machine)), ("date", escape(about.date)),
-    )  # fmt: skip
-    cells = "".join(f'<tr><th class="left">{name}</th><td class="left made">{value}</td></tr>' for name, value in rows)
-    return f'<div class="table"><table>{cells}</table></div>'
+    return {
+        "executor": escape(f"{report.candidate}, compared with {report.reference}"),
+        "model": escape(f"{about.model} in {report.dtype}, KV cache {report.kv}; {steps}"),
+        "command": f"<code>{escape(about.command)}</code>", "prompts": prompts,
+        "versions": listed(about.versions), "machine": listed(about.machine), "date": escape(about.date),
+    }  # fmt: skip
 
 
 # -- Plots -----------------------------------------------------------------------------------------------------------------
-def _by_layer(report: Report, mode: Mode, figure: Callable[[LayerRow], float]) -> dict[int, float]:
-    """The largest figure of each layer; NaN if one is."""
-    found: dict[int, list[float]] = {}
-    for row in report.rows:
-        if row.mode == mode:
-            found.setdefault(row.layer, []).append(figure(row))
-    return {layer: math.nan if any(map(math.isnan, values)) else max(values) for layer, values in found.items()}
+def _lines(report: Report, colour: str, name: str, figure: Callable[[LayerRow], float]) -> list[Line]:
+    """In each mode the largest figure of each layer; NaN if one is."""
+    lines = []
+    for mode, words in _WORDS.items():
+        found: dict[int, list[float]] = {}
+        for row in report.rows:
+            if row.mode == mode:
+                found.setdefault(row.layer, []).append(figure(row))
+        worst = {layer: math.nan if any(map(math.isnan, values)) else max(values) for layer, values in found.items()}
+        lines.append(Line(f"{name}, {words}" if name else words, colour, mode == "free-running", worst))
+    return lines
 
 
 def _match_plot(report: Report) -> str:
-    def lowest(mode: Mode, figure: Callable[[LayerRow], float]) -> dict[int, float]:
-        return {layer: -100 * worst for layer, worst in _by_layer(report, mode, lambda row: -figure(row)).items()}
-
     lines = [
-        Line(f"{side}, {_WORDS[mode]}", colour, mode == FREE, lowest(mode, figure))
-        for mode in (FORCED, FREE)
-        for side, colour, figure in (("K", "a", lambda row: row.k_match), ("V", "b", lambda row: row.v_match))
-    ]
+        Line(line.name, line.colour, line.dashed, {layer: 100 * (1 - worst) for layer, worst in line.values.items()})
+        for line in (
+            *_lines(report, "a", "K", lambda row: 1 - row.k_match), *_lines(report, "b", "V", lambda row: 1 - row.v_match),
+        )
+    ]  # fmt: skip
     least = min((v for line in lines for v in line.values.values() if math.isfinite(v)), default=0.0)
     bottom = next(low for low in (99.9, 99.0, 95.0, 90.0, 50.0, 0.0) if low <= least)
     ticks = [(bottom + (100 - bottom) * i / 5, f"{bottom + (100 - bottom) * i / 5:.5g} %") for i in range(6)]
@@ -147,20 +133,12 @@ def _match_plot(report: Report) -> str:
 
 
 def _cosine_plot(report: Report) -> str:
-    def exponent(row: LayerRow) -> float:
-        return math.log10(max(1 - row.hidden_cos, _FLOOR)) if math.isfinite(row.hidden_cos) else math.nan
-
-    lines = [
-        Line(_WORDS[mode], colour, mode == FREE, _by_layer(report, mode, exponent))
-        for mode, colour in ((FORCED, "a"), (FREE, "b"))
-    ]
-    bound = math.log10(1 - bounds_of(getattr(torch, report.dtype)).cosine)
-    values = [v for line in lines for v in line.values.values() if math.isfinite(v)] + [bound]
-    low, high = math.floor(min(values)), math.ceil(max(values) + 1e-9)
-    step = max(1, -(-(high - low) // 6))
-    ticks = [(float(e), f"1e{e}") for e in range(low, high + step, step)]
+    forced, free = _lines(report, "a", "", lambda row: 1 - row.hidden_cos)
+    free = Line(free.name, "b", free.dashed, free.values)
+    bound = 1 - bounds_of(getattr(torch, report.dtype)).cosine
     note = "How far the hidden state points away from the reference's. Lower is better; above the red line, a layer fails."
-    return plot("1 − lowest cosine of a token's hidden state", lines, ticks, (bound, "bound, each layer alone"), note)
+    title = "1 − lowest cosine of a token's hidden state"
+    return distances(title, [forced, free], bound, "bound, each layer alone", note)
 
 
 # -- Tables ----------------------------------------------------------------------------------------------------------------
@@ -202,15 +180,6 @@ def _logit_table(report: Report) -> str:
 
 
 def _row_table(report: Report) -> str:
-    columns = [
-        "forward", "mode", "layer", "K %", "V %", "unexplained", "scale", "cosine", "rel. L2", "max abs", "of the update",
-    ]  # fmt: skip
-    rows = [
-        [
-            f"{r.phase} {r.step}", r.mode, str(r.layer),
-            f"{100 * r.k_match:.3f}", f"{100 * r.v_match:.3f}", str(r.unexplained), f"{r.scale_err:.1e}",
-            f"{r.hidden_cos:.9f}", f"{r.rel_l2:.2e}", f"{r.max_abs:.2e}", f"{r.update_err:.2e}",
-        ]
-        for r in report.rows
-    ]  # fmt: skip
-    return table(columns, rows, 2, [not r.passed for r in report.rows], sorts=True)
+    rows = [row_cells(row) for row in report.rows]
+    cells = [list(row.values()) for row in rows]
+    return table(list(rows[0]) if rows else [], cells, 2, [not row.passed for row in report.rows], sorts=True)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops import formats
+from haarkv.models.base import DecoderConfig
+from haarkv.tq_ops import formats as kv_formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.window import Window
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""
@@ -81,9 +84,9 @@ def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
     pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
-    packed = [Part(side, side, of, fields, slots) for side, of, fields in pair]
-    windows, sinks, plain = [], [], formats.get("bf16")
-    for side, window in zip("kv", cache.kept(layer), strict=True):
+    packed = [Part(side, side, kv_format, fields, slots) for side, kv_format, fields in pair]
+    windows, sinks, plain = [], [], kv_formats.get("bf16")
+    for side, window in zip("kv", cache.windows(layer), strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring)))
@@ -114,12 +117,32 @@ def token_rows(batch: Batch) -> Tensor:
     return torch.repeat_interleave(batch.rows, batch.query_start_loc.diff().long())
 
 
+def new_cache(plan: KVPlan, config: DecoderConfig, num_blocks: int, **how: Any) -> PagedKVCache:
+    """An empty cache for a model.
+
+    Args:
+        how: as `PagedKVCache` takes it: rows, chunk, block size, device.
+    """
+    return PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=num_blocks, **how)
+
+
 def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
     """An empty cache of the same shape on another device."""
     return PagedKVCache(
-        cache.plan, KVShape(cache.num_kv_heads, cache.head_dim), num_blocks=cache.num_blocks,
+        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
         num_rows=cache.num_rows, chunk=cache.chunk, block_size=cache.block_size, device=device,
     )  # fmt: skip
+
+
+def read_as(
+    cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
+    fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
+    windows: tuple[Window | None, Window | None] | None = None,
+) -> PagedKVCache:  # fmt: skip
+    """A layer of a cache for attention to read, K's and V's formats, fields or windows being others."""
+    formats = formats or (cache.k_format(layer), cache.v_format(layer))
+    fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
+    return PagedKVCache.over(formats, layer, fields, windows or cache.windows(layer), cache.head_dim)
 
 
 def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
@@ -130,15 +153,15 @@ def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
 def snapshot(cache: PagedKVCache, layer: int) -> Stored:
     """A copy of a layer, on the host."""
     return {
-        part: {name: tensor.to("cpu", copy=True) for name, tensor in of.items()}
-        for part, of in tensors_of(cache, layer).items()
+        part: {name: tensor.to("cpu", copy=True) for name, tensor in fields.items()}
+        for part, fields in tensors_of(cache, layer).items()
     }
 
 
 def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
     """Put a snapshot, or another cache's tensors, into a layer."""
-    for part, of in tensors_of(cache, layer).items():
-        for name, tensor in of.items():
+    for part, fields in tensors_of(cache, layer).items():
+        for name, tensor in fields.items():
             tensor.copy_(stored[part][name])
 
 
@@ -160,13 +183,13 @@ def put(cache: PagedKVCache, layer: int, batch: Batch, stored: Stored) -> None:
                 tensor[unit, :, offset] = stored[part.name][name].to(cache.device)
 
 
-def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor) -> Stored:
-    """What every part would hold of K and V [T, Hkv, D] fp32."""
-    made: Stored = {}
+def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, rotated_as: int | None = None) -> Stored:
+    """What every part would hold of K and V [T, Hkv, D] fp32; by another layer's rotation, if one is named."""
+    stored: Stored = {}
     for part in parts_of(cache, layer):
         x = (k if part.side == "k" else v)[part.where(batch)[0]]
-        made[part.name] = by_token(part.kv_format.quantize(x.transpose(0, 1), layer))
-    return made
+        stored[part.name] = by_token(part.kv_format.quantize(x.transpose(0, 1), layer if rotated_as is None else rotated_as))
+    return stored
 
 
 # -- Poison ------------------------------------------------------------------------------------------------------------

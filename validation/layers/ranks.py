@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig
 from haarkv.models.parallel import Ranks, kv_heads_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.parts import Stored, load, snapshot, tensors_of
+from haarkv.validation.layers.parts import Stored, load, new_cache, snapshot, tensors_of
+from haarkv.validation.layers.trial import run_phase
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,28 @@ class _Call:
 class _Part:
     """A rank's executor, and its part of the cache on trial."""
 
-    def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
         self.executor, self.ranks, self.plan = executor, ranks, plan
-        self._heads = kv_heads_of(whole.heads.num_kv_heads, ranks.rank, ranks.size)
+        self._heads = kv_heads_of(whole.num_kv_heads, ranks.rank, ranks.size)
         self._caches: dict[tuple[int, int], PagedKVCache] = {}
 
     def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
         executor, cache = self.executor, self._cache(call.blocks)
         for layer, stored in call.stored.items():
-            part = {name: {field: whole[:, self._heads] for field, whole in of.items()} for name, of in stored.items()}
+            part = {name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in stored.items()}
             load(cache, layer, part)
         x, batch = call.x.to(executor.device), call.batch.to(executor.device)
-        if call.method == "layers":
-            result = executor.layers(x, call.span, batch, cache)
-        else:
-            result = getattr(executor, call.method)(x, batch, cache)
+        whole = call.method != "layers"
+        result = run_phase(executor, call.method, x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
         return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
 
     def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
-        config = self.executor.config
         if blocks not in self._caches:
-            self._caches[blocks] = PagedKVCache(
-                self.plan, config.kv_shapes, num_blocks=blocks[0],
-                block_size=blocks[1], device=self.executor.device,
-            )  # fmt: skip
+            num_blocks, block_size = blocks
+            self._caches[blocks] = new_cache(
+                self.plan, self.executor.config, num_blocks, block_size=block_size, device=self.executor.device
+            )
         return self._caches[blocks]
 
 
@@ -86,26 +86,24 @@ class Gathered:
     ops = None
     device = torch.device("cpu")
 
-    def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
         self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
         self.batches_alike, self.weights = executor.batches_alike, executor.weights
         self._part = _Part(executor, ranks, whole, plan)
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
         return self._part.executor.supports(self._part.executor.config, self._part.plan)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("prefill", token_ids, range(self.config.num_layers), batch, cache)
+    def _forward(self, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call(phase, token_ids, range(self.config.num_layers), batch, cache)
 
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("decode", token_ids, range(self.config.num_layers), batch, cache)
-
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call("verify", token_ids, range(self.config.num_layers), batch, cache)
+    prefill = partialmethod(_forward, "prefill")
+    decode = partialmethod(_forward, "decode")
+    verify = partialmethod(_forward, "verify")
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("layers", hidden, span, batch, cache)
@@ -115,33 +113,29 @@ class Gathered:
         call = ranks.share(_Call(method, x, span, batch, stored, (cache.num_blocks, cache.block_size)))
         result, parts = self._part.run(call)
         for rank, of_rank in enumerate(parts):
-            heads = kv_heads_of(self.config.heads.num_kv_heads, rank, ranks.size)
+            heads = kv_heads_of(self.config.num_kv_heads, rank, ranks.size)
             for layer in span:
-                for part, of in tensors_of(cache, layer).items():
-                    for name, tensor in of.items():
+                for part, fields in tensors_of(cache, layer).items():
+                    for name, tensor in fields.items():
                         tensor[:, heads] = of_rank[layer][part][name]
         return result
 
 
 @contextmanager
-def gathered(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> Iterator[Executor]:
+def gathered(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> Iterator[Executor]:
     """On rank 0: the executors of all ranks as one, for as long as the others follow. On a single rank the executor itself."""
     if ranks.size == 1:
         yield executor
         return
     try:
-        yield Gathered(executor, ranks, whole, plan)
+        yield cast(Executor, Gathered(executor, ranks, whole, plan))
     finally:
         ranks.share(None)
 
 
-def follow(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
+def follow(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
     """On every other rank: run what rank 0 runs, until it is done."""
     part = _Part(executor, ranks, whole, plan)
     with torch.inference_mode():
-        while (call := ranks.share(_no_call())) is not None:
+        while (call := ranks.share(cast(_Call | None, None))) is not None:
             part.run(call)
-
-
-def _no_call() -> _Call | None:
-    return None

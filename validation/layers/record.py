@@ -17,13 +17,6 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
-STAGES = (
-    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
-    "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
-    "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
-)  # fmt: skip
-"""Every stage in the order of a forward: those of a layer, then the head's and the whole forward."""
-
 
 @dataclass(frozen=True)
 class Call:
@@ -85,6 +78,22 @@ class Recorder:
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's own."""
         return self._stages.of(tensor) is not None
+
+
+def watched(
+    ops: OpTable, on_kv: Callable[[Tensor, Tensor], object], on_q: Callable[[Tensor], object] = lambda _: None
+) -> OpTable:
+    """An op table that tells which K and V [T, Hkv, D] it is given to store, and which queries [T, Hq, D] attend."""
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        on_kv(k, v)
+        ops.store_kv(k, v, cache, layer, batch)
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        on_q(q)
+        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+
+    return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
 
 def table_of(executor: Executor) -> OpTable | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -18,6 +18,17 @@ ASCEND_COLUMNS = (
     "MeanRelativeError",
 )  # fmt: skip
 """Columns of the result file of Ascend's own comparison tool, in its order."""
+
+
+STAGES = (
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
+    "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
+    "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
+)  # fmt: skip
+"""Every stage in the order of a forward: those of a layer, then the head's and the whole forward."""
+_ORDER = {stage: place for place, stage in enumerate(STAGES)}
+_MLP = _ORDER["silu_mul"]
+"""Where a stage belongs that only some families have, such as a router."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,47 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What was found at one stage of one forward.
+
+    Attributes:
+        reason: None if there is not a bit of difference.
+        error, bound: the figure that comes nearest to its bound, and that bound.
+        detail, head, stages, causes: as in `Finding`.
+    """
+
+    stage: str
+    reason: Reason | None
+    error: float
+    bound: float
+    detail: str
+    head: int | None = None
+    stages: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+    @classmethod
+    def broken(cls, stage: str, detail: str, reason: Reason = "fault") -> Verdict:
+        """What is wrong whatever the figures are."""
+        return cls(stage, reason, math.inf, 0.0, detail)
+
+    @property
+    def fails(self) -> bool:
+        """Whether it fails a run."""
+        return self.reason in FAILS
+
+    def at(self, phase: str, step: int, layer: int | None) -> Finding:
+        """The same with its place; what is equal is no finding."""
+        assert self.reason is not None
+        return Finding(phase, step, layer, self.stage, self.reason, self.detail, self.head, self.stages, self.causes)
+
+
+def first(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The first fault; without one, the first difference; None if there is none."""
+    different = [verdict for verdict in verdicts if verdict.reason]
+    return next((verdict for verdict in different if verdict.fails), different[0] if different else None)
+
+
+@dataclass(frozen=True)
 class Measured:
     """One figure of the teacher-forced run, summed over all forwards.
 
@@ -152,11 +204,24 @@ class StageSummary:
 _SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
 
 
-def worst_of(one: StageSummary, other: StageSummary) -> StageSummary:
+def _worse(one: StageSummary, other: StageSummary) -> StageSummary:
     """Of two, the one that is nearer to its bound, with the worse reason of both."""
-    worse = max((one.reason, other.reason), key=lambda reason: _SEVERITY[reason])
-    failing = [of for of in (one, other) if of.reason in FAILS]
-    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda of: of.share), reason=worse)
+    reason = max((one.reason, other.reason), key=_SEVERITY.__getitem__)
+    failing = [summary for summary in (one, other) if summary.reason in FAILS]
+    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda summary: summary.share), reason=reason)
+
+
+def worst(summaries: Iterable[StageSummary], by_layer: bool) -> tuple[StageSummary, ...]:
+    """The worst of each stage, or of each stage of each layer, in the order of a forward; last those of no layer."""
+    found: dict[tuple[str, int | None], StageSummary] = {}
+    for summary in summaries:
+        key = summary.stage, summary.layer if by_layer else None
+        found[key] = _worse(found[key], summary) if key in found else summary
+
+    def place(key: tuple[str, int | None]) -> tuple[bool, int, int]:
+        return key[1] is None, key[1] or 0, _ORDER.get(key[0], _MLP)
+
+    return tuple(found[key] for key in sorted(found, key=place))
 
 
 @dataclass(frozen=True)
@@ -204,47 +269,51 @@ def joined(report: Report, other: Report, prefix: str) -> Report:
         prefix: stands before the other's phases, to tell them apart.
     """
 
-    def renamed(of: Any) -> Any:
-        return replace(of, phase=f"{prefix} {of.phase}")
+    def renamed(found: Any) -> Any:
+        return replace(found, phase=f"{prefix} {found.phase}")
 
     theirs = renamed(other.first_divergence) if other.first_divergence else None
-    found = [finding for finding in (report.first_divergence, theirs) if finding]
+    findings = [finding for finding in (report.first_divergence, theirs) if finding]
     return replace(
         report,
         prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
         passed=report.passed and other.passed,
-        first_divergence=next((finding for finding in found if finding.reason in FAILS), next(iter(found), None)),
+        first_divergence=next((finding for finding in findings if finding.reason in FAILS), next(iter(findings), None)),
         rows=(*report.rows, *map(renamed, other.rows)),
         logits=(*report.logits, *map(renamed, other.logits)),
-        stages=_worst((*report.stages, *map(renamed, other.stages)), lambda of: of.stage),
-        tensors=_worst((*report.tensors, *map(renamed, other.tensors)), lambda of: (of.stage, of.layer)),
+        stages=worst((*report.stages, *map(renamed, other.stages)), by_layer=False),
+        tensors=worst((*report.tensors, *map(renamed, other.tensors)), by_layer=True),
         tests=(*report.tests, *other.tests),
         exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
         not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
     )
 
 
-def _worst(summaries: Iterable[StageSummary], key: Callable[[StageSummary], object]) -> tuple[StageSummary, ...]:
-    worst: dict[object, StageSummary] = {}
-    for of in summaries:
-        worst[key(of)] = worst_of(worst[key(of)], of) if key(of) in worst else of
-    return tuple(worst.values())
+def row_cells(row: LayerRow) -> dict[str, str]:
+    """A row by its columns, for a table."""
+    return {
+        "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
+        "K %": f"{100 * row.k_match:.3f}", "V %": f"{100 * row.v_match:.3f}", "unexplained": str(row.unexplained),
+        "scale": f"{row.scale_err:.1e}", "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
+        "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",
+    }  # fmt: skip
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as a JSON object; a figure that is not finite becomes null, since JSON cannot write it."""
+    """The report as a JSON object."""
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]
-    finite: dict[str, Any] = _finite(plain)
-    return finite
+    written: dict[str, Any] = finite(plain)
+    return written
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value for JSON, which cannot write what is not finite: null in its place."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

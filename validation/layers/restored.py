@@ -91,7 +91,7 @@ def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> Pag
         else:
             sides.append({"data": _decided(numbers, fields, layer, generator, way)})
     plain = formats.get("fp32")
-    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.kept(layer), cache.head_dim)
+    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.windows(layer), cache.head_dim)
 
 
 def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:

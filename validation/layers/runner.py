@@ -13,27 +13,27 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
-from haarkv.validation.layers.ascend import ascend_metrics
-from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.free import Free
-from haarkv.validation.layers.judge import (
-    StoredComparison,
-    Verdict,
-    bounds_of,
-    compare_both,
-    first,
-    for_width,
-)  # fmt: skip
+from haarkv.validation.layers.judge import StoredComparison, bounds_of, compare_both, for_width
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, load, poison
-from haarkv.validation.layers.repeat import FreeRun
-from haarkv.validation.layers.report import FAILS, Finding, LayerRow, LogitRow, Mode, Report
-from haarkv.validation.layers.summary import Summaries
+from haarkv.validation.layers.report import (
+    FAILS,
+    Finding,
+    LayerRow,
+    LogitRow,
+    Mode,
+    Report,
+    StageSummary,
+    Verdict,
+    first,
+    worst,
+)  # fmt: skip
 from haarkv.validation.layers.trial import Trial
-from haarkv.validation.layers.whole import Whole
 
 OnRow = Callable[[LayerRow], None]
 
@@ -70,9 +70,7 @@ def validate(
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(
-        reference, candidate, model, prompts, steps, plan, on_row or (lambda _: None), modes, repeats, explains
-    ).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, explains).run()
 
 
 @torch.inference_mode()
@@ -90,8 +88,9 @@ def validate_layer(
         InputError: as `validate`.
     """
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
-    run = _Validation(reference, candidate, model, prompts, 0, plan, lambda _: None, ("teacher-forced",), 0, 0)
-    return run.layer(index, hidden, before, forward)
+    return _Validation(reference, candidate, model, prompts, 0, plan, None, ("teacher-forced",)).layer(
+        index, hidden, before, forward
+    )
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes: int = 2) -> int:
@@ -102,149 +101,120 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow, modes: Sequence[Mode], repeats: int, explains: int,
+        plan: KVPlan, on_row: OnRow | None, modes: Sequence[Mode], repeats: int = 0, explains: int = 0,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
-        self.modes = frozenset(modes)
+        self.modes, self.on_row = frozenset(modes), on_row or (lambda _: None)
         self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
-        self.plan, self.names, self.on_row = plan, (reference.name, candidate.name), on_row
-        self.schedule, self.model = Schedule(prompts, steps, plan), model
+        self.plan, self.names, self.model = plan, (reference.name, candidate.name), model
+        self.schedule = Schedule(prompts, steps, plan)
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
-        self.reference = Reference(reference, model, cache)
+        self.reference, self.ledger = Reference(reference, model, cache), Ledger(cache)
         ops = candidate.ops if self.reference.records else None
-        free, self.whole = (Trial(candidate, cache) for _ in range(2))
-        self.head = Whole(self.reference, self.whole, free, ops, model, self.limits)
-        self.ledger = Ledger(cache)
         self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
-        self.follows = Free(self.reference, free, self.limits, self.forced.repeats)
+        self.free = Free(self.reference, candidate, ops, self.limits, self.forced.repeats)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
+        self.summaries: list[StageSummary] = []
+        # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
         self.found: list[Finding] = []
         self.late: list[Finding] = []
-        self.summaries = Summaries()
-        self.free_runs: list[FreeRun] = []
 
     def run(self) -> Report:
         """Every forward, in order."""
         weights = _fingerprint(self.model.weights)
-        paging = self.schedule.paging(self.reference.cache)
-        self.schedule.run(paging, self._forward)
+        self.schedule.run(self.schedule.paging(self.reference.cache), self._forward)
         if _fingerprint(self.model.weights) != weights:
-            last = self.rows[-1]
-            detail = "the model's weights were changed while it ran"
-            self.found.append(Finding(last.phase, last.step, None, "weights", "fault", detail))
+            changed = Verdict.broken("weights", "the model's weights were changed while it ran")
+            self.found.append(changed.at(self.rows[-1].phase, self.rows[-1].step, None))
         return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
     def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
         """One layer, teacher-forced, and nothing else."""
         load(self.reference.cache, index, before)
         made = self.reference.layer(index, hidden, forward)
-        self._teacher_forced(index, made, poison(self.reference.cache, index, made.k, made.v, forward.batch), forward)
+        self._teacher_forced(made, poison(self.reference.cache, index, made.k, made.v, forward.batch))
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
         """What was found, of so many rows."""
         if self.rows:
             last = self.rows[-1]
-            self.found += [finding(verdict, last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
+            self.found += [verdict.at(last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
         exercised = self.exercise.result()
-        # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
-        faults = [found for found in (*self.found, *self.late) if found.reason in FAILS]
+        faults = [finding for finding in (*self.found, *self.late) if finding.reason in FAILS]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.found), None),
-            rows=tuple(self.rows),
-            logits=tuple(self.logits),
-            stages=self.summaries.stages(),
-            tensors=self.summaries.tensors(),
-            tests=self.ledger.measured(),
-            exercised=exercised.done,
-            not_exercised=exercised.missing,
+            rows=tuple(self.rows), logits=tuple(self.logits),
+            stages=worst(self.summaries, by_layer=False), tensors=worst(self.summaries, by_layer=True),
+            tests=self.ledger.measured(), exercised=exercised.done, not_exercised=exercised.missing,
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
         """One forward by everybody; the reference's logits [N, vocab]."""
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
-        free, drift = hidden, torch.zeros(len(hidden))
-        self.free_runs = []
+        self.free.begin(hidden)
+        drift = torch.zeros(len(hidden))
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
             self.exercise.saw(index, made.k, made.v)
             bad = poison(self.reference.cache, index, made.k, made.v, forward.batch)
             if "teacher-forced" in self.modes:
-                self._teacher_forced(index, made, bad, forward)
+                self._teacher_forced(made, bad)
             if "free-running" in self.modes:
-                free, drift = self._free_running(index, made, bad, free, drift, forward)
-                self.whole.put(index, forward.batch, bad)
+                drift = self._free_running(made, bad, drift)
             hidden = made.hidden_out
-        logits, calls = self.head.predicted(hidden, forward)
+        logits, calls = self.reference.predicted(hidden, forward)
         if "free-running" in self.modes:
-            judged = self.head.judge(logits, calls, free, forward, self.free_runs)
+            judged = self.free.forward(logits, calls, forward)
             self._settle(judged.verdicts, judged.layer, forward)
             self.logits.append(judged.row)
         return logits
 
-    def _teacher_forced(self, index: int, made: MadeLayer, bad: Stored, forward: Forward) -> None:
+    def _teacher_forced(self, made: MadeLayer, bad: Stored) -> None:
         """One layer fed the reference's input and cache."""
-        judged = self.forced.layer(index, made, bad, forward)
-        passed = self._settle(judged.verdicts, index, forward)
-        hidden_in, expected, result = made.hidden_in, judged.expected, judged.result
-        self._row(forward, index, "teacher-forced", judged.compared, expected, result, hidden_in, passed)
+        judged = self.forced.layer(made, bad)
+        passed = self._settle(judged.verdicts, made.index, made.forward)
+        self._row(made, "teacher-forced", judged.compared, judged.expected, judged.result, passed)
 
-    # -- Free-running --------------------------------------------------------------------------------------------------
-    def _free_running(
-        self, index: int, made: MadeLayer, bad: Stored, hidden: Tensor, drift: Tensor, forward: Forward
-    ) -> tuple[Tensor, Tensor]:
-        """One layer fed what the candidate made of the last; its hidden states, and how far each token is off by now."""
-        made_free, wrong = self.follows.layer(index, hidden, bad, forward)
-        self.free_runs.append(made_free)
-        outcome, stored = made_free.run.outcome, made_free.run.stored
-        noise = self.limits.kv_noise + drift[:, None, None]
-        cache, batch = self.reference.cache, forward.batch
-        compared = compare_both(cache, index, batch, made.stored, stored, made.k, made.v, noise)
-        expected, result, passed = made.hidden_out, outcome.result, wrong is None
-        self._row(forward, index, "free-running", compared, expected, result, made.hidden_in, passed)
+    def _free_running(self, made: MadeLayer, bad: Stored, drift: Tensor) -> Tensor:
+        """One layer fed what the candidate made of the last; how far each token is off by now."""
+        run, wrong = self.free.layer(made.index, bad, made.forward)
+        noise, result = self.limits.kv_noise + drift[:, None, None], run.outcome.result
+        compared = compare_both(self.reference.cache, made, run.stored, noise)
+        self._row(made, "free-running", compared, made.hidden_out, result, wrong is None)
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
-            late.append(finding(wrong, forward.phase, forward.step, index))
-        off = (outcome.result.float() - made.hidden_out.float()).norm(dim=-1) / made.hidden_out.float().norm(dim=-1)
-        return outcome.result, off
+            late.append(wrong.at(made.forward.phase, made.forward.step, made.index))
+        right = made.hidden_out.float()
+        off: Tensor = (result.float() - right).norm(dim=-1) / right.norm(dim=-1)
+        return off
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
-        for verdict in verdicts:
-            self.summaries.add(verdict, forward, index)
+        where = forward.phase, forward.step, index
+        self.summaries += [StageSummary(v.stage, v.error, v.bound, *where, v.reason) for v in verdicts]
         found = first(verdicts)
-        if found and found.reason:
-            self.found.append(finding(found, forward.phase, forward.step, index))
+        if found:
+            self.found.append(found.at(*where))
         return found is None or not found.fails
 
-    def _row(
-        self, forward: Forward, index: int, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor,
-        before: Tensor, passed: bool,
-    ) -> None:  # fmt: skip
-        hidden = compare_vectors(ours, theirs, before)
+    def _row(self, made: MadeLayer, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor, passed: bool) -> None:
+        hidden = compare_vectors(ours, theirs, made.hidden_in)
         row = LayerRow(
-            forward.phase, forward.step, index, mode,
+            made.forward.phase, made.forward.step, made.index, mode,
             k_match=stored.k.match, v_match=stored.v.match, unexplained=stored.unexplained, scale_err=stored.length_error,
             hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
             passed=passed, ascend=ascend_metrics(theirs, ours),
         )  # fmt: skip
         self.rows.append(row)
         self.on_row(row)
-
-
-def finding(verdict: Verdict, phase: str, step: int, layer: int | None) -> Finding:
-    """A verdict with its place."""
-    assert verdict.reason is not None, "what is equal is no finding"
-    return Finding(
-        phase, step, layer, verdict.stage, verdict.reason, verdict.detail, verdict.head, verdict.stages, verdict.causes
-    )  # fmt: skip
 
 
 def _check(

@@ -1,4 +1,7 @@
-"""Does the validator see what is wrong? Every fault is planted, run op by op and as whole layers, and must be found."""
+"""Does the validator see what is wrong? Every fault is planted, run op by op and as whole layers, and must be found.
+
+How small an error of scale does it see? Each stage of one layer is made too large by less and less.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+from torch import Tensor
+
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.faults import LEARNED, Fault, planted, planted_learned, reordered, table_with
+from haarkv.validation.layers.faults import (
+    DRIVES,
+    LEARNED,
+    Fault,
+    Layer,
+    WholeLayers,
+    one_side,
+    other,
+    planted,
+    planted_learned,
+    reordered,
+)  # fmt: skip
 from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
-from haarkv.validation.layers.mistaken import Mistaken
 from haarkv.validation.layers.report import FAILS, Mode, Report
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.slips import Layer, slips
-from haarkv.validation.layers.window_faults import WINDOWED, window_faults
-from haarkv.validation.layers.window_merges import Parts, merging
+from haarkv.validation.layers.slips import larger, slips, steeper
+from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
+
+__all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
 
 
 @dataclass(frozen=True)
@@ -44,37 +60,39 @@ class SelfTestRow:
     caught: bool
 
 
-class WholeLayers:
-    """An executor as a fused one: its layers run whole, nobody sees its ops."""
-
-    ops = None
-
-    def __init__(self, executor: Executor) -> None:
-        self.name, self.config, self.device = executor.name, executor.config, executor.device
-        self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
-        self.compiled = executor.compiled
-        self.supports, self.layers = executor.supports, executor.layers
-        self.prefill, self.decode, self.verify = executor.prefill, executor.decode, executor.verify
-        self.batches_alike, self.weights = executor.batches_alike, executor.weights
-
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
-
-
-EVERY = slice(None)
-
-
 def first_layers(model: DecoderModel, count: int) -> DecoderModel:
     """A model of the first layers of another."""
     weights = replace(model.weights, layers=model.weights.layers[:count])
     return replace(model, config=replace(model.config, num_layers=count), weights=weights)
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """What faults are planted in: a cache, prompts and decode steps; and what its controls are called."""
+
+    spec: KVSpec
+    prompts: Sequence[Sequence[int]]
+    steps: int
+    control: str
+    modes: tuple[Mode, ...] = ("teacher-forced",)
+
+    def report(self, model: DecoderModel, candidate: Executor) -> Report:
+        """What is said of an executor there."""
+        plan = self.spec.plan(model.config.num_layers)
+        return validate(ReferenceExecutor(model), candidate, model, self.prompts, self.steps, plan, modes=self.modes)
+
+
+_WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
+"""Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+_WHOLE_TOKENS = (40, 30)
+"""Of prompts that run as whole forwards."""
+
+
 def self_test(
     models: Sequence[DecoderModel],
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
-    part: slice = EVERY,
+    part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
     """Plant faults in the middle layer of each model, and validate: `faults`, `slips`, `machine_faults` and `window_faults`.
@@ -89,97 +107,150 @@ def self_test(
         kv: format of 16 levels that faults of `faults` and `slips` are planted in; if it is another, they alone are.
     """
     rows = []
+
+    def cut(lengths: Sequence[int]) -> list[Sequence[int]]:
+        return [prompt[:count] for prompt, count in zip(prompts, lengths, strict=False)]
+
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
-        learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-        plain = _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}")
-        of_learned = _Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned")
-        shorter = [prompt[:count] for prompt, count in zip(prompts, _WINDOWED_TOKENS, strict=False)]
-        windowed = _Setting(WINDOWED, shorter, _WINDOWED_STEPS, "control, a window")
+        learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
         longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
-        long = _Setting(KVSpec(kv), longer, 0, "control, long")
-        brief = [prompt[:count] for prompt, count in zip(prompts, _WHOLE_TOKENS, strict=False)]
-        whole = _Setting(KVSpec(kv), brief, 1, "control, whole forwards", ("teacher-forced", "free-running"))
-        in_parts = _Trial(
-            "none, in two parts (control, a window)", table_with(merging(Layer(model, layer), Parts.merged)), model
-        )
-        machines = layer_faults(model, layer)[part] if kv == "tq4" else []
-        every: list[tuple[_Setting, list[Fault], list[_Trial]]] = [
-            (plain, [*planted(model, layer), *slips(model, layer)[part], *machines], []),
-            (of_learned, planted_learned(model, layer), []),
-            (windowed, window_faults(model, layer)[part], [in_parts]),
-            (long, long_faults(model, layer)[part], []),
-            (whole, forward_faults(model)[part], []),
+        both: tuple[Mode, ...] = ("teacher-forced", "free-running")
+        merged = Layer(model, layer).instead("paged_attention", merging(Parts.merged))
+        windowed = [_control("none, in two parts (control, a window)", ops=merged), *window_faults(model, layer)[part]]
+        every: list[tuple[_Setting, list[Fault]]] = [
+            (
+                _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
+                [
+                    *planted(model, layer),
+                    *slips(model, layer)[part],
+                    *(layer_faults(model, layer)[part] if kv == "tq4" else []),
+                ],
+            ),
+            (_Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned"), planted_learned(model, layer)),
+            (_Setting(WINDOWED, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), windowed),
+            (_Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
+            (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
-        for setting, faults, controls in every if kv == "tq4" else every[:1]:
-            for driven in ("ops", "layers"):
-                for trial in (*controls, *_trials(model, faults, setting.control)):
-                    rows.append(_row(_report(model, trial, driven, setting), driven, trial))
+        for setting, faults in every if kv == "tq4" else every[:1]:
+            controls = [
+                _control(f"none ({setting.control})"),
+                _control(f"none, sums in another order ({setting.control})", ops=vars(reordered())),
+            ]
+            for driven in DRIVES:
+                for fault in (*controls, *faults):
+                    rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
                     if on_row:
                         on_row(rows[-1])
     return rows
 
 
-_WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
-"""Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
-_WHOLE_TOKENS = (40, 30)
-"""Of prompts that run as whole forwards."""
+_NOTHING = "–"
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What faults are planted in: a cache, prompts and decode steps; and what its controls are called."""
-
-    spec: KVSpec
-    prompts: Sequence[Sequence[int]]
-    steps: int
-    control: str
-    modes: tuple[Mode, ...] = ("teacher-forced",)
+def _control(name: str, **how: object) -> Fault:
+    """What is no fault."""
+    return Fault(name, None, _NOTHING, _NOTHING, **how)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """What is run: its name, its table and model, and the fault in it, if there is one."""
-
-    name: str
-    table: OpTable
-    model: DecoderModel
-    fault: Fault | None = None
-
-
-def _trials(model: DecoderModel, faults: Sequence[Fault], control: str) -> list[_Trial]:
-    return [
-        _Trial(f"none ({control})", table_with({}), model),
-        _Trial(f"none, sums in another order ({control})", reordered(), model),
-        *(_Trial(fault.name, fault.table(), fault.model or model, fault) for fault in faults),
-    ]
-
-
-def _report(model: DecoderModel, trial: _Trial, driven: str, given: _Setting) -> Report:
-    make = (trial.fault and trial.fault.executor) or Mistaken
-    candidate: Executor = make(model, trial.model, trial.table)
-    if driven == "layers":
-        candidate = WholeLayers(candidate)
-    plan = given.spec.plan(model.config.num_layers)
-    trusted = ReferenceExecutor(model)
-    return validate(trusted, candidate, model, given.prompts, given.steps, plan, modes=given.modes)
-
-
-def _row(report: Report, driven: str, trial: _Trial) -> SelfTestRow:
-    first, fault = report.first_divergence, trial.fault
+def _row(report: Report, driven: str, fault: Fault) -> SelfTestRow:
+    first, stages = report.first_divergence, fault.stages(driven)
     wrong = first if first and first.reason in FAILS else None
-    found = _place(wrong.layer, wrong.stage, wrong.head) if wrong else "–"
-    planted_at, caught = "–", wrong is None and report.passed
-    if fault is not None:
-        stage = fault.stage if driven == "ops" else fault.seen_as
-        planted_at = _place(fault.layer, stage, fault.head)
-        place = (
-            wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in (stage, *fault.also)
-        )
+    found = _place(wrong.layer, wrong.stage, wrong.head) if wrong else _NOTHING
+    if fault.stage == _NOTHING:
+        caught = wrong is None and report.passed
+    else:
+        place = wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in stages
         caught = place and not report.passed and fault.head in (None, wrong.head if wrong else None)
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
-    return SelfTestRow(report.dtype, driven, trial.name, planted_at, found, how, caught)
+    return SelfTestRow(report.dtype, driven, fault.name, _place(fault.layer, stages[0], fault.head), found, how, caught)
 
 
 def _place(layer: int | None, stage: str, head: int | None) -> str:
     return (stage if layer is None else f"layer {layer} {stage}") + (f" head {head}" if head is not None else "")
+
+
+# -- How small an error of scale is seen -------------------------------------------------------------------------------------
+_COARSEST, _FINEST = 2, 20
+Scaled = Callable[[float], Fault]
+"""A fault that makes a stage's result larger by a factor."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The smallest error that is caught at one stage.
+
+    Attributes:
+        driven: "ops" or "layers".
+        error: 2**-n, the smallest relative error of scale, of powers of two, that turns the validator red; None if none does.
+        found: layer and stage that it names.
+    """
+
+    dtype: str
+    driven: str
+    stage: str
+    error: float | None
+    found: str
+
+
+def sensitivity(
+    model: DecoderModel, prompts: Sequence[Sequence[int]], on_row: Callable[[Sensitivity], None] | None = None
+) -> list[Sensitivity]:
+    """For each stage of the middle layer, in both ways of driving: the smallest error of scale that is caught.
+
+    Args:
+        prompts: token ids; more of them show smaller errors.
+        on_row: called with each row as it comes.
+    """
+    rows, setting = [], _Setting(KVSpec("tq4"), prompts, 0, "")
+    for driven in DRIVES:
+        for stage, scaled in scaled_stages(Layer(model, model.config.num_layers // 2)).items():
+            rows.append(_smallest(model, setting, driven, stage, scaled))
+            if on_row:
+                on_row(rows[-1])
+    return rows
+
+
+def _smallest(model: DecoderModel, setting: _Setting, driven: str, stage: str, scaled: Scaled) -> Sensitivity:
+    """Bisect over powers of two: what is caught is taken to be caught when it is larger."""
+    dtype, found, seen = str(model.dtype).removeprefix("torch."), _NOTHING, None
+    low, high = _COARSEST, _FINEST + 1  # caught at 2**-low, if at all; not at 2**-high
+    while low < high:
+        middle = (low + high) // 2
+        report = setting.report(model, scaled(1 + 2.0**-middle).executor(model, driven))
+        first = report.first_divergence
+        if report.passed or first is None:
+            high = middle
+        else:
+            low, seen, found = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
+    return Sensitivity(dtype, driven, stage, seen, found)
+
+
+def scaled_stages(at: Layer) -> dict[str, Scaled]:
+    """What makes a stage's result larger by a factor, by its name."""
+
+    def norm(name: str) -> Scaled:
+        def larger_norm(by: float) -> Fault:
+            def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+                return reference.rms_norm(x, weight.float() * by, eps)
+
+            return _control(name, ops=at.weighed(name, wrong))
+
+        return larger_norm
+
+    def projection(name: str) -> Scaled:
+        return lambda by: _control(name, ops=at.projected(name, lambda y: y * by))
+
+    def storing(side: str) -> Scaled:
+        return lambda by: at.keeping(side, side, other(one_side(side, lambda x: x * by)))
+
+    norms = ("input_norm", "q_norm", "k_norm", "post_norm")
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    makers = dict.fromkeys(norms, norm) | dict.fromkeys(projections, projection)
+    return {name: make(name) for name, make in makers.items() if at.weight(name) is not None} | {
+        "store_kv.k": storing("k"),
+        "store_kv.v": storing("v"),
+        "paged_attention": lambda by: at.attending("attention", larger(by)),
+        "paged_attention, one KV head": lambda by: at.attending("attention", larger(by, at.last_head)),
+        "softmax scale": lambda by: at.attending("attention", steeper(by)),
+    }

@@ -16,8 +16,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.window_edges import LONG, SHORT, edges
+from haarkv.validation.layers.windows import LONG, SHORT, edges
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
 
 
 def errors_of_layer(
-    calls: list[Call], ours: Tensor, theirs: Tensor, exact: Tensor | None, before: Tensor, ops: OpTable, kv_heads: int,
+    made: MadeLayer, ours: Tensor, theirs: Tensor, exact: Tensor | None, ops: OpTable, kv_heads: int,
     read: PagedKVCache | None = None,
 ) -> dict[str, list[Errors]]:  # fmt: skip
     """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
@@ -208,23 +209,22 @@ def errors_of_layer(
     head what windows that end elsewhere would.
 
     Args:
-        calls: the layer's ops, as the reference ran them.
-        before: hidden states that the layer was given.
+        made: the layer as the reference ran it.
         read: the cache that the candidate's attention read; if none is given, the reference's own.
     """
-    attention = next((call for call in calls if call.op == "paged_attention"), None)
-    out = next((call for call in calls if call.stage == "o_proj"), None)
+    attention = next((call for call in made.calls if call.op == "paged_attention"), None)
+    out = next((call for call in made.calls if call.stage == "o_proj"), None)
     rounded = exact is not None
     if attention is None or out is None:
         floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_LAYER
-        return {"layer": [errors(ours, theirs, exact, ours.double() - before.double(), floor)]}
+        return {"layer": [errors(ours, theirs, exact, ours.double() - made.hidden_in.double(), floor)]}
 
     def through(x: Tensor) -> Tensor:
         return ops.linear(x.flatten(1).to(out.args[0].dtype), out.args[1])
 
     attended: Tensor = attention.result
     each = [through(_only(attended, head, kv_heads)) for head in range(kv_heads)]
-    mlp = ours.double() - before.double() - out.result
+    mlp = ours.double() - made.hidden_in.double() - out.result
     plain = exact_result(attention, ops)
     steeper = by_scale(attention, ops, attended if plain is None else plain)
     floor, scaled = bounds.GAIN_FP32_LAYER, bounds.GAIN_FP32_LAYER

@@ -1,9 +1,13 @@
-"""Running an executor on trial: on its own device, on copies, in a cache whose every slot is watched."""
+"""Running an executor on trial: on its own device, on copies, in a cache whose every slot is watched; and again, on the same
+inputs: is it of one mind with itself?
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +16,24 @@ from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.validation.layers.parts import Part, Stored, load, new_cache_like, parts_of, put, tensors_of
+from haarkv.validation import bounds
+from haarkv.validation.layers.parts import Part, Stored, load, new_cache_like, parts_of, put, stage_of, take, tensors_of
 from haarkv.validation.layers.record import copied, unchanged
+from haarkv.validation.layers.report import Verdict
+
+if TYPE_CHECKING:
+    from haarkv.validation.layers.forward import Forward
 
 Strays = dict[int, dict[str, list[str]]]
 """Places that changed and were not to be written: layer -> part -> which, in words."""
+WITHIN_ROUNDING = "within rounding: sums that come in another order each time do so"
+"""Of runs that differ and are right. It is a finding all the same: no executor here says of itself that it does that."""
+
+
+def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+    """Logits [N, vocab] fp32 of a whole forward: of a verify after every token, else after each sequence's last."""
+    logits: Tensor = getattr(executor, phase)(token_ids, batch, cache)
+    return logits
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,15 @@ class Outcome:
 
     result: Tensor
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a layer left behind."""
+
+    outcome: Outcome
+    strays: Strays
+    stored: Stored
 
 
 class Trial:
@@ -60,14 +86,30 @@ class Trial:
         span = range(layer, layer + 1)
         return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
 
-    def forward(self, token_ids: Tensor, batch: Batch, phase: str, vocab_size: int) -> Outcome:
-        """Logits [N, vocab] fp32 of a whole forward: of a verify after every token, else after each sequence's last."""
-        run: Callable[[Tensor, Batch, PagedKVCache], Tensor] = getattr(self.executor, phase)
-        shape = torch.Size((len(token_ids if phase == "verify" else batch.seq_lens), vocab_size))
-        return self._run(token_ids, batch, lambda x, b: run(x, b, self.cache), torch.float32, shape)
+    def run(self, hidden: Tensor, layer: int, bad: Stored, batch: Batch) -> Run:
+        """One layer and all that it leaves behind.
 
-    def _run(self, x: Tensor, batch: Batch, run: object, dtype: torch.dtype, shape: torch.Size) -> Outcome:
-        assert callable(run)
+        Args:
+            bad: what the places of its tokens hold before.
+        """
+        self.put(layer, batch, bad)
+        outcome = self.layer(hidden, layer, batch)
+        return Run(outcome, self.strays(range(layer, layer + 1), batch), take(self.cache, layer, batch))
+
+    def forward(self, forward: Forward, vocab_size: int) -> Outcome:
+        """Logits of a whole forward."""
+        phase, shape = forward.phase, torch.Size((len(forward.predicted), vocab_size))
+        return self._run(
+            forward.token_ids,
+            forward.batch,
+            lambda x, b: run_phase(self.executor, phase, x, b, self.cache),
+            torch.float32,
+            shape,
+        )
+
+    def _run(
+        self, x: Tensor, batch: Batch, run: Callable[[Tensor, Batch], Tensor], dtype: torch.dtype, shape: torch.Size
+    ) -> Outcome:
         given, places = copied(x, self.executor.device), copied(batch, self.executor.device)
         lost = torch.full(shape, torch.nan, dtype=dtype)
         try:
@@ -110,3 +152,92 @@ def _changed(now: Part, before: Part, batch: Batch | None) -> list[str]:
 def _bytes(tensor: Tensor) -> Tensor:
     """A field's bytes by place: uint8 [units, places, n]. Bytes, since a NaN is not equal to itself."""
     return tensor.reshape(*tensor.shape[:3], -1).contiguous().view(torch.uint8).transpose(1, 2).flatten(2)
+
+
+# -- Again ---------------------------------------------------------------------------------------------------------------
+class Repeats:
+    """Runs things again and counts the runs that differ.
+
+    Args:
+        always: runs of every layer beside the first. Without, only what is wrong is run again.
+    """
+
+    def __init__(self, always: int) -> None:
+        self._always, self._left = always, bounds.MOST_CONFIRMED
+
+    def of_layer(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
+        """A layer that differs from itself; None if it does not, or if only faults are run again."""
+        return differing([run, *(again() for _ in range(self._always))])
+
+    def confirmed(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
+        """What is wrong is run again: None if it is wrong every time in the same way, or if enough was run again."""
+        if not self._left:
+            return None
+        self._left -= 1
+        return differing([run, *(again() for _ in range(bounds.CONFIRMING_RUNS))])
+
+
+def differing(runs: Sequence[Any]) -> Verdict | None:
+    """The first stage at which runs of a layer on the same inputs differ; of an op, which its caller names, none."""
+    if (found := _unlike(runs)) is None:
+        return None
+    one, (other, count) = runs[0], found
+    if not isinstance(one, Run):
+        return unstable("", count, len(runs))
+    parts = [part for part in one.stored if bits_of(one.stored[part]) != bits_of(other.stored[part])]
+    return unstable(stage_of(parts[0]) if parts else "attention_mlp", count, len(runs))
+
+
+def differing_forward(
+    whole: Trial, outcome: Outcome, bad: Sequence[Stored], forward: Forward, vocab_size: int
+) -> tuple[int | None, Verdict] | None:
+    """Whether a whole forward gives something else when it runs again, and the layer from which on it does.
+
+    Where both K and V of a layer differ, what it was given does: the layer before is named.
+
+    Args:
+        bad: what the places of its tokens hold before, by layer.
+    """
+    batch, layers = forward.batch, range(len(bad))
+    runs: list[list[Any]] = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
+    for _ in range(bounds.WHOLE_AGAIN):
+        for index, poison in enumerate(bad):
+            whole.put(index, batch, poison)
+        again = whole.forward(forward, vocab_size)
+        whole.strays(layers, batch)
+        runs.append([again, [take(whole.cache, index, batch) for index in layers]])
+    if (found := _unlike(runs)) is None:
+        return None
+    (_, one), ((_, other), count) = runs[0], found
+    for index in layers:
+        parts = [part for part in one[index] if bits_of(one[index][part]) != bits_of(other[index][part])]
+        if {part[-1] for part in parts} == {"k", "v"} and index:
+            where = f" (K and V of layer {index} are the first to differ, so layer {index - 1} gave something else)"
+            return index - 1, unstable("attention_mlp", count, len(runs), where)
+        if parts:
+            return index, unstable(stage_of(parts[0]), count, len(runs))
+    return None, unstable("forward", count, len(runs), " after the last K and V")
+
+
+def _unlike(runs: Sequence[Any]) -> tuple[Any, int] | None:
+    """A run that is not the first one's equal, and how many are not like most; None if all are alike."""
+    kept = [bits_of(run) for run in runs]
+    other = next((run for run, bits in zip(runs, kept, strict=True) if bits != kept[0]), None)
+    return None if other is None else (other, len(runs) - Counter(kept).most_common(1)[0][1])
+
+
+def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:
+    """The verdict on what differs from itself."""
+    detail = f"differs from itself{where}: {different} of {runs} runs on the same inputs give something else than the others"
+    return Verdict.broken(stage, detail, "unstable")
+
+
+def bits_of(value: Any) -> bytes:
+    """Everything that a run gave back, as bytes that are equal where it is equal to the last bit."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    if isinstance(value, dict):
+        return b"".join(str(key).encode() + bits_of(item) for key, item in value.items())
+    if isinstance(value, list):
+        return b"".join(map(bits_of, value))
+    return bits_of(vars(value)) if hasattr(value, "__dataclass_fields__") else str(value).encode()

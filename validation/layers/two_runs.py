@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
-from haarkv.validation.layers.report import FAILS
+from haarkv.validation.layers.report import FAILS, Reason, StageSummary
 
 FACTOR = 2.0
 """Errors that differ by less are alike: another order of sums does as much."""
@@ -19,6 +19,7 @@ _LEAST = 0.01
 _ABOUT = ("candidate", "reference", "kv", "dtype", "prompt_tokens", "steps")
 
 Direction = Literal["better", "worse"]
+_Tensors = dict[tuple[int | None, str], StageSummary]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Comparison:
     Attributes:
         differences: how the runs themselves differ, in words.
         verdicts: whether each passed.
-        changes: what is worse first, by how much.
+        changes: what is wrong now, then what is worse, then what is better; within each by layer.
         compared: tensors that both have.
         missing: tensors that only one of them has.
     """
@@ -69,89 +70,56 @@ class Comparison:
         return (self.verdicts[0] and not self.verdicts[1]) or any(change.fails for change in self.changes)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    share: float
-    found: str
-
-
-_Key = tuple[int | None, str]
-
-
 def compare_files(before: Path, after: Path) -> Comparison:
     """Compare two files.
 
     Raises:
         InputError: one of them is no report of `tq validate --json`, or they are of different models.
     """
-    a, b = _read(before), _read(after)
-    ours, theirs = (_tensors(raw, path) for raw, path in ((a, before), (b, after)))
-    if a["model"] != b["model"] or _layers(ours) != _layers(theirs):
+    (a, ours), (b, theirs) = _read(before), _read(after)
+    layers = [len({layer for layer, _ in tensors if layer is not None}) for tensors in (ours, theirs)]
+    if a["model"] != b["model"] or layers[0] != layers[1]:
         raise InputError(
-            f"the runs are of different models: {before} of {a['model']} with {_layers(ours)} layers, {after} of {b['model']} "
-            f"with {_layers(theirs)}"
+            f"the runs are of different models: {before} of {a['model']} with {layers[0]} layers, {after} of {b['model']} "
+            f"with {layers[1]}"
         )
-    both = [key for key in ours if key in theirs]
-    changes = [change for key in both if (change := _change(key, ours[key], theirs[key]))]
+    both = ours.keys() & theirs.keys()
+    changes = [change for key in ours if key in both and (change := _change(ours[key], theirs[key]))]
     return Comparison(
         tuple(f"{name} {a[name]} before, {b[name]} after" for name in _ABOUT if a[name] != b[name]),
         (a["passed"], b["passed"]),
-        tuple(sorted(changes, key=_order)),
+        tuple(sorted(changes, key=lambda c: (not c.fails, c.direction == "better", math.inf if c.layer is None else c.layer))),
         len(both),
         len(ours) + len(theirs) - 2 * len(both),
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    raw = read_json(path)
+def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
+    raw, tensors = read_json(path), dict[tuple[int | None, str], StageSummary]()
     needed = {"model": str, "passed": bool, "tensors": list}
     if not isinstance(raw, dict) or not all(type(raw.get(name)) is kind for name, kind in needed.items()):
         raise InputError(f"{path} is no report of `tq validate --json`, or one of an older version; write it again")
     if missing := [name for name in _ABOUT if name not in raw]:
         raise InputError(f"{path} is no report of `tq validate --json`: it lacks {missing[0]}")
-    return raw
-
-
-def _tensors(raw: Mapping[str, Any], path: Path) -> dict[_Key, _Tensor]:
-    found: dict[_Key, _Tensor] = {}
     for entry in raw["tensors"]:
         match entry:
-            case {"stage": str(stage), "layer": int() | None as layer, "reason": str() | None as reason}:
-                error, bound = entry.get("error"), entry.get("bound")
-                if all(type(number) in (int, float, type(None)) for number in (error, bound)):
-                    found[layer, stage] = _Tensor(_share(error, bound, reason), reason or "equal")
-                    continue
-        raise InputError(f"{path} is no report of `tq validate --json`: it has a tensor that is none")
-    return found
+            case {
+                "stage": str(stage), "layer": int() | None as layer, "reason": reason,
+                "error": int() | float() | None as error, "bound": int() | float() | None as bound,
+            } if reason in (None, *get_args(Reason)):  # fmt: skip
+                # What JSON cannot write was not finite.
+                error, bound = math.nan if error is None else error, bound or 0.0
+                tensors[layer, stage] = StageSummary(stage, error, bound, "", 0, layer, reason)
+            case _:
+                raise InputError(f"{path} is no report of `tq validate --json`: it has a tensor that is none")
+    return raw, tensors
 
 
-def _share(error: float | None, bound: float | None, reason: str | None) -> float:
-    if reason is None:
-        return 0.0
-    return error / bound if error is not None and bound else math.inf  # what JSON cannot write was not finite
-
-
-def _layers(tensors: Mapping[_Key, _Tensor]) -> int:
-    return len({layer for layer, _ in tensors if layer is not None})
-
-
-def _change(key: _Key, before: _Tensor, after: _Tensor) -> Change | None:
-    fails = [tensor.found in FAILS for tensor in (before, after)]
-    if fails[0] != fails[1]:
-        direction: Direction = "worse" if fails[1] else "better"
-    elif max(before.share, after.share) < _LEAST or not _apart(before.share, after.share):
+def _change(before: StageSummary, after: StageSummary) -> Change | None:
+    fails = [tensor.reason in FAILS for tensor in (before, after)]
+    low, high = sorted((before.share, after.share))
+    if fails[0] == fails[1] and (high < _LEAST or not high > FACTOR * low):
         return None
-    else:
-        direction = "worse" if after.share > before.share else "better"
-    return Change(key[0], key[1], direction, before.share, after.share, before.found, after.found)
-
-
-def _apart(one: float, other: float) -> bool:
-    low, high = sorted((one, other))
-    return high > FACTOR * low
-
-
-def _order(change: Change) -> tuple[object, ...]:
-    """What is wrong now, then what is worse, then what is better; within each by layer."""
-    layer = math.inf if change.layer is None else change.layer
-    return not change.fails, change.direction == "better", layer
+    worse = fails[1] if fails[0] != fails[1] else after.share > before.share
+    found = (tensor.reason or "equal" for tensor in (before, after))
+    return Change(after.layer, after.stage, "worse" if worse else "better", before.share, after.share, *found)

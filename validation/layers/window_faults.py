@@ -1,9 +1,9 @@
-"""Faults in what stays in BF16 beside the packed tokens: how it is stored, and who sees what of it."""
+"""Faults in what stays in BF16 beside the packed tokens: how it is stored, who sees what of it, and how both are merged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,20 +11,22 @@ from torch import Tensor
 from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.layers.faults import Fault
-from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, take, token_rows
-from haarkv.validation.layers.slips import OUT, Layer
-from haarkv.validation.layers.window_edges import with_tail
-from haarkv.validation.layers.window_merges import merge_faults
+from haarkv.tq_ops.kv.window import Window
+from haarkv.validation.layers.faults import PACKED, Attend, Fault, K, Keep, Layer, Spoil, one_side, other
+from haarkv.validation.layers.machine_faults import cut_off
+from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, read_as, take, token_rows
+from haarkv.validation.layers.slips import last_positions
+from haarkv.validation.layers.windows import with_tail
 
 WINDOWED = KVSpec("tq4", tail=16, sink=4)
 """A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
-Read = Callable[[Kept, Batch, int], Tensor]
-Seen = Callable[[Kept, Tensor, int], Tensor]
+Read = Callable[[Window, Batch, int], Tensor]
+Seen = Callable[[Window, Tensor, int], Tensor]
+Move = Callable[[Window, Batch, Tensor], None]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
@@ -35,124 +37,97 @@ def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] =
         plan_has: a tail; sinks.
     """
     at, (tail, sinks) = Layer(model, layer), plan_has
-    every = [*_stored(at), *_seen(at), *merge_faults(at)]
+    every = [*_stored(at), *_moved(at), *_seen(at), *(at.attending(name, merging(merge)) for name, merge in _MERGES.items())]
     needs = {"sinks": sinks, "ring": tail, "window": tail}
     return [fault for fault in every if all(has for word, has in needs.items() if word in fault.name)]
 
 
 # -- Storing -------------------------------------------------------------------------------------------------------------
-Keep = Callable[[Tensor, Tensor, PagedKVCache, int, Batch], Stored]
-
-
-def _keeping(at: Layer, name: str, stage: str, keep: Keep, head: int | None = None, *also: str) -> Fault:
-    """A layer that packs what is right and keeps in BF16 what `keep` makes; the parts that this leaves out are right."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        if layer != at.index:
-            return reference.store_kv(k, v, cache, layer, batch)
-        made = keep(k, v, cache, layer, batch)
-        reference.store_kv(k, v, cache, layer, batch)
-        return put(cache, layer, batch, made)
-
-    return Fault(name, at.index, stage, stage, {"store_kv": store_kv}, head=head, also=also)
-
-
-def _moving(at: Layer, name: str, stage: str, move: Callable[[Kept, Batch, Tensor], None]) -> Fault:
-    """A layer that packs what is right, and writes its windows in another way."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        if layer != at.index:
-            return reference.store_kv(k, v, cache, layer, batch)
-        windows = [window for window in cache.kept(layer) if window]
-        before = [window.vectors.clone() for window in windows]
-        reference.store_kv(k, v, cache, layer, batch)
-        for window, vectors in zip(windows, before, strict=True):
-            window.vectors.copy_(vectors)
-        for own, x in zip(cache.kept(layer), (k, v), strict=True):
-            if own:
-                move(own, batch, x.to(torch.bfloat16))
-        return None
-
-    return Fault(name, at.index, stage, stage, {"store_kv": store_kv})
-
-
-def _kept(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, which: str) -> Stored:
-    """What the parts in BF16 of some name would hold of other K and V."""
-    made = quantized(cache, layer, batch, k, v)
-    return {name: of for name, of in made.items() if name.startswith(which)}
-
-
 def _stored(at: Layer) -> Iterator[Fault]:
-    rotation = haar_rotation(at.index, at.model.config.heads.head_dim).float()
-    last = at.model.config.heads.num_kv_heads - 1
+    """What is packed is right, and other vectors are kept in BF16, or none."""
+    last, k_in, v_in, k_sink = at.last_head, "window.k", "window.v", "sink.k"
 
-    def other(which: str, of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Keep:
-        return lambda k, v, cache, layer, batch: _kept(cache, layer, batch, *of(k, v), which)
-
-    def truncated(x: Tensor) -> Tensor:
-        return (x.float().view(torch.int32) & -65536).view(torch.float32)
+    def rotated(x: Tensor) -> Tensor:
+        return x @ at.rotation
 
     def unwritten(which: str) -> Keep:
         def keep(_k: Tensor, _v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-            return {name: of for name, of in take(cache, layer, batch).items() if name.startswith(which)}
+            return {name: fields for name, fields in take(cache, layer, batch).items() if name.startswith(which)}
 
         return keep
 
     def last_head_unwritten(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        made, stale = quantized(cache, layer, batch, k, v)["window.k"], take(cache, layer, batch)["window.k"]
-        made["data"][:, last] = stale["data"][:, last]
-        return {"window.k": made}
+        kept, stale = quantized(cache, layer, batch, k, v)[k_in], take(cache, layer, batch)[k_in]
+        kept["data"][:, last] = stale["data"][:, last]
+        return {k_in: kept}
 
     def restored(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        packed = quantized(cache, layer, batch, k, v)
-        pair = [
-            part.kv_format.dequantize({n: t.transpose(0, 1) for n, t in packed[part.name].items()}, layer).transpose(0, 1)
-            for part in parts_of(cache, layer)[:2]
-        ]
-        return _kept(cache, layer, batch, pair[0], pair[1], "window")
+        packed, parts = quantized(cache, layer, batch, k, v), parts_of(cache, layer)
+        k, v = (parts[i].kv_format.dequantize(by_token(packed[side]), layer).transpose(0, 1) for i, side in enumerate("kv"))
+        return other(lambda *_: (k, v), "window")(k, v, cache, layer, batch)
 
-    k_in, v_in, k_sink = "window.k", "window.v", "sink.k"
-    yield _keeping(at, "K of the window rotated", k_in, other(k_in, lambda k, v: (k @ rotation, v)))
-    yield _keeping(at, "V of the window rotated", v_in, other(v_in, lambda k, v: (k, v @ rotation)))
-    yield _keeping(at, "K and V of the window exchanged", k_in, other("window", lambda k, v: (v, k)))
-    yield _keeping(at, "the window holds what was packed", k_in, restored)
-    yield _keeping(at, "K of the window cut off, not rounded", k_in, other(k_in, lambda k, v: (truncated(k), v)))
-    yield _keeping(at, "V of the window cut off, not rounded", v_in, other(v_in, lambda k, v: (k, truncated(v))))
-    yield _keeping(at, "V of the window 0.4 % too long", v_in, other(v_in, lambda k, v: (k, v * (1 + 2.0**-8))))
-    yield _keeping(at, "the window is not written", k_in, unwritten("window"))
-    yield _keeping(at, "sinks are not written", k_sink, unwritten("sink"))
-    yield _keeping(at, "K of the sinks rotated", k_sink, other(k_sink, lambda k, v: (k @ rotation, v)))
+    spoilt: dict[str, tuple[str, Spoil]] = {
+        "K of the window rotated": (k_in, rotated), "V of the window rotated": (v_in, rotated),
+        "K of the window cut off, not rounded": (k_in, cut_off), "V of the window cut off, not rounded": (v_in, cut_off),
+        "V of the window 0.4 % too long": (v_in, lambda v: v * (1 + 2.0**-8)), "K of the sinks rotated": (k_sink, rotated),
+    }  # fmt: skip
+    for name, (part, spoil) in spoilt.items():
+        yield at.keeping(name, part, other(one_side(part[-1], spoil), part))
+    yield at.keeping("K and V of the window exchanged", k_in, other(lambda k, v: (v, k), "window"))
+    yield at.keeping("the window holds what was packed", k_in, restored)
+    yield at.keeping("the window is not written", k_in, unwritten("window"))
+    yield at.keeping("sinks are not written", k_sink, unwritten("sink"))
     if last:
-        yield _keeping(at, "K of the window of the last KV head is not written", k_in, last_head_unwritten, last)
-    yield _moving(at, "the ring runs over the sinks", k_in, _over_sinks)
-    yield _moving(at, "each chunk's first tokens become sinks", "untouched_window", _sinks_of_chunks)
-    yield _moving(at, "one of the sinks is not kept", k_sink, _one_sink_too_few)
-    yield _moving(at, "the window of another sequence is written", "untouched_window", _to_another_row)
-    yield _moving(at, "the ring is one place too short", "untouched_window", _short_ring)
-    yield Fault("tokens are packed when they leave the window", at.index, "store_kv.k", "store_kv.k", {"store_kv": _late(at)})
+        yield at.keeping("K of the window of the last KV head is not written", k_in, last_head_unwritten, last)
 
 
-def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
+def _moved(at: Layer) -> Iterator[Fault]:
+    """What is packed is right, and vectors are kept in BF16 at other places."""
+
+    def writing(move: Move) -> Callable[..., None]:
+        def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+            pairs = [(window, x.to(torch.bfloat16)) for window, x in zip(cache.windows(layer), (k, v), strict=True) if window]
+            before = [window.vectors.clone() for window, _ in pairs]
+            reference.store_kv(k, v, cache, layer, batch)
+            for (window, x), vectors in zip(pairs, before, strict=True):
+                window.vectors.copy_(vectors)
+                move(window, batch, x)
+
+        return store_kv
+
+    moves: dict[str, tuple[str, Move]] = {
+        "the ring runs over the sinks": ("window.k", _over_sinks),
+        "each chunk's first tokens become sinks": ("untouched_window", _sinks_of_chunks),
+        "one of the sinks is not kept": ("sink.k", _one_sink_too_few),
+        "the window of another sequence is written": ("untouched_window", _to_another_row),
+        "the ring is one place too short": ("untouched_window", _short_ring),
+    }
+    for name, (stage, move) in moves.items():
+        yield at.storing(name, stage, writing(move))
+    yield at.storing("tokens are packed when they leave the window", K, _late)
+
+
+def _write(window: Window, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
     if window.ring:
         window.vectors[rows, :, places] = x
     first = batch.positions < window.sink
     window.vectors[rows[first], :, batch.positions[first]] = x[first]
 
 
-def _over_sinks(window: Kept, batch: Batch, x: Tensor) -> None:
+def _over_sinks(window: Window, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), batch.positions % max(window.ring, 1))
 
 
-def _short_ring(window: Kept, batch: Batch, x: Tensor) -> None:
+def _short_ring(window: Window, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), window.sink + batch.positions % max(window.ring - 1, 1))
 
 
-def _to_another_row(window: Kept, batch: Batch, x: Tensor) -> None:
+def _to_another_row(window: Window, batch: Batch, x: Tensor) -> None:
     rows = (token_rows(batch) + 1) % len(window.vectors)
     _write(window, batch, x, rows, window.sink + batch.positions % max(window.ring, 1))
 
 
-def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
+def _sinks_of_chunks(window: Window, batch: Batch, x: Tensor) -> None:
     window.write(x, batch)
     starts = batch.query_start_loc.long()
     index = torch.arange(len(x)) - torch.repeat_interleave(starts[:-1], starts.diff())
@@ -160,105 +135,209 @@ def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[first], :, index[first]] = x[first]
 
 
-def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
+def _one_sink_too_few(window: Window, batch: Batch, x: Tensor) -> None:
     gone = batch.positions == window.sink - 1
     kept = window.vectors[token_rows(batch)[gone], :, batch.positions[gone]]
     window.write(x, batch)
     window.vectors[token_rows(batch)[gone], :, batch.positions[gone]] = kept
 
 
-def _late(at: Layer) -> Callable[..., None]:
+def _late(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
     """What a token leaves behind in its slot until then is what was there before."""
-
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        window = next((window for window in cache.kept(layer) if window), None)
-        before = take(cache, layer, batch)
-        reference.store_kv(k, v, cache, layer, batch)
-        if layer == at.index and window:
-            last = torch.repeat_interleave(batch.seq_lens - 1, batch.query_start_loc.diff())
-            inside = last - batch.positions < window.tail
-            after = take(cache, layer, batch)
-            for part in ("k", "v"):
-                for name, tensor in after[part].items():
-                    tensor[inside] = before[part][name][inside]
-            put(cache, layer, batch, {part: after[part] for part in ("k", "v")})
-
-    return store_kv
+    window = next((window for window in cache.windows(layer) if window), None)
+    before = take(cache, layer, batch)
+    reference.store_kv(k, v, cache, layer, batch)
+    if window:
+        inside, after = last_positions(batch) - batch.positions < window.tail, take(cache, layer, batch)
+        for part in PACKED:
+            for name, tensor in after[part].items():
+                tensor[inside] = before[part][name][inside]
+        put(cache, layer, batch, {part: after[part] for part in PACKED})
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
-class _Other(Kept):
+class _Other(Window):
     """A window that is read in another way."""
 
-    def __init__(self, of: Kept, seen: Seen | None, read: Read | None) -> None:
-        vars(self).update(vars(of))
-        self._of, self._seen, self._read = of, seen, read
+    def __init__(self, right: Window, seen: Seen | None = None, read: Read | None = None) -> None:
+        vars(self).update(vars(right))
+        self._right, self._seen, self._read = right, seen, read
 
     def seen(self, positions: Tensor, tokens: int) -> Tensor:
-        return self._seen(self._of, positions, tokens) if self._seen else self._of.seen(positions, tokens)
+        return self._seen(self._right, positions, tokens) if self._seen else self._right.seen(positions, tokens)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        return self._read(self._of, batch, tokens) if self._read else self._of.read(batch, tokens)
+        return self._read(self._right, batch, tokens) if self._read else self._right.read(batch, tokens)
 
 
-def _looking(at: Layer, name: str, seen: Seen | None = None, read: Read | None = None, head: int | None = None) -> Fault:
+def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, head: int | None = None) -> Fault:
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in cache.kept(layer))
-        other = PagedKVCache.over(
-            cache.plan.layers[layer], layer, (cache.k_fields(layer), cache.v_fields(layer)), (k, v), cache.head_dim
+        k, v = (_Other(window, seen, read) if window else None for window in cache.windows(layer))
+        wrong, right = (
+            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.num_kv_heads, 1)
+            for held in (read_as(cache, layer, windows=(k, v)), cache)
         )
-        out = reference.paged_attention(q, other, layer, batch, softmax_scale)
-        if head is None:
-            return out
-        whole = reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        group = q.shape[1] // cache.num_kv_heads
-        whole[:, head * group : (head + 1) * group] = out[:, head * group : (head + 1) * group]
-        return whole
+        return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
-    return Fault(name, at.index, "paged_attention", OUT, at.attended(attend), head=head)
+    return at.attending(name, attend, head)
 
 
 def _seen(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Seen:
         return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
 
-    def sinks_alone(window: Kept, positions: Tensor, tokens: int) -> Tensor:
+    def sinks_alone(window: Window, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
-    def no_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
+    def no_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
         return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
-    def last_of_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
+    def last_of_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
         gone = torch.arange(tokens) == window.sink - 1
         return window.seen(positions, tokens) & ~(gone & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
-    def one_place_on(window: Kept, batch: Batch, tokens: int) -> Tensor:
-        rolled = _Other(window, None, None)
-        ring = window.vectors[:, :, window.sink :].roll(-1, 2)
-        rolled.vectors = torch.cat([window.vectors[:, :, : window.sink], ring], 2)
-        return Kept.read(rolled, batch, tokens)
+    def moved(place: Callable[[Window], Tensor]) -> Read:
+        def read(window: Window, batch: Batch, tokens: int) -> Tensor:
+            changed = _Other(window)
+            changed.vectors = place(window)
+            return Window.read(changed, batch, tokens)
 
-    def without_sinks(window: Kept, batch: Batch, tokens: int) -> Tensor:
-        shifted = _Other(window, None, None)
-        shifted.vectors = window.vectors.roll(window.sink, 2)
-        return Kept.read(shifted, batch, tokens)
+        return read
 
-    def another_row(window: Kept, batch: Batch, tokens: int) -> Tensor:
+    def one_place_on(window: Window) -> Tensor:
+        return torch.cat([window.vectors[:, :, : window.sink], window.vectors[:, :, window.sink :].roll(-1, 2)], 2)
+
+    def another_row(window: Window, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=batch.rows.roll(1)), tokens)
 
-    def by_number(window: Kept, batch: Batch, tokens: int) -> Tensor:
+    def by_number(window: Window, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=torch.arange(len(batch.rows))), tokens)
 
-    yield _looking(at, "the window is one token short", longer(-1))
-    yield _looking(at, "the window is one token long", longer(1))
-    yield _looking(at, "nothing of the window is seen", sinks_alone)
-    yield _looking(at, "sinks are read packed", no_sinks)
-    yield _looking(at, "the last of the sinks is read packed", last_of_sinks)
-    yield _looking(at, "the ring is read one place on", None, one_place_on)
-    yield _looking(at, "the ring is read as if sinks took no place", None, without_sinks)
-    yield _looking(at, "the window of another sequence is read", None, another_row)
-    yield _looking(at, "rows of the window are taken for numbers of sequences", None, by_number)
-    if (last := at.model.config.heads.num_kv_heads - 1) > 0:
+    looks: dict[str, tuple[Seen | None, Read | None]] = {
+        "the window is one token short": (longer(-1), None),
+        "the window is one token long": (longer(1), None),
+        "nothing of the window is seen": (sinks_alone, None),
+        "sinks are read packed": (no_sinks, None),
+        "the last of the sinks is read packed": (last_of_sinks, None),
+        "the ring is read one place on": (None, moved(one_place_on)),
+        "the ring is read as if sinks took no place": (None, moved(lambda window: window.vectors.roll(window.sink, 2))),
+        "the window of another sequence is read": (None, another_row),
+        "rows of the window are taken for numbers of sequences": (None, by_number),
+    }
+    for name, (seen, read) in looks.items():
+        yield _looking(at, name, seen, read)
+    if last := at.last_head:
         yield _looking(at, "the window of the last KV head is one token short", longer(-1), head=last)
+
+
+# -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
+@dataclass
+class Parts:
+    """Attention's two parts, packed tokens and those in BF16, before they are merged. Leading axes [B, Hkv, G*Q]; S tokens.
+
+    Attributes:
+        packed, exact: [B, 1, G*Q, S] bool, tokens that are seen packed; in BF16.
+        queries: [B, Hkv, G*Q, D], times the softmax scale.
+        packed_scores, exact_scores: [.., S], by packed K; by K in BF16.
+        exact_keys, packed_values, exact_values: [B, Hkv, S, D].
+        sinks: [S] bool.
+        future: [B, 1, G*Q, S] bool, tokens after a query.
+        rotation: [D, D], of the layer.
+    """
+
+    packed: Tensor
+    exact: Tensor
+    queries: Tensor
+    packed_scores: Tensor
+    exact_scores: Tensor
+    exact_keys: Tensor
+    packed_values: Tensor
+    exact_values: Tensor
+    sinks: Tensor
+    future: Tensor
+    rotation: Tensor
+
+    def merged(self, packed: Tensor | None = None, exact: Tensor | None = None) -> Tensor:
+        """One softmax over both, of other tokens if some are given."""
+        scores = [
+            self.packed_scores.masked_fill(~(self.packed if packed is None else packed), -torch.inf),
+            self.exact_scores.masked_fill(~(self.exact if exact is None else exact), -torch.inf),
+        ]
+        return torch.softmax(torch.cat(scores, -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
+
+    def sums(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each part, against its own maximum: weighted values, and the sum of weights; 0 where it has no token."""
+        out, total = [], []
+        for seen, scores, values in (
+            (self.packed, self.packed_scores, self.packed_values), (self.exact, self.exact_scores, self.exact_values),
+        ):  # fmt: skip
+            masked = scores.masked_fill(~seen, -torch.inf)
+            weights = torch.exp(masked - masked.amax(-1, keepdim=True).nan_to_num(neginf=0.0))
+            out.append(weights @ values)
+            total.append(weights.sum(-1, keepdim=True))
+        return out, total
+
+
+Merge = Callable[[Parts], Tensor]
+
+
+def merging(merge: Merge) -> Attend:
+    """Attention in two parts, in FP32, merged so; with `Parts.merged` it is right."""
+
+    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        token, position, valid = reference.pad_queries(batch)
+        heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
+        rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
+        k, v = cache.read(layer, batch.block_table)
+        k_window, v_window = cache.windows(layer)
+        if k_window is None or v_window is None:
+            return reference.paged_attention(q, cache, layer, batch, softmax_scale)
+        tokens = torch.arange(k.shape[2])
+        seen = k_window.seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+        future = tokens > position.repeat(1, group)[:, None, :, None]
+        keys, behind = k_window.read(batch, len(tokens)), tokens >= batch.seq_lens.unsqueeze(1)
+        parts = Parts(
+            packed=~seen & ~future, exact=seen & ~future, queries=rows, packed_scores=rows @ k.mT, exact_scores=rows @ keys.mT,
+            exact_keys=keys, packed_values=v.masked_fill(behind[:, None, :, None], 0.0),
+            exact_values=v_window.read(batch, len(tokens)), sinks=tokens < k_window.sink,
+            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.head_dim).float(),
+        )  # fmt: skip
+        out = merge(parts).view(*k.shape[:2], group, token.shape[1], -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        attended: Tensor = out[valid].to(q.dtype)
+        return attended
+
+    return attend
+
+
+def _unmerged(parts: Parts) -> Tensor:
+    out, total = parts.sums()
+    return (out[0] + out[1]) / (total[0] + total[1])
+
+
+def _averaged(parts: Parts) -> Tensor:
+    out, total = parts.sums()
+    packed, exact = (values / weights.clamp(min=1e-30) for values, weights in zip(out, total, strict=True))
+    return torch.where(total[0] == 0, exact, torch.where(total[1] == 0, packed, (packed + exact) / 2))
+
+
+_MERGES: dict[str, Merge] = {
+    "tokens of the window are read packed as well": lambda p: p.merged(packed=p.packed | p.exact),
+    "the oldest token of the window counts twice": lambda p: p.merged(packed=p.packed | (p.exact & p.packed.roll(1, -1))),
+    "the token that leaves the window counts nowhere": lambda p: p.merged(
+        packed=p.packed & ~(p.exact & ~p.sinks).roll(-1, -1)
+    ),
+    "sinks are read packed as well": lambda p: p.merged(packed=p.packed | (p.exact & p.sinks)),
+    "sinks count nowhere": lambda p: p.merged(exact=p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))),
+    "packed tokens and the window are merged without the maximum": _unmerged,
+    "packed tokens and the window are averaged": _averaged,
+    "the softmax scale is left out in the window": lambda p: replace(
+        p, exact_scores=p.exact_scores * p.rotation.shape[0] ** 0.5
+    ).merged(),
+    "a query sees tokens of the window that follow it": lambda p: p.merged(exact=p.exact | p.future),
+    "Q is rotated for the window": lambda p: replace(
+        p, exact_scores=p.queries @ p.rotation @ p.exact_keys.mT
+    ).merged(),
+    "V of the window is taken for rotated": lambda p: replace(p, exact_values=p.exact_values @ p.rotation.T).merged(),
+}  # fmt: skip

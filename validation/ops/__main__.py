@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _share(text: str) -> tuple[int, int]:
-    first, _, of = text.partition("/")
-    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+    first, _, total = text.partition("/")
+    if not (first.isdecimal() and total.isdecimal() and 1 <= int(first) <= int(total)):
         raise argparse.ArgumentTypeError(f"write it as K/N with 1 <= K <= N, not {text!r}")
-    return int(first), int(of)
+    return int(first), int(total)
 
 
 def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], as_json: bool) -> int:

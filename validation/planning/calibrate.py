@@ -9,22 +9,24 @@ but not in what is learned: the same sums of theirs say how much worse the coord
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
@@ -32,14 +34,16 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import MULTIPLE
+from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
-from haarkv.validation.planning.learning import Learning
+from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.moments import Sums, metric_of_values, recording
 
 OnStep = Callable[[str, int], None]
@@ -80,7 +84,7 @@ def learn_model(
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
-        metric = metric_of_values(model.weights.layers[layer].o_proj, config.heads.num_kv_heads, config.heads.head_dim)
+        metric = metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)
         own, other, after = Sums(metric), Sums(metric), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             of_window = Sums(metric)
@@ -99,12 +103,9 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
     config, blocks = model.config, blocks_for(len(hidden))
     plan = KVSpec("bf16").plan(config.num_layers)
-    shapes = config.kv_shapes
-    page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.heads.head_dim) for f in plan.layers[layer]) * config.heads.num_kv_heads)
+    page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.head_dim) for f in plan.layers[layer]) * config.num_kv_heads)
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = PagedKVCache(
-        plan, shapes, num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages
-    )
+    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
     paging = PagedSequences(blocks, cache.block_size, num_rows=1)
     batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
@@ -162,7 +163,7 @@ class Subject:
     fingerprint: str
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> DecoderConfig:
         """Of the model."""
         return self.model.config
 
@@ -182,7 +183,7 @@ class Subject:
             InputError: no number of learned nibbles has the bytes of `tq4`.
         """
         model = self.model.to(torch.device("cpu"))
-        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.heads.head_dim}", calibration=calibration)]
+        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.head_dim}", calibration=calibration)]
 
         def session(spec: KVSpec) -> Session:
             plan = plan_for(spec, self.config)
@@ -210,9 +211,9 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
-    if config.heads.head_dim % MULTIPLE:
+    if config.head_dim % MULTIPLE:
         raise InputError(
-            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.heads.head_dim} numbers; use tq4"
+            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.head_dim} numbers; use tq4"
         )
     name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
     try:
@@ -230,3 +231,71 @@ def load_subject(
         ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
     tokenizer = load_tokenizer(model, loaded.config)
     return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()))
+
+
+# -- As a file to go on from -------------------------------------------------------------------------------------------
+_VERSION = "3"
+
+
+@dataclass
+class Learning:
+    """The layers that have been learned, and what enters the next one.
+
+    Attributes:
+        layers: K's and V's coordinates of each layer so far.
+        fits: of the same layers, how many times as much K and V cost on held-back text as on the text learned from.
+        hidden: [T, hidden] of all windows one after the other; None before the first layer.
+    """
+
+    layers: list[tuple[Basis, Basis]] = field(default_factory=list)
+    fits: list[tuple[float, float]] = field(default_factory=list)
+    hidden: Tensor | None = None
+
+
+def saved(learning: Learning, run: Mapping[str, str]) -> bytes:
+    """The bytes of a resume file.
+
+    Args:
+        run: what another run must have in common with this one, by a word for the user.
+    """
+    tensors = {
+        f"{layer}.{side}.{part.name}": getattr(basis, part.name).contiguous()
+        for layer, pair in enumerate(learning.layers)
+        for side, basis in zip("kv", pair, strict=True)
+        for part in fields(Basis)
+    }
+    if learning.hidden is not None:
+        tensors["hidden"] = learning.hidden.contiguous()
+    metadata = {"haarkv_calibrating": _VERSION, "run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}
+    content: bytes = save(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
+    return content
+
+
+def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
+    """What an earlier run has saved.
+
+    Raises:
+        InputError: bytes that are none of this, or of another run, or damaged.
+    """
+    try:
+        metadata, tensors = metadata_of(content), load(content)
+        version = metadata["haarkv_calibrating"]
+        if version != _VERSION:
+            raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
+        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
+            raise InputError("--resume: the file is damaged; begin a new one")
+        before = parse_json(metadata["run"])
+        fits = [(float(k), float(v)) for k, v in parse_json(metadata["fits"])]
+        layers = [
+            tuple(Basis(**{part.name: tensors[f"{layer}.{side}.{part.name}"] for part in fields(Basis)}) for side in "kv")
+            for layer in range(len(fits))
+        ]
+        hidden = tensors["hidden"]
+    except InputError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError("--resume: the file is no half-done calibration; begin a new one") from None
+    for what, value in run.items():
+        if before.get(what) != value:
+            raise InputError(f"--resume: the file was begun with another {what}; begin a new one")
+    return Learning([(k, v) for k, v in layers], fits, hidden)

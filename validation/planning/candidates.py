@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
-from haarkv.tq_ops.kv.cache import cache_bytes
-from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.cache import blocks_for, cache_bytes
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_BYTES, KVPlan, KVSpec
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
+from haarkv.validation.fidelity.partial import Partial
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""
@@ -31,7 +32,7 @@ Costs = Mapping[Place, Mapping[str, float]]
 """Mean KL(bf16 || bf16 but this format at this place), in nats a token."""
 
 
-def places(config: ModelConfig) -> list[Place]:
+def places(config: DecoderConfig) -> list[Place]:
     """K and V of every layer, in their order."""
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
@@ -67,7 +68,7 @@ def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float
     return found
 
 
-def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calibration | None = None) -> None:
+def require_candidates(names: Sequence[str], config: DecoderConfig, learned: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
     Args:
@@ -82,10 +83,10 @@ def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calib
             )
 
 
-def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
+def bits_per_value(kv: KVPlan, config: DecoderConfig, context: int) -> float:
     """Bits of one number of K or V, all included, as allocated for one sequence of so many tokens."""
-    shape, slots = (config.heads.num_kv_heads, config.heads.head_dim), BLOCK_SIZE * blocks_for(context)
-    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * slots
+    shape, slots = (config.num_kv_heads, config.head_dim), BLOCK_SIZE * blocks_for(context)
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * slots
     return 8 * cache_bytes(kv, context, *shape) / values
 
 
@@ -93,8 +94,8 @@ def size_of(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:
     """Bytes of one place and KV head for one sequence, its tail and sinks included."""
     kv_format = kv.layers[place[0]][place[1] == "v"]
     packed = BLOCK_SIZE * blocks_for(context) * kv_format.bytes_per_vector(head_dim)
-    window = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
-    return round(packed) + KEPT_BYTES * head_dim * window
+    window = kv.ring_tokens(kv_format) + kv.sink if kv.has_window(kv_format) else 0
+    return round(packed) + WINDOW_BYTES * head_dim * window
 
 
 def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:
@@ -119,3 +120,79 @@ def cache_of(base: Session, plan: KVPlan) -> Session:
     if reason := base.executor.supports(base.config, plan):
         raise InputError(f"executor {base.executor.name} cannot run {plan.describe()}: {reason}")
     return replace(base, plan=plan)
+
+
+# -- A chosen plan on another text -------------------------------------------------------------------------------------
+SAME_BYTES = 1.05
+"""A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
+PLAN = "plan"
+"""The plan's own name among the caches of its verification."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A plan on a text that it was not chosen by.
+
+    Attributes:
+        plan: the plan's row.
+        rivals: rows of the uniform candidates next to it in size, fewer bytes first.
+        nearer: for each rival, in how many windows the plan's mean KL is the lower one.
+        tokens, windows: how many of each were scored.
+    """
+
+    plan: FidelityRow
+    rivals: tuple[FidelityRow, ...]
+    nearer: tuple[int, ...]
+    tokens: int
+    windows: int
+
+    @property
+    def beaten_by(self) -> FidelityRow | None:
+        """The best uniform candidate of the same bytes or fewer, unless the plan has the lower mean KL."""
+        same = [row for row in self.rivals if row.bytes_per_token <= SAME_BYTES * self.plan.bytes_per_token]
+        best = min(same, key=lambda row: row.kl_mean, default=None)
+        return best if best and best.kl_mean <= self.plan.kl_mean else None
+
+
+def rivals_of(
+    plan: KVPlan, config: DecoderConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
+) -> dict[str, KVPlan]:
+    """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
+
+    With the plan's tail and sinks as well, if it has any, the largest that take no more: what of the gain is theirs.
+    """
+    own = bits_per_value(plan, config, context)
+    found: dict[str, KVPlan] = {}
+    for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
+        beside = KVSpec(tail=tail, sink=sink, calibration=learned)
+        uniform = [replace(beside, kv=name).plan(config.num_layers) for name in candidates]
+        bits = [bits_per_value(other, config, context) for other in uniform]
+        near = {max((b for b in bits if b <= own), default=None)}
+        if (tail, sink) == (None, 0):
+            near.add(min((b for b in bits if b >= own), default=None))
+        found |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
+    return dict(sorted(found.items(), key=lambda item: bits_per_value(item[1], config, context)))
+
+
+def verify(
+    setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
+) -> Verified:
+    """A plan and its rivals on a text that it was not chosen by.
+
+    Args:
+        unseen: the text, in windows of the context.
+        rivals: as `rivals_of` names them.
+    Raises:
+        NonFiniteError: a cache gave a logit that is not finite.
+    """
+    caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
+    partial = Partial()
+    own, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
+
+    def window_means(name: str) -> list[float]:
+        found = (partial.scores(name, number, window.length) for number, window in enumerate(unseen.windows))
+        return [scores.kl.mean().item() for scores in found if scores]
+
+    means = window_means(PLAN)
+    nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
+    return Verified(own, tuple(others), tuple(nearer), unseen.scored, len(unseen.windows))

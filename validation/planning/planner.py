@@ -16,16 +16,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from haarkv.engine.session import Session
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     OnStep,
@@ -39,7 +40,6 @@ from haarkv.validation.fidelity.evaluation import (
 )
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of, places, size_of, with_format
-from haarkv.validation.planning.knapsack import best_within
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Entering:
 
 def choose(
     costs: Costs,
-    config: ModelConfig,
+    config: DecoderConfig,
     *,
     budget: float,
     tail: int,
@@ -166,10 +166,10 @@ def choose(
     empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
     options = [[(name, with_format(empty, place, name, learned)) for name in of_place] for place, of_place in costs.items()]
     sizes = [
-        [size_of(plan, place, config.heads.head_dim, context) for _, plan in of_place]
+        [size_of(plan, place, config.head_dim, context) for _, plan in of_place]
         for place, of_place in zip(costs, options, strict=True)
     ]
-    values = len(costs) * config.heads.head_dim * BLOCK_SIZE * blocks_for(context)
+    values = len(costs) * config.head_dim * BLOCK_SIZE * blocks_for(context)
     # A budget such as 4.1 has no exact float; what it falls short of must not cost a plan of just 4.1 bits.
     room = math.floor(budget * values / 8 * (1 + 1e-12))
     found = best_within(sizes, [list(of_place.values()) for of_place in costs.values()], room)
@@ -185,7 +185,7 @@ def choose(
 
 def choices_within(
     costs: Costs,
-    config: ModelConfig,
+    config: DecoderConfig,
     *,
     budget: float,
     tails: Sequence[int],
@@ -220,3 +220,44 @@ def compare(
     caches = {str(number): cache_of(setup.base, choice.plan) for number, choice in enumerate(choices)}
     rows = evaluate(replace(setup, caches=caches), calibration, on_step=on_step)
     return [replace(row, kv=choice.plan.describe()) for row, choice in zip(rows, choices, strict=True)]
+
+
+# -- The multiple-choice knapsack --------------------------------------------------------------------------------------
+def best_within(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int] | None:
+    """Choose an option of each item.
+
+    Dynamic programming over sizes, in units of the greatest common divisor of what options exceed their item's smallest by:
+    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Among equal losses the smallest size wins.
+
+    Args:
+        sizes: [item][option], at least one option each.
+        losses: the same, of any sign.
+        budget: in the same unit as sizes.
+    Returns:
+        the index of each item's option; None if not even the smallest fit.
+    """
+    least = sum(map(min, sizes))
+    if budget < least:
+        return None
+    extra = [[size - min(of_item) for size in of_item] for of_item in sizes]
+    unit = math.gcd(*(size for of_item in extra for size in of_item)) or 1
+    room = (min(budget, sum(map(max, sizes))) - least) // unit
+    best = np.full(room + 1, np.inf)
+    best[0] = 0.0
+    chosen = []
+    for of_item, lost in zip(extra, losses, strict=True):
+        reached, option = np.full(room + 1, np.inf), np.zeros(room + 1, dtype=np.int64)
+        for index, (size, loss) in enumerate(zip(of_item, lost, strict=True)):
+            steps = size // unit
+            if steps <= room:
+                with_it = np.full(room + 1, np.inf)
+                with_it[steps:] = best[: room + 1 - steps] + loss
+                better = with_it < reached
+                reached[better], option[better] = with_it[better], index
+        best = reached
+        chosen.append(option)
+    at, found = int(best.argmin()), []
+    for of_item, option in zip(reversed(extra), reversed(chosen), strict=True):
+        found.append(int(option[at]))
+        at -= of_item[found[-1]] // unit
+    return found[::-1]

@@ -14,8 +14,7 @@ from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation.planning.oscar import moments
+from haarkv.validation.planning.moments import moments
 
 HEADS = 2
 KEPT = {"k": 0.96, "v": 0.92}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig, DecoderModel
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights, Weights
 from haarkv.tq_ops import formats
@@ -51,7 +50,7 @@ class LayerCase:
         phase, step: of the forward that it was cut out of.
     """
 
-    config: ModelConfig
+    config: DecoderConfig
     weights: LayerWeights
     kv: str
     tail: int | None
@@ -91,11 +90,11 @@ class LayerCase:
     def describe(self) -> str:
         """Its size in words."""
         config = self.config
-        width = config.moe_intermediate_size if config.num_experts else config.common.mlp.width
-        sequences, heads = len(self.batch.seq_lens), config.heads.num_kv_heads
+        width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
+        sequences, heads = len(self.batch.seq_lens), config.num_kv_heads
         return (
             f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
-            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
+            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
 
@@ -174,8 +173,8 @@ def compact(case: LayerCase) -> LayerCase:
     rows = sorted(map(int, batch.rows))
     row = torch.tensor([1 + rows.index(int(row)) for row in batch.rows])
     before = {
-        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in of.items()}
-        for part, of in case.before.items()
+        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in fields.items()}
+        for part, fields in case.before.items()
     }
     slots = block * size + batch.slot_mapping % size
     placed = replace(batch, block_table=table, slot_mapping=slots, rows=row)
@@ -205,7 +204,7 @@ def expected(case: LayerCase, make: Make) -> MadeLayer:
     cache = new_cache(case)
     reference = Reference(make(case.model, case.plan), case.model, cache)
     load(cache, case.index, case.before)
-    return reference.layer(case.index, case.hidden, _forward(case))
+    return reference.layer(case.index, case.hidden, forward_of(case))
 
 
 @torch.inference_mode()
@@ -216,7 +215,7 @@ def judged(case: LayerCase, reference: Make, candidate: Make) -> Report:
         InputError: as `validate`.
     """
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
-    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, _forward(case))
+    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, forward_of(case))
 
 
 def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> None:
@@ -230,7 +229,7 @@ def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> Non
     """
     limits = bounds_of(case.hidden.dtype)
     cache = new_cache(case)
-    compared = compare_both(cache, case.index, case.batch, theirs.stored, made.stored, theirs.k, theirs.v, limits.kv_noise)
+    compared = compare_both(cache, theirs, made.stored, limits.kv_noise)
     verdicts = judge_stored(compared, {}, case.index, limits)
     if not compared.different:
         verdicts.append(judge_hidden("hidden state", compare_vectors(theirs.hidden_out, made.hidden_out), limits))
@@ -248,5 +247,6 @@ def new_cache(case: LayerCase) -> PagedKVCache:
     return schedule.new_cache(case.model)
 
 
-def _forward(case: LayerCase) -> Forward:
+def forward_of(case: LayerCase) -> Forward:
+    """Its forward; of the tokens only their places are known."""
     return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)

@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig
 from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -32,7 +32,7 @@ from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
-from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, is_learned
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, forward_of, is_learned
 
 VERSION = "2"
 _KEYS = {
@@ -89,7 +89,7 @@ def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found |= {f"weights.{path}": tensor for path, _, tensor in case.weights.named()}
     found |= {f"batch.{name}": tensor for name, tensor in vars(case.batch).items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
-        found |= {f"{where}.{side}.{name}": tensor for side, of in stored.items() for name, tensor in of.items()}
+        found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
     for side, basis in zip("kv", case.bases or (), strict=False):
         found |= {f"learned.{side}.{name}": tensor for name, tensor in vars(basis).items()}
     return found
@@ -115,8 +115,8 @@ def loads(content: bytes, name: str) -> ReplayFile:
             raise ValueError("its content is not what its SHA-256 was taken of")
         case = _read_case(tensors, metadata)
         made = MadeLayer(
-            [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"], tensors["expected.v"],
-            _read_stored(tensors, "expected"),
+            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"],
+            tensors["expected.v"], _read_stored(tensors, "expected"),
         )  # fmt: skip
         texts = (
             parse_json(metadata["finding"]),
@@ -148,10 +148,10 @@ def load(path: Path | str) -> ReplayFile:
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
     weights = config.family.LayerWeights.assembled(config, _by_hf_name(config, tensors).__getitem__)
-    batch = Batch(**{of.name: tensors[f"batch.{of.name}"] for of in fields(Batch)})
+    batch = Batch(**{part.name: tensors[f"batch.{part.name}"] for part in fields(Batch)})
     learned = None
     if "learned.k.mean" in tensors:
-        k, v = (Basis(*(tensors[f"learned.{side}.{of.name}"] for of in fields(Basis))) for side in "kv")
+        k, v = (Basis(*(tensors[f"learned.{side}.{part.name}"] for part in fields(Basis))) for side in "kv")
         learned = k, v
     kv, before = metadata["kv"], _read_stored(tensors, "before")
     tail = int(metadata["tail"]) if metadata["tail"] else None
@@ -163,11 +163,11 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     return case
 
 
-def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     values = dict(raw)
     scaling = values.pop("rope_scaling")
     of_rope: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
-    config = ModelConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
+    config = DecoderConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
     if not 1 <= config.num_layers <= _MOST_LAYERS:
         raise ValueError(f"its layer is the {config.num_layers}th, and models have at most {_MOST_LAYERS}")
     if config.vocab_size != VOCABULARY:
@@ -175,7 +175,7 @@ def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _by_hf_name(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_hf_name(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The layer's weights, each of the shape that the config asks for."""
     found = {}
     for path, part in config.family.LayerWeights.tensors_of(config).items():
@@ -199,14 +199,14 @@ def _check(case: LayerCase) -> None:
     """Refuse what does not fit together, before anything is allocated by it."""
     batch, config, lengths = case.batch, case.config, case.batch.seq_lens.long()
     size, blocks = block_size(case), len(next(iter(case.before["k"].values())))
-    heads, plan = config.heads.num_kv_heads, case.plan
+    heads, plan = config.num_kv_heads, case.plan
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
-        _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, size))
-        if plan.keeps(kv_format):
+        _check_fields(case.before[side], kv_format, config.head_dim, (blocks, heads, size))
+        if plan.has_window(kv_format):
             kept = {f"window.{side}": plan.ring_tokens(kv_format), f"sink.{side}": plan.sink}
             for part, tokens in kept.items():
                 if tokens:
-                    _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))
+                    _check_fields(case.before[part], formats.get("bf16"), config.head_dim, (blocks, heads, tokens))
     counts = batch.query_start_loc.diff().long()
     needed = (lengths + size - 1) // size
     sound = (

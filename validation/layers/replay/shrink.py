@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.config import ModelConfig
+from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot
-from haarkv.validation.layers.replay.case import LayerCase, Make, block_size, compact, expected, judged, new_cache
+from haarkv.validation.layers.replay.case import LayerCase, Make, block_size, capture, compact, expected, judged, new_cache
+from haarkv.validation.layers.replay.file import ReplayFile
+from haarkv.validation.layers.report import Finding, Report
 
 Fails = Callable[[LayerCase], bool]
 _WIDTHS = tuple(2**power for power in range(3, 20))
@@ -72,8 +77,8 @@ def shrink(case: LayerCase, reference: Make, fails: Fails, seconds: float, on_tr
 
 def _size(case: LayerCase) -> tuple[int, ...]:
     config, context = case.config, int(case.batch.seq_lens.sum())
-    widths = config.hidden_size, config.common.mlp.width, config.moe_intermediate_size
-    return case.index, case.tokens, context, config.heads.num_heads, *widths
+    widths = config.hidden_size, config.intermediate_size, config.moe_intermediate_size
+    return case.index, case.tokens, context, config.num_heads, *widths
 
 
 # -- Each yields smaller cases, the smallest first ---------------------------------------------------------------------
@@ -120,7 +125,7 @@ def _less_context(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
 
 def _fewer_heads(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
     config = case.config
-    heads, group = range(config.heads.num_kv_heads), config.heads.num_heads // config.heads.num_kv_heads
+    heads, group = range(config.num_kv_heads), config.num_heads // config.num_kv_heads
     if len(heads) > 1:
         yield from (_heads(case, [head], group) for head in heads)
         yield from (_heads(case, [other for other in heads if other != head], group) for head in heads if len(heads) > 2)
@@ -206,11 +211,11 @@ def _context(case: LayerCase, tokens: int) -> LayerCase:
 
 def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
     """Some KV heads, and the first few query heads of each."""
-    config, dim = case.config, case.config.heads.head_dim
-    whole = config.heads.num_heads // config.heads.num_kv_heads
+    config, dim = case.config, case.config.head_dim
+    whole = config.num_heads // config.num_kv_heads
     queries = [head * whole + query for head in heads for query in range(group)]
     rows = {"kv_size": _of_heads(heads, dim), "q_size": _of_heads(queries, dim)}
-    before = {side: {name: tensor[:, heads] for name, tensor in of.items()} for side, of in case.before.items()}
+    before = {side: {name: tensor[:, heads] for name, tensor in fields.items()} for side, fields in case.before.items()}
     fewer = replace(case, before=before, bases=_bases(case.bases, heads))
     return _cut(fewer, rows, {"num_kv_heads": len(heads), "num_heads": len(queries)})
 
@@ -241,6 +246,66 @@ def _cut(case: LayerCase, kept: Mapping[str, Tensor], sizes: Mapping[str, int]) 
                 tensor = tensor.index_select(place, kept[axis])
         return tensor.contiguous()
 
-    config: ModelConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
+    config: DecoderConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
     hidden = case.hidden[:, kept["hidden_size"]] if "hidden_size" in kept else case.hidden
     return replace(case, config=config, weights=case.weights.changed(cut), hidden=hidden)
+
+
+# -- From a validation that failed -------------------------------------------------------------------------------------
+_MOST_FORWARDS = 8
+"""In which a layer is tried that does not fail alone where it was found."""
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One validation, and what it takes to run any of its layers again.
+
+    Attributes:
+        make: the reference and the executor on trial.
+    """
+
+    report: Report
+    model: DecoderModel
+    prompts: Sequence[Sequence[int]]
+    steps: int
+    plan: KVPlan
+    calibration: Calibration | None
+    make: tuple[Make, Make]
+
+
+def replay_of(
+    runs: Sequence[OneRun], versions: Mapping[str, str], seconds: float, on_try: Callable[[], object] = lambda: None
+) -> ReplayFile:
+    """The first failure of some runs, cut out and shrunk.
+
+    Args:
+        versions: of what runs, by name.
+        seconds: to shrink it in.
+        on_try: called before each attempt to make it smaller.
+    Raises:
+        InputError: none failed, or what failed shows in no single layer.
+    """
+    run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
+    finding = run.report.first_divergence if run else None
+    if run is None or finding is None:
+        raise InputError("no layer failed")
+    reference, candidate = run.make
+    fails = fails_alike(reference, candidate, finding.stage, finding.reason)
+    for place in _places(run, finding):
+        trusted = reference(run.model, run.plan)
+        case = capture(trusted, run.model, run.prompts, run.steps, run.plan, place, run.calibration)
+        if fails(case):
+            small = shrink(case, reference, fails, seconds, on_try)
+            made = expected(small, reference)
+            names = run.report.reference, run.report.candidate
+            return ReplayFile(small, made, asdict(finding), *names, versions)
+    raise InputError(f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone")
+
+
+def _places(run: OneRun, finding: Finding) -> Iterator[Finding]:
+    """Where the layer may fail alone: in the forward of the finding, or in another if it was found over all of them."""
+    yield finding
+    forwards = dict.fromkeys((row.phase, row.step) for row in run.report.rows if row.layer == finding.layer)
+    for phase, step in list(forwards)[:_MOST_FORWARDS]:
+        if (phase, step) != (finding.phase, finding.step):
+            yield replace(finding, phase=phase, step=step)

@@ -1,0 +1,221 @@
+"""The rungs, each against the host: the smallest kernel, storing K and V, layers in one mode at a time, greedy text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.npu.device import Runner
+from haarkv.tq_ops.npu.first_programs import StoreByProgram, add
+from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.bringup.result import Drift, Found, Table
+from haarkv.validation.bringup.workbench import Workbench
+from haarkv.validation.fidelity.evaluation import common_prefix
+from haarkv.validation.fidelity.greedy_diff import GreedyDiff, greedy_diff
+from haarkv.validation.layers.judge import bounds_of
+from haarkv.validation.layers.report import LayerRow, Mode, Report
+from haarkv.validation.layers.runner import count_rows, validate
+from haarkv.validation.ops.caches import CacheCase
+from haarkv.validation.ops.cases import BF16, Plain, Store
+
+# -- The smallest kernel, and storing K and V --------------------------------------------------------------------------
+_ROWS = 512
+# Two sequences whose tokens fill no tile, one of them behind others.
+_NEW, _STORED = (9, 21), (0, 120)
+_HEADS, _BLOCK = 2, 128
+_NOTHING = "this executor runs whole graphs: it has no kernel to call alone"
+
+
+def smallest_kernel(bench: Workbench) -> Found:
+    """A sum by a program, bit for bit; of an executor with an op table its simplest op."""
+    if bench.programs is not None:
+        return _add(bench.programs)
+    executor = bench.executor(bench.first_layer, next(iter(bench.plans.values())))
+    if executor.ops is None:
+        return Found(None, _NOTHING)
+    case = Plain("silu_mul", (_ROWS, 1100), BF16)
+    finding = case.check(executor.ops, executor.device)
+    said = finding.fault or f"silu_mul: largest relative error {finding.error:.1e}, bound {finding.bound:.1e}"
+    return Found(finding.passed, said, _ROWS * 1100, facts={"runs on": executor.description})
+
+
+def _add(runner: Runner) -> Found:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(_ROWS, 128, generator=generator) for _ in "xy")
+    wrong = (add(runner, x, y) != x + y).nonzero()  # NaN is not equal to itself
+    facts = {"runs on": _device_name(runner)}
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        return Found(
+            False, f"x + y is wrong in {len(wrong):,} of {x.numel():,} numbers", x.numel(), where=f"{first}", facts=facts
+        )
+    return Found(True, f"x + y: {x.numel():,} numbers equal bit for bit", x.numel(), facts=facts)
+
+
+def _device_name(runner: Runner) -> str:
+    """What the device calls itself, where torch's module for it can tell."""
+    module: Any = getattr(torch, runner.device.type, None)
+    named = getattr(module, "get_device_name", None)
+    return f"{runner.description} ({named(runner.device)})" if named else runner.description
+
+
+def store(bench: Workbench) -> Found:
+    """K and V of awkward lengths into an untouched cache: levels, lengths, and slots of no token."""
+    table, device = _storing(bench)
+    if table is None:
+        return Found(None, _NOTHING)
+    said, compared = [], 0
+    # K and V of a cache may have different formats; a store takes one at a time.
+    for kv in dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats):
+        case = Store(CacheCase(kv, bench.config.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
+        finding = case.check(table, device)
+        compared += 2 * sum(_NEW) * _HEADS * bench.config.head_dim
+        if not finding.passed:
+            problem = finding.fault or f"a vector's length is off by {finding.error:.1e}, bound {finding.bound:.1e}"
+            return Found(False, f"{kv}: {problem}", compared, "levels", where=kv)
+        said.append(f"{kv}: no level unexplained, lengths within {finding.error:.1e} (bound {finding.bound:.1e})")
+    return Found(True, f"{'; '.join(said)}; no other slot changed", compared, "levels")
+
+
+def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
+    """A table whose `store_kv` is the executor's own."""
+    if bench.programs is not None:
+        ops = with_ops(cast(OpTable, reference), {"store_kv": StoreByProgram(bench.programs)})
+        return ops, bench.programs.device
+    executor = bench.executor(bench.first_layer, next(iter(bench.plans.values())))
+    return executor.ops, executor.device
+
+
+# -- Layers ------------------------------------------------------------------------------------------------------------
+_HEAD = ("head", "forward")
+
+
+def held(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
+    """Each format's validation in one mode, up to the first that fails.
+
+    Args:
+        model: the whole one, or its first layer alone.
+        mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
+            the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
+    """
+    needs_head = mode == "free-running"
+    lines: dict[str, dict[int, float]] = {}
+    rows: list[tuple[str, ...]] = []
+    compared = 0
+    for kv in bench.plans:
+        report = _report(bench, model, kv, mode)
+        compared += len(report.rows)
+        lines[kv] = {layer: row.hidden_cos for layer, row in report.worst(mode).items()}
+        rows.append(_row(kv, report))
+        tables = (Table("The worst of all forwards", _COLUMNS, tuple(rows)),)
+        drifts = (_drift(mode, lines, bench),) if model.config.num_layers > 1 else ()
+        if not report.passed or (needs_head and not any(stage.stage in _HEAD for stage in report.stages)):
+            where, said = _fault(report)
+            return Found(False, f"{kv}: {said}", compared, "rows", f"{kv}, {where}", tables=tables, drifts=drifts)
+    worst = min(value for line in lines.values() for value in line.values())
+    said = f"{', '.join(lines)}: {compared} rows within their bounds, lowest cosine {worst:.7f}"
+    return Found(True, said, compared, "rows", tables=tables, drifts=drifts)
+
+
+def _report(bench: Workbench, model: DecoderModel, kv: str, mode: Mode) -> Report:
+    plan = replace(bench.plans[kv], layers=bench.plans[kv].layers[: model.config.num_layers])
+    executor, token_ids = bench.executor(model, plan), bench.token_ids()
+    total, done = count_rows(token_ids, bench.steps, plan, 1), 0
+
+    def on_row(row: LayerRow) -> None:
+        nonlocal done
+        done += 1
+        bench.tell(f"{kv}, {row.phase} {row.step}, layer {row.layer}: {done} of {total}")
+
+    return validate(ReferenceExecutor(model), executor, model, token_ids, bench.steps, plan, on_row, [mode])
+
+
+def _fault(report: Report) -> tuple[str, str]:
+    """Where a report fails, and why."""
+    found = report.first_divergence
+    if found is None or found.reason != "fault":
+        return "the whole forward", "not every row lies within its bounds, or the head was not reached"
+    where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
+    return where, f"{where} in {found.phase} {found.step}: {found.detail}"
+
+
+_COLUMNS = (
+    "format", "rows", "K levels equal", "V levels equal", "unexplained", "lowest cosine", "rel. L2", "same next token",
+)  # fmt: skip
+
+
+def _row(kv: str, report: Report) -> tuple[str, ...]:
+    rows = report.rows
+    same, predictions = (sum(getattr(row, name) for row in report.logits) for name in ("same_token", "predictions"))
+    return (
+        kv, str(len(rows)), f"{100 * min(r.k_match for r in rows):.3f} %", f"{100 * min(r.v_match for r in rows):.3f} %",
+        str(sum(r.unexplained for r in rows)), f"{min(r.hidden_cos for r in rows):.7f}", f"{max(r.rel_l2 for r in rows):.2e}",
+        f"{same} of {predictions}" if predictions else "–",
+    )  # fmt: skip
+
+
+def _drift(mode: Mode, lines: dict[str, dict[int, float]], bench: Workbench) -> Drift:
+    """1 - cosine by layer; JSON has no NaN, so one becomes the largest."""
+    distance = {kv: {at: 1 - cos if math.isfinite(cos) else 2.0 for at, cos in line.items()} for kv, line in lines.items()}
+    bound = 1 - bounds_of(bench.model.dtype).cosine if mode == "teacher-forced" else None
+    return Drift(f"1 − lowest cosine of a token's hidden state, {mode}", distance, bound)
+
+
+# -- Greedy text -------------------------------------------------------------------------------------------------------
+_SHOWN = 100
+_TEXT_COLUMNS = ("format", "tokens like the reference's", "positions", "near ties", "KL from the reference", "text")
+
+
+def greedy_text(bench: Workbench) -> Found:
+    """The executor's text in each format against the reference's in the same; formats beside one another."""
+    rows: list[tuple[str, ...]] = []
+    texts: dict[str, list[int]] = {}
+    compared = 0
+    for kv, plan in bench.plans.items():
+        executor = bench.executor(bench.model, plan)
+        trusted, on_trial = (bench.session(one, plan) for one in (ReferenceExecutor(bench.model), executor))
+        diff = greedy_diff(
+            trusted, on_trial, bench.prompts, dtype=bench.dtype, max_new_tokens=bench.new_tokens,
+            on_step=partial(_tell, bench, kv),
+        )  # fmt: skip
+        compared += diff.fidelity.positions
+        texts[kv] = diff.prompts[0].b.token_ids
+        rows.append(_text_row(kv, diff))
+        tables = (Table("Texts of the executor", _TEXT_COLUMNS, tuple(rows)), *_beside(texts))
+        if diff.faulty:
+            prompt, position = diff.unexplained[0]
+            where = f"{kv}, prompt {prompt + 1}, new token {position + 1}"
+            said = f"{where}: another token than the reference's, and no near tie"
+            return Found(False, said, compared, "positions", where, tables=tables)
+    said = f"{', '.join(texts)}: the reference's tokens but for near ties, {compared} positions"
+    return Found(True, said, compared, "positions", tables=tables)
+
+
+def _tell(bench: Workbench, kv: str, what: str) -> None:
+    bench.tell(f"{kv}: {what}")
+
+
+def _text_row(kv: str, diff: GreedyDiff) -> tuple[str, ...]:
+    same = sum(common_prefix(row.a.token_ids, row.b.token_ids) for row in diff.prompts)
+    made = sum(len(row.a.token_ids) for row in diff.prompts)
+    measured = diff.fidelity
+    return (
+        kv, f"{same} of {made}", str(measured.positions), str(diff.near_ties), f"{measured.kl_mean:.1e}",
+        repr(diff.prompts[0].text_b[:_SHOWN]),
+    )  # fmt: skip
+
+
+def _beside(texts: dict[str, list[int]]) -> tuple[Table, ...]:
+    """How far each format's text goes with the first one's; between formats a difference is no fault."""
+    first, *others = texts
+    if not others:
+        return ()
+    rows = tuple((kv, f"{common_prefix(texts[first], texts[kv])} of {len(texts[first])}") for kv in others)
+    return (Table(f"New tokens before another one than {first}'s", ("format", "tokens"), rows),)

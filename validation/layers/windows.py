@@ -1,0 +1,116 @@
+"""What attention may read of tokens that lie both packed and in BF16, and how it is made heard that it reads something else.
+
+Each query must read such a token in one of the two. The other is near the right one, and shows little when it is read by
+mistake. So it becomes what every query attends to most, with values that are far off (`without_unread`).
+
+Where nothing can be replaced, the likeliest slip is a window that ends a token earlier or later. Rounding moves a layer's
+output about as far as that, but in another direction: along the slip's own, an executor with it is off by once what the slip
+changes (`edges`), one without it by what rounding can give.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation.layers.parts import Part, Stored, parts_of, read_as
+
+_LONGER, _LONGEST = 64.0, 2.0**15
+"""Times which a vector's length is what it was; and the length up to which that is done: an FP16 scale holds 65,504."""
+SHORT, LONG = "a window one token short", "a window one token long"
+
+
+def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch, lengths: Tensor, q: Tensor) -> Stored:
+    """A layer's cache in which no query of a batch can miss what it must not read.
+
+    K there points to where the queries of its KV head do and is 64 times as long: a query that reads it attends to nothing
+    else. V is opposite, and 64 times as long.
+
+    Args:
+        stored: a snapshot of the layer.
+        batch: the queries.
+        lengths: [B], tokens of each sequence that are stored.
+        q: [T, Hq, D], the queries, not rotated.
+    Returns:
+        packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
+    """
+    windows = dict(zip("kv", cache.windows(layer), strict=True))
+    if not any(windows.values()):
+        return stored
+    changed = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in stored.items()}
+    starts = batch.query_start_loc.long()
+    for row, length in enumerate(lengths.tolist()):
+        queries = slice(int(starts[row]), int(starts[row + 1]))
+        toward, token = _toward(q[queries].float(), cache.num_kv_heads), torch.arange(length)
+        for part in parts_of(cache, layer):
+            window = windows[part.side]
+            if window is None or part.name.startswith("sink"):
+                continue
+            unread = _unread(window, batch.positions[queries], token, packed=part.packed)
+            if part.packed:
+                unit, offset = batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
+            else:
+                unread &= token >= length - window.ring
+                unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
+            if unread.any():
+                _drown(part, layer, changed[part.name], (unit[unread], offset[unread]), toward if part.side == "k" else None)
+    return changed
+
+
+def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+    """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
+    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
+    # before the queries is first seen by the first of them, any other by its own.
+    older = min(int(queries[0]), len(token))
+    by_itself = window.seen(token[older:], len(token)).diagonal(older)
+    by_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], by_itself])
+    by_last = window.seen(queries[-1:], len(token))[0]
+    return by_first & by_last if packed else ~by_first & ~by_last
+
+
+def _toward(q: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, 1, D]: unit vectors whose product with all queries [t, Hq, D] of a KV head is the same, or as nearly as can be."""
+    by_head = q.view(len(q), kv_heads, -1, q.shape[-1]).transpose(0, 1).flatten(1, 2)
+    return torch.nn.functional.normalize(torch.linalg.pinv(by_head, rtol=0.01).sum(-1), dim=-1).unsqueeze(1)
+
+
+def _drown(part: Part, layer: int, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], toward: Tensor | None) -> None:
+    """Put longer vectors at some units and offsets, opposite ones or, if a direction is given, of that direction."""
+    unit, offset = at
+    there = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
+    x = part.kv_format.dequantize(by_token(there), layer)
+    length = lengths_of(x).unsqueeze(-1)
+    longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
+    opposite = torch.where(x == 0, 1.0, -longer * x)
+    far = opposite if toward is None else torch.where(length == 0, 1.0, longer * length) * toward
+    for name, tensor in by_token(part.kv_format.quantize(far, layer)).items():
+        fields[name][unit, :, offset] = tensor
+
+
+# -- Where a window ends ---------------------------------------------------------------------------------------------------
+def with_tail(window: Window, tail: int) -> Window:
+    """The same tokens, of which queries see another number in BF16; at least 0."""
+    changed = copy(window)
+    changed.tail = max(tail, 0)
+    return changed
+
+
+def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
+    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty without a tail."""
+    windows = cache.windows(layer)
+    if not any(window and window.ring for window in windows):
+        return {}
+
+    def attended(by: int) -> Tensor:
+        k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
+        return ops.paged_attention(q.float(), read_as(cache, layer, windows=(k, v)), layer, batch, scale)
+
+    right = attended(0)
+    return {SHORT: attended(-1) - right, LONG: attended(1) - right}
