@@ -19,7 +19,8 @@ from haarkv.benchmarks.cases import MOST_COPIES, Case, as_rows, filled, first_la
 from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, attention_cost, prompt_attention_cost, store_cost
 from haarkv.benchmarks.timing import Machine, OnTurn, take_rested_turns, take_turns
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -96,7 +97,7 @@ def _ours(ops: OpTable, plan: KVPlan, asked: Asked, q: Tensor, layers: int) -> t
 
 
 def stored_copies(
-    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
+    plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
     """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of so many new."""
     cache, paging = filled(first_layer(plan, count), config, case, k, v, new)

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.plans import plan_for
-from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.executors.base import Executor, verify
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 
 _FILL = 4096
 CPU = torch.device("cpu")
@@ -41,28 +43,28 @@ class Heads(NamedTuple):
     dim: int
 
 
-def heads(config: DecoderConfig, layer: int = 0) -> Heads:
+def heads(config: ModelConfig, layer: int = 0) -> Heads:
     """Of one layer; whoever measures a single layer measures the first."""
     del layer  # every layer of today's models has the same
-    return Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+    return Heads(config.heads.num_heads, config.heads.num_kv_heads, config.heads.head_dim)
 
 
-def scale(config: DecoderConfig) -> float:
+def scale(config: ModelConfig) -> float:
     """What attention multiplies its products with."""
-    return config.softmax_scale
+    return config.attentions[0].scale
 
 
-def every_layer(config: DecoderConfig) -> list[Heads]:
+def every_layer(config: ModelConfig) -> list[Heads]:
     """Heads of each layer in turn."""
     return [heads(config, layer) for layer in range(config.num_layers)]
 
 
-def kv_numbers(config: DecoderConfig) -> int:
+def kv_numbers(config: ModelConfig) -> int:
     """Numbers of K and V of one token, all layers and heads."""
     return sum(2 * of.kv * of.dim for of in every_layer(config))
 
 
-def token_bytes(plan: KVPlan, config: DecoderConfig) -> float:
+def token_bytes(plan: KVPlan, config: ModelConfig) -> float:
     """Bytes of K and V of one token in all layers of a plan, scales included."""
     _, kv, dim = heads(config)
     return plan.bytes_per_token(kv, dim)
@@ -74,12 +76,12 @@ def first_layer(plan: KVPlan, times: int = 1) -> KVPlan:
 
 
 def new_cache(
-    plan: KVPlan, config: DecoderConfig, tokens: int, batch: int = 1, device: torch.device = CPU
+    plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU
 ) -> tuple[PagedKVCache, PagedSequences]:
     """An empty cache with room for sequences of so many tokens, and their pages."""
     _, kv, dim = heads(config)
     blocks = batch * blocks_for(tokens)
-    cache = PagedKVCache(plan, num_kv_heads=kv, head_dim=dim, num_blocks=blocks, num_rows=batch, device=device)
+    cache = PagedKVCache(plan, KVShape(kv, dim), num_blocks=blocks, num_rows=batch, device=device)
     return cache, new_pages(cache)
 
 
@@ -88,7 +90,7 @@ def new_pages(cache: PagedKVCache) -> PagedSequences:
     return PagedSequences(cache.num_blocks, cache.block_size, num_rows=cache.num_rows)
 
 
-def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_kv(config: ModelConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
     generator = torch.Generator(device=device).manual_seed(0)
     _, kv, dim = heads(config)
@@ -97,7 +99,7 @@ def random_kv(config: DecoderConfig, case: Case, device: torch.device) -> tuple[
     return k, v
 
 
-def random_queries(config: DecoderConfig, rows: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random_queries(config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[rows, Hq, D] of one layer."""
     q, _, dim = heads(config)
     return torch.randn(rows, q, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -109,14 +111,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def filled(
-    plan: KVPlan, config: DecoderConfig, case: Case, k: Tensor, v: Tensor, steps: int
+    plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, steps: int
 ) -> tuple[PagedKVCache, PagedSequences]:
     """A cache that holds all but the last token of a case in every layer, with room for so many steps.
 
     Layer 0 is quantized; the others hold the same bytes where they have its formats, since no time depends on them.
     """
     cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device)
-    alike = [layers == plan.layers[0] and not plan.windowed for layers in plan.layers]
+    alike = [layers == plan.layers[0] and not plan.keeps_tokens for layers in plan.layers]
     for sequence in [paging.add() for _ in range(case.batch)]:
         for begin in range(0, case.context - 1, cache.most_new_tokens or _FILL):
             end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
@@ -141,15 +143,15 @@ def prefill(
 
 def decode(executor: Executor, tokens: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     """A decode step of one new token a sequence; its logits [B, vocab]."""
-    return executor.decode(tokens, batch, cache)
+    return verify(executor, tokens, batch, cache)
 
 
-def next_tokens(config: DecoderConfig, count: int, device: torch.device = CPU) -> Tensor:
+def next_tokens(config: ModelConfig, count: int, device: torch.device = CPU) -> Tensor:
     """A token for each of so many sequences."""
     return torch.arange(count, device=device) % config.vocab_size
 
 
-def random_prompts(config: DecoderConfig, count: int, tokens: int, seed: int) -> list[list[int]]:
+def random_prompts(config: ModelConfig, count: int, tokens: int, seed: int) -> list[list[int]]:
     """Prompts of random ids."""
     draw = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = torch.randint(config.vocab_size, (count, tokens), generator=draw).tolist()
@@ -223,7 +225,7 @@ def plain(kv: str) -> bool:
     return not set(kv) & set("+/")
 
 
-def plan_of(kv: str, config: DecoderConfig) -> KVPlan:
+def plan_of(kv: str, config: ModelConfig) -> KVPlan:
     """The plan of a cache for a model; learned nibbles are of made-up coordinates, other ones in each copy of a layer.
 
     Raises:

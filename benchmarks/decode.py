@@ -24,9 +24,10 @@ from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turn
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 
@@ -58,7 +59,7 @@ class Request:
     device: str | None = None
     peers: Sequence[str] = (SDPA, TRANSFORMERS)
     llama_kvs: Sequence[LlamaKV] = ()
-    hf_caches: Callable[[DecoderConfig], Sequence[HFCache]] = lambda _: ()
+    hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None

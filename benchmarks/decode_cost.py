@@ -9,7 +9,8 @@ from typing import Any, Literal
 from haarkv.benchmarks.cases import Case as Case
 from haarkv.benchmarks.cases import Heads, every_layer, heads
 from haarkv.benchmarks.timing import Machine, Spread
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 
 Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
 _OTHERS = ("sdpa ", "torch ", "hf ", "llama.cpp ")
@@ -107,20 +108,20 @@ def _attention(of: Heads, queries: float, keys: float) -> float:
     return 4 * queries * of.q * of.dim * keys
 
 
-def attention_cost(config: DecoderConfig, case: Case, kv_bytes: float, item: int) -> Cost:
+def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of one layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
     of = heads(config)
     rest, flops = 2 * case.batch * of.q * of.dim * item, _attention(of, case.batch, case.context)
     return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
 
 
-def prompt_attention_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
+def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Causal attention of every token of a prompt in one layer; `kv_bytes` of one token's K and V, all heads."""
     of, queries = heads(config), case.batch * case.context
     return Cost(0, queries * kv_bytes, 4 * queries * of.q * of.dim, _attention(of, queries, (case.context + 1) / 2))
 
 
-def store_cost(config: DecoderConfig, case: Case, kv_bytes: float) -> Cost:
+def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Storing one new token of each sequence in one layer, of `kv_bytes`; what the format computes is not counted."""
     of = heads(config)
     return Cost(0, case.batch * kv_bytes, 8 * case.batch * of.kv * of.dim, 0)
@@ -146,7 +147,7 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     config, weights = model.config, model.weights
     matrices = {name: t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name}
     experts = sum(count for name, count in matrices.items() if ".experts." in name)
-    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tie_word_embeddings else 0)
+    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tied else 0)
     share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     attention = sum(_attention(of, case.batch, case.context) for of in every_layer(config))
     nbytes = (others + round(experts * min(1.0, case.batch * share))) * weights.embedding.itemsize

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks.cases import heads, next_tokens
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 
 SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
 """Who can be measured beside ours: torch's attention, transformers' model with its caches, llama.cpp."""
@@ -134,7 +135,7 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
         yield Peer(f"hf {kind.name}", run, kind.bits, note)
 
 
-def transformers_missing(config: DecoderConfig) -> str:
+def transformers_missing(config: ModelConfig) -> str:
     """Why transformers' own model is not measured; empty if it can be."""
     if config.model_type not in ("qwen3", "llama") or config.rope_scaling is not None:
         return f"the peer is a Qwen3 or Llama without scaled RoPE, this is a {config.model_type}"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks.cases import heads
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
@@ -22,7 +23,7 @@ _ARCHITECTURES = {"qwen3": "QWEN3"}
 _MARGIN = 2**26  # bytes that stay free beside the file
 
 
-def unsupported(config: DecoderConfig) -> str | None:
+def unsupported(config: ModelConfig) -> str | None:
     """Why a model has no such file; None if it has one."""
     if config.model_type not in _ARCHITECTURES:
         return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
@@ -70,12 +71,12 @@ def _describe(writer: Any, model: DecoderModel) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(config.common.mlp.width)
     writer.add_head_count(of.q)
     writer.add_head_count_kv(of.kv)
     writer.add_key_length(of.dim)
     writer.add_value_length(of.dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.final_norm.eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")

@@ -27,8 +27,8 @@ from haarkv.engine.memory import needed
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import DTYPES, load_model, read_config
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable, extended
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -64,7 +64,7 @@ class Request:
     threads: int
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> ModelConfig:
         """Of the model, extended if its positions are too few."""
         return extended(read_config(self.model, self.layers), self.context + self.steps + 1)
 

@@ -29,7 +29,7 @@ from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, Row
 from haarkv.benchmarks.serve_setup import Served, model_folder, names_in, storages
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 _COLUMNS = ("users", "prompt", "KV", "out tok/s", "low … high", "TPOT", "p99", "CPU", "found", "TTFT", "p99", "cold tok/s",
             "cold CPU", "fits", "preempted", "failed")  # fmt: skip

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from haarkv.benchmarks.cases import heads
 from haarkv.engine.plans import shape_of
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import TINY, folder_of, read_config
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -32,7 +32,7 @@ class Served(NamedTuple):
     """A model folder for vLLM, what it is for people, and the flags of vLLM that it needs."""
 
     folder: Path
-    config: DecoderConfig
+    config: ModelConfig
     said: str
     flags: tuple[str, ...] = ()
 
@@ -64,16 +64,16 @@ def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
     return max(_WORDS, -(-words * layers // (of_layers * 128)) * 128)
 
 
-def hf_config(config: DecoderConfig) -> dict[str, object]:
+def hf_config(config: ModelConfig) -> dict[str, object]:
     """Shapes as the `config.json` of a dense Qwen3 says them."""
     of = heads(config)
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
         "num_hidden_layers": config.num_layers, "num_attention_heads": of.q, "num_key_value_heads": of.kv,
         "head_dim": of.dim, "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps, "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_word_embeddings, "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
+        "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False, "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
 
@@ -101,7 +101,7 @@ def storages(
     names: Sequence[str],
     plans: Sequence[Path],
     calibration: Path | None,
-    config: DecoderConfig,
+    config: ModelConfig,
     scratch: Path,
     *,
     random: bool,
@@ -130,7 +130,7 @@ def storages(
     return [storage for storage, _ in found]
 
 
-def _made_up(config: DecoderConfig, scratch: Path) -> Path:
+def _made_up(config: ModelConfig, scratch: Path) -> Path:
     _, kv_heads, dim = heads(config)
     made = made_up.calibration(config.num_layers, kv_heads, dim)
     path = scratch / "made-up.safetensors"

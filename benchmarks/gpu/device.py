@@ -17,8 +17,8 @@ from haarkv.benchmarks.gpu.log import Log
 from haarkv.benchmarks.report import header
 from haarkv.benchmarks.timing import clock, measure_machine
 from haarkv.executors.cuda import open_gpu
-from haarkv.models.base import DecoderConfig
 from haarkv.models.catalog import read_config
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.cuda import nvrtc
 
 Call = Callable[[int], object]
@@ -46,7 +46,7 @@ class Sizes:
         dry: in Triton's interpreter, on the CPU.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     attention: Sequence[Case]
     append: Sequence[Case]
     prefill: Sequence[Prompt]

@@ -25,8 +25,9 @@ from haarkv.benchmarks.gpu.device import FORMAT, Sizes, captured, time_of
 from haarkv.benchmarks.gpu.log import Log, Row
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
+from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops
@@ -44,19 +45,19 @@ Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, D], K and V [B, Hkv, context, D] to [B, Hq, D]."""
 
 
-def random_model(config: DecoderConfig, device: torch.device) -> DecoderModel:
+def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device."""
     weights = random_weights(config, torch.bfloat16, device=device)
     return DecoderModel(config, weights, RopeTable(config, device))
 
 
-def layers_that_fit(config: DecoderConfig, cases: list[Case], device: torch.device) -> int:
+def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device) -> int:
     """All layers, or a few where weights, packed and dense K and V of the largest case do not fit on the device."""
     if device.type != "cuda":
         return config.num_layers
     free, _ = torch.cuda.mem_get_info(device)
     layers = sum(4 * config.hidden_size * of.dim * (of.q + of.kv) for of in every_layer(config))
-    layers += config.num_layers * 2 * 3 * config.hidden_size * config.intermediate_size
+    layers += config.num_layers * 2 * 3 * config.hidden_size * config.common.mlp.width
     layers += layers // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
     kv = max(case.batch * case.context for case in cases) * kv_numbers(config) * (16 + 5) // 8

@@ -2,18 +2,18 @@
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.benchmarks import attention, cases, decode_peers, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
+from haarkv.executors.base import verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.models.qwen3_14b.weights import LayerWeights
@@ -115,7 +115,7 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     monkeypatch.setattr(attention, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    q = torch.randn(2, SMALL.num_heads, SMALL.head_dim)
+    q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
     asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
     attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
@@ -163,10 +163,10 @@ def test_transformers_steps_continue_the_same_cache(kind):
     import tq
     from haarkv.executors.reference import ReferenceExecutor
 
-    model, case = small_model(replace(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
+    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
-    ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
+    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
     own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
     peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
     assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours

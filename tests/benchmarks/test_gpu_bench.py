@@ -19,7 +19,7 @@ from haarkv.benchmarks.gpu import checks, page, peers
 from haarkv.benchmarks.gpu.attention import Attention, off
 from haarkv.benchmarks.gpu.device import DRY
 from haarkv.benchmarks.gpu.log import DeviceLostError, Log, drop_half_row, is_result, outcomes, read_rows, unfinished
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -222,7 +222,7 @@ def test_the_checks_that_a_card_runs_are_whole():
 
 
 # -- The data, and others' attention ---------------------------------------------------------------------------------------
-CONFIG: DecoderConfig = DRY.config
+CONFIG: ModelConfig = DRY.config
 
 
 def dry_attention(folder, ops=reference):
@@ -238,8 +238,8 @@ def test_what_is_timed_is_the_attention_of_every_copy():
     cache, batch = stored_copies(KVSpec("bf16").plan(1), CONFIG, case, k, v, 3)
     for layer in range(3):
         reference.store_kv(k[:, :, -1].float(), v[:, :, -1].float(), cache, layer, batch)
-        out = reference.paged_attention(q, cache, layer, batch, CONFIG.softmax_scale)
-        p = torch.einsum("bhgd,bhsd->bhgs", q.double().view(4, 1, 2, -1), k.double()) * CONFIG.softmax_scale
+        out = reference.paged_attention(q, cache, layer, batch, CONFIG.attentions[0].scale)
+        p = torch.einsum("bhgd,bhsd->bhgs", q.double().view(4, 1, 2, -1), k.double()) * CONFIG.attentions[0].scale
         exact = torch.einsum("bhgs,bhsd->bhgd", p.softmax(-1), v.double()).view(q.shape)
         assert off(out, exact[:2].float()) < 0.01
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process, whole
 from haarkv.benchmarks.decode import Request, sides_of
@@ -121,7 +121,7 @@ def test_transformers_side_holds_the_same_tokens():
     side.prompt(list(range(16)))
     side.steps([16, 17])
     assert side._cache.get_seq_length() == 18
-    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4  # FP32, as the model
+    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4  # FP32, as the model
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     model = small_model()
     asked = request()
     asked = replace(asked, peers=(decode_peers.LLAMA,))
-    other = replace(model, config=replace(model.config, model_type="llama"))
+    other = replace(model, config=resized(model.config, model_type="llama"))
     with pytest.raises(InputError, match="no peer of small: a GGUF is written of qwen3"):
         whole.check(asked, other, sides_of(asked, model))
     assert gguf_file.unsupported(model.config) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.codebooks.learned import expected_cost
 from haarkv.models.rope import inverse_frequencies
@@ -18,14 +18,14 @@ from haarkv.validation.planning.calibrate import learn_model, resumed, saved
 from haarkv.validation.planning.candidates import learned_anchors, places, predicted
 from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions, recording
 
-MODEL = small_model(replace(SMALL, num_layers=2))
+MODEL = small_model(resized(SMALL, num_layers=2))
 CONFIG = MODEL.config
 WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
 RUN = {"model": "m", "text": "t"}
 
 
 def metric_of(layer):
-    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.num_kv_heads, CONFIG.head_dim)
+    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
     for begin, end in ((0, 1), (1, 50), (50, 120)):
         sums.add_kv(seen["k"][begin:end], seen["v"][begin:end])
         sums.add_q(seen["q"][begin:end])
-    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
     o_proj = MODEL.weights.layers[layer].o_proj.double()
-    for head in range(CONFIG.num_kv_heads):
+    for head in range(CONFIG.heads.num_kv_heads):
         columns = [o_proj[:, (head * group + g) * 128 : (head * group + g + 1) * 128] for g in range(group)]
         metric_v = sum(w.T @ w for w in columns)
         torch.testing.assert_close(sums.metric_v[head], metric_v)
@@ -95,8 +95,8 @@ def test_recording_changes_nothing():
     hidden, sums = MODEL.embed(WINDOWS[0]), Sums(metric_of(0))
     plain, recorded = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, sums)))
     assert torch.equal(plain, recorded)
-    assert sums.k.weight.tolist() == [40.0] * CONFIG.num_kv_heads
-    assert sums.q.weight.tolist() == [40.0 * CONFIG.num_heads / CONFIG.num_kv_heads] * CONFIG.num_kv_heads
+    assert sums.k.weight.tolist() == [40.0] * CONFIG.heads.num_kv_heads
+    assert sums.q.weight.tolist() == [40.0 * CONFIG.heads.num_heads / CONFIG.heads.num_kv_heads] * CONFIG.heads.num_kv_heads
 
 
 def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
@@ -106,7 +106,7 @@ def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
     costs = {}
     for kv_format in (calibration.format("k", 128), formats.get("tq4")):
         error = (kv_format.dequantize(kv_format.quantize(k, 1), 1) - k).double()
-        by_head = q.view(len(q), CONFIG.num_kv_heads, -1, 128).transpose(0, 1).flatten(1, 2)
+        by_head = q.view(len(q), CONFIG.heads.num_kv_heads, -1, 128).transpose(0, 1).flatten(1, 2)
         costs[kv_format.name] = float((by_head @ error.mT).square().mean())
     assert costs["lr128"] < 0.6 * costs["tq4"]
 
@@ -211,15 +211,15 @@ def test_moments_over_positions_are_those_of_vectors_that_stand_there(turned):
 
 def test_what_is_learned_for_a_context_serves_keys_at_its_end():
     """Windows of 40 tokens; keys of the same text 1,000 tokens later cost more, but not if that was asked for."""
-    inv_freq, shift = inverse_frequencies(CONFIG), 1000
+    inv_freq, shift = inverse_frequencies(CONFIG.common.attention.rope), 1000
     cost = {}
     for context in (40, 1040):
         (basis, _), *_ = learn_model(MODEL, reference, WINDOWS[:3], (), context=context).layers
         late = Sums(metric_of(0))
         for part in ("q", "k"):
             late_part = getattr(late, part)
-            heads, x = CONFIG.num_kv_heads, seen_by_attention(0)[part]
-            late_part.add(x.view(len(x), heads, -1, CONFIG.head_dim).transpose(0, 1).flatten(1, 2))
+            heads, x = CONFIG.heads.num_kv_heads, seen_by_attention(0)[part]
+            late_part.add(x.view(len(x), heads, -1, CONFIG.heads.head_dim).transpose(0, 1).flatten(1, 2))
             setattr(late, part, over_positions(late_part, inv_freq, torch.tensor([float(shift)])))
         spread = basis.forward.double().mT @ late.k.spread(basis.mean.double()) @ basis.forward.double()
         back = basis.back.double()
@@ -260,7 +260,7 @@ def test_every_window_is_laid_through_the_context():
         own, here = Sums(metric_of(0)), slice(begin, begin := begin + len(window))
         own.add_kv(seen["k"][here], seen["v"][here])
         own.add_q(seen["q"][here])
-        sums.add(own.over_context(inverse_frequencies(CONFIG), context))
+        sums.add(own.over_context(inverse_frequencies(CONFIG.common.attention.rope), context))
     pair, *_ = learn_model(MODEL, reference, windows, (), context=context).layers
     for found, expected in zip(pair, calibrate.bases_of(sums, 0), strict=True):
         assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(found))

@@ -20,8 +20,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.text import ByteTokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.kv.cache import BLOCK_SIZE
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds
 from haarkv.validation.fidelity import contenders

@@ -278,7 +278,7 @@ def test_the_guilty_kv_head_is_named(name, drive):
     model, prompts = of_small()
     fault = slip(model, name)
     first = compared(model, prompts, fault.executor(model, drive)).first_divergence
-    assert (first.stage, first.head) == (fault.stage, SMALL.num_kv_heads - 1)
+    assert (first.stage, first.head) == (fault.stage, SMALL.heads.num_kv_heads - 1)
 
 
 # -- The self-test and the sensitivity -------------------------------------------------------------------------------------

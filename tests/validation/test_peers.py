@@ -11,8 +11,8 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation.fidelity import peers
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.peers import AsItComes, without_waiting
@@ -67,7 +67,7 @@ def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
     plan = without_waiting(waiting)
     assert waiting.windowed
-    assert not plan.windowed
+    assert not plan.keeps_tokens
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
     assert plan.bytes_per_token(2, 128) == waiting.bytes_per_token(2, 128)
 

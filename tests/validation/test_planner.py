@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from small_models import CONFIGS, SMALL
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.cache import blocks_for
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup
@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_allocated_cache(config, tail):
     config, context = CONFIGS[config], 300
     plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
     cache = new_cache(plan, config, blocks_for(context), num_rows=1)
-    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache.num_slots
+    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * cache.num_slots
     assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from bases import calibration
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import LinearScaling, YarnScaling
@@ -67,7 +67,7 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     was = run.report.first_divergence
     file = written(run)
     assert file.case.tokens <= 4
-    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.intermediate_size < SMALL.intermediate_size
+    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.common.mlp.width < SMALL.common.mlp.width
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
     seconds, *same = found(file.case, make)
     assert same == [was.stage, was.reason]
@@ -80,7 +80,7 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
 
 def test_a_fault_in_learned_coordinates_takes_them_along():
     config = MODEL.config
-    learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
     table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "a mean left out of K").table()
     make = faulty(lambda _: table)
     run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
@@ -98,7 +98,7 @@ def test_what_needs_a_third_block_keeps_it():
         return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    model = small_model(replace(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
+    model = small_model(resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
     run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
     assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
@@ -145,13 +145,13 @@ FAMILIES = {
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_can_be_cut_and_written(model_type):
-    model = small_model(replace(SMALL, model_type=model_type, **FAMILIES[model_type]))
+    model = small_model(resized(SMALL, model_type=model_type, **FAMILIES[model_type]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
     file = written(failed(model, make, [random_tokens(SMALL, 6)]))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
     assert file.case.config.rope_scaling == model.config.rope_scaling
-    assert (file.case.tokens, file.case.config.num_heads, file.case.config.hidden_size) == (1, 1, 8)
+    assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 
 def test_a_case_that_does_not_fail_is_left_as_it_is():
@@ -215,7 +215,7 @@ def test_a_file_that_does_not_fit_together_is_refused():
         replace(file.case, batch=replace(batch, block_table=batch.block_table + 7)),
         replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
-        replace(file.case, config=replace(file.case.config, num_layers=10**8)),
+        replace(file.case, config=resized(file.case.config, num_layers=10**8)),
         replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):

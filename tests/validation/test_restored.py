@@ -9,6 +9,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds, validate
 from haarkv.validation.layers import forced, forward
 from haarkv.validation.layers.faults import table_with
@@ -42,7 +43,7 @@ def attending(**how):
 
     def paged_attention(q, cache, layer, batch, scale):
         sides = [{"data": restored(fields, layer, **how)} for fields in (cache.k_fields(layer), cache.v_fields(layer))]
-        other = PagedKVCache.over((PLAIN, PLAIN), layer, tuple(sides), cache.windows(layer), cache.head_dim)
+        other = PagedKVCache.over((PLAIN, PLAIN), layer, tuple(sides), cache.kept(layer), cache.shape(0).head_dim)
         return reference.paged_attention(q, other, layer, batch, scale)
 
     return table_with({"paged_attention": paged_attention})
@@ -102,7 +103,7 @@ def test_what_is_no_tie_is_found(name, drive):
 def call_with(norms):
     """One query over tokens whose K and V have such norms, [S, 2] for one KV head of 64 numbers: as it is recorded."""
     dim, tokens = 64, len(norms)
-    cache = PagedKVCache(KVSpec("tq4_seed").plan(1), num_kv_heads=1, head_dim=dim, num_blocks=1)
+    cache = PagedKVCache(KVSpec("tq4_seed").plan(1), KVShape(1, dim), num_blocks=1)
     paging = PagedSequences(1, cache.block_size)
     paging.add()
     paging.batch([0], [tokens - 1])
@@ -150,7 +151,7 @@ def test_no_other_format_and_no_other_op_is_allowed_anything():
     call = call_with([(8.0, 8.0)] * 3)
     q, _, layer, batch, scale = call.args
     for kv in ("tq4", "bf16", "q8_0"):
-        cache = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=64, num_blocks=1)
+        cache = PagedKVCache(KVSpec(kv).plan(1), KVShape(1, 64), num_blocks=1)
         assert slack_of_op(Call("paged_attention", "paged_attention", (q, cache, layer, batch, scale), q), reference) is None
     assert slack_of_op(Call("rope", "q_rope", (q, q, q), q), reference) is None
 

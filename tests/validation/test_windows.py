@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.forward as forward
@@ -27,7 +27,7 @@ from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
 from haarkv.validation.layers.windows import LONG, SHORT, edges, with_tail, without_unread
 
-CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AT = 1
 PROMPTS = [random_tokens(CONFIG, 90), random_tokens(CONFIG, 40, seed=1)]  # the first one's ring of 80 starts over
@@ -149,7 +149,7 @@ def stored(tokens=100):
     sequence, generator = paging.add(), torch.Generator().manual_seed(0)
     for count in (64, tokens - 65, 1):
         batch = paging.batch([sequence], [count])
-        k, v = torch.randn(2, count, config.num_kv_heads, config.head_dim, generator=generator)
+        k, v = torch.randn(2, count, config.heads.num_kv_heads, config.heads.head_dim, generator=generator)
         reference.store_kv(k, v, cache_, AT, batch)
     return cache_, batch
 
@@ -157,7 +157,7 @@ def stored(tokens=100):
 def test_what_no_query_may_read_is_replaced_and_nothing_else():
     cache_, batch = stored()
     before = snapshot(cache_, AT)
-    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim)
+    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim)
     after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
     codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
@@ -174,7 +174,7 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
 
 def test_a_batch_goes_to_its_places_and_comes_back():
     cache_, batch = stored()
-    k, v = torch.randn(2, 1, CONFIG.num_kv_heads, CONFIG.head_dim)
+    k, v = torch.randn(2, 1, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     made = quantized(cache_, AT, batch, k, v)
     put(cache_, AT, batch, made)
     again = take(cache_, AT, batch)
@@ -209,7 +209,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
 def test_what_must_not_be_read_drowns_all_else():
     cache_, batch = stored()
-    q = torch.randn(1, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(3))
+    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
     right = reference.paged_attention(q, cache_, AT, batch, 0.1)
     readable = without_unread(cache_, AT, snapshot(cache_, AT), batch, batch.seq_lens, q)
     quiet = edges(reference, q, cache_, AT, batch, 0.1)
@@ -226,13 +226,13 @@ def test_what_must_not_be_read_drowns_all_else():
 def test_a_window_of_one_head_that_is_short_in_prefill_alone_is_told_from_rounding(monkeypatch, drive):
     """By whole layers, all of a prefill: its tokens are stored on the way, and cannot be replaced. By ops, queries whose
     unread tokens others read. In 6 bits each token is nearly what it is in BF16."""
-    model, head = model_of("bfloat16"), CONFIG.num_kv_heads - 1
-    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    model, head = model_of("bfloat16"), CONFIG.heads.num_kv_heads - 1
+    group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
 
     def paged_attention(q, cache_, layer, batch, scale):
         out = reference.paged_attention(q, cache_, layer, batch, scale)
         if layer == AT and len(q) > len(batch.seq_lens):
-            windows = [with_tail(window, window.tail - 1) for window in cache_.windows(layer)]
+            windows = [with_tail(window, window.tail - 1) for window in cache_.kept(layer)]
             other = read_as(cache_, layer, windows=tuple(windows))
             last = torch.repeat_interleave(batch.seq_lens, batch.query_start_loc.diff())
             some = (batch.positions < last - 2 * WINDOWED.tail) | (drive == "layers")

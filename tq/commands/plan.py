@@ -204,7 +204,7 @@ class _Request:
             cache_of(setup.base, choice.plan)
 
 
-def _context(wanted: int | None, config: DecoderConfig, texts: Sequence[list[int]]) -> int:
+def _context(wanted: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
     """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:

@@ -74,9 +74,9 @@ def store(bench: Workbench) -> Found:
     said, compared = [], 0
     # K and V of a cache may have different formats; a store takes one at a time.
     for kv in dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats):
-        case = Store(CacheCase(kv, bench.config.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
+        case = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
         finding = case.check(table, device)
-        compared += 2 * sum(_NEW) * _HEADS * bench.config.head_dim
+        compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
         if not finding.passed:
             problem = finding.fault or f"a vector's length is off by {finding.error:.1e}, bound {finding.bound:.1e}"
             return Found(False, f"{kv}: {problem}", compared, "levels", where=kv)

@@ -310,7 +310,7 @@ def _row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequenc
     return FidelityRow(
         kv=name,
         bytes_per_token=size,
-        bits_per_value=8 * size / (2 * config.num_layers * config.num_kv_heads * config.head_dim),
+        bits_per_value=8 * size / (2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim),
         kl_mean=math.fsum(kl) / len(kl),
         kl_median=(kl[(len(kl) - 1) // 2] + kl[len(kl) // 2]) / 2,
         kl_p999=nearest_rank(kl, 999),

@@ -37,7 +37,8 @@ from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
@@ -213,8 +214,8 @@ def _write(file: Path, content: str) -> None:
 
 def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     """The row with the bytes of a cache as the product allocates it for a window."""
-    heads, dim, plan = side.config.num_kv_heads, side.config.head_dim, side.plan
-    size = plan.bytes_per_token(heads, dim) + plan.window_bytes(heads, dim) / window
+    heads, dim, plan = side.config.heads.num_kv_heads, side.config.heads.head_dim, side.plan
+    size = plan.bytes_per_token(heads, dim) + plan.kept_bytes(heads, dim) / window
     return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
 
 

@@ -15,7 +15,8 @@ from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
@@ -133,7 +134,7 @@ def load_setup(
     return Setup(ends, base, caches, weights_fingerprint(loaded), uneven)
 
 
-def _all(config: DecoderConfig, spec: KVSpec) -> dict[str, KVPlan]:
+def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
     """Every format that has a layout for this model."""
     plans = {}
     for name in formats.names():
@@ -169,7 +170,7 @@ def weights_fingerprint(model: DecoderModel) -> str:
 
 def cache_fingerprint(side: Session) -> str:
     """Digest of what a cache makes of fixed vectors: another code or table of a format, another digest."""
-    x = torch.randn(4, side.config.head_dim, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, side.config.heads.head_dim, generator=torch.Generator().manual_seed(0))
     digest = hashlib.sha256()
     digest.update(side.plan.describe().encode())
     for kv_format in side.plan.formats:

@@ -105,13 +105,13 @@ def _slips(reference: Reference, index: int) -> Iterator[Fault]:
     """Those of the model, and those of windows where K and V have them."""
     yield from slips(reference.model, index)
     names = {part.name.split(".")[0] for part in parts_of(reference.cache, index)}
-    if all(reference.cache.windows(index)):
+    if all(reference.cache.kept(index)):
         yield from window_faults(reference.model, index, ("window" in names, "sink" in names))
 
 
 def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fault]:
     """Slips, and parts that are too large by as much as fits best."""
-    index, ops, heads = made.index, reference.ops, reference.cache.num_kv_heads
+    index, ops, heads = made.index, reference.ops, reference.cache.shape(0).num_kv_heads
     yield from _slips(reference, index)
     if not any(call.op == "paged_attention" for call in made.calls) or not torch.isfinite(run.outcome.result).all():
         return

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.models.balance import folded
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.text import Tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import reference
@@ -25,8 +26,9 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan
+from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.forward import Schedule
 from haarkv.validation.layers.parts import new_cache
@@ -100,7 +102,7 @@ class Exercise:
     def _of_windows(self) -> dict[str, bool]:
         """What tokens in BF16 add, where there are some."""
         plan, chunk = self._plan, self._chunk
-        lossy = [kv_format for kv_format in plan.formats if plan.has_window(kv_format)]
+        lossy = [kv_format for kv_format in plan.formats if plan.keeps(kv_format)]
         forwards = [
             (begin, end)
             for n in self._lengths
@@ -126,7 +128,7 @@ class Exercise:
         return found
 
 
-def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, steps: int) -> list[list[int]]:
+def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
     A tail in BF16 takes a prompt that does not fill it, and one that is a block longer. The longest stands last, so that its
@@ -143,7 +145,7 @@ def chosen_prompts(tokenizer: Tokenizer, config: DecoderConfig, plan: KVPlan, st
     room = context - Schedule.more(steps)
     if room < 2:
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
-    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.has_window(kv_format)} - {0}
+    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     within = [max(tail - 1, 1) for tail in sorted(tails)]
     longest = max([PREFILL_CHUNK + 3, *(tail + BLOCK_SIZE + 1 for tail in tails)])

@@ -168,12 +168,12 @@ class Layer:
     @property
     def rotation(self) -> Tensor:
         """[D, D] fp32."""
-        return haar_rotation(self.index, self.model.config.head_dim).float()
+        return haar_rotation(self.index, self.model.config.heads.head_dim).float()
 
     @property
     def last_head(self) -> int:
         """The last KV head."""
-        return self.model.config.num_kv_heads - 1
+        return self.model.config.heads.num_kv_heads - 1
 
     # -- What is wrong in this layer alone -------------------------------------------------------------------------------
     def instead(self, op: str, wrong: Callable[..., Any]) -> Table:
@@ -218,7 +218,11 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
         model: which a faulty op recognises the layer by.
         layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
     """
-    at, dim, group = Layer(model, layer), model.config.head_dim, model.config.num_heads // model.config.num_kv_heads
+    at, dim, group = (
+        Layer(model, layer),
+        model.config.heads.head_dim,
+        model.config.heads.num_heads // model.config.heads.num_kv_heads,
+    )
     mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
     attention = reference.paged_attention
     # Rotated as usual, this is x rotated by the transposed rotation.
@@ -325,9 +329,9 @@ def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
     Args:
         model, layer: as in `planted`.
     """
-    assert model.config.num_kv_heads > 1, "heads can be exchanged where there are two"
+    assert model.config.heads.num_kv_heads > 1, "heads can be exchanged where there are two"
     config, at, exchanged = model.config, Layer(model, layer), "two heads' matrices exchanged"
-    learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+    learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
     k, v = learned.format("k", _K_NIBBLES), learned.format("v", _V_NIBBLES)
 
     def storing(name: str, side: str, wrong: LearnedFormat) -> Fault:

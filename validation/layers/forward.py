@@ -15,8 +15,10 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache, blocks_for
-from haarkv.tq_ops.kv.plan import WINDOW_CHUNK, KVPlan
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.parts import Stored, load, new_cache, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
@@ -107,7 +109,7 @@ class Schedule:
     def chunk(self) -> int:
         """Tokens of a prompt that run at once; a cache with a tail has no room for more."""
         has_ring = any(map(self.plan.ring_tokens, self.plan.formats))
-        return min(PREFILL_CHUNK, WINDOW_CHUNK) if has_ring else PREFILL_CHUNK
+        return min(PREFILL_CHUNK, KEPT_CHUNK) if has_ring else PREFILL_CHUNK
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
         """An empty cache with room for all of it, and a block and a row that nobody owns."""

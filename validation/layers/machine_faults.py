@@ -93,7 +93,7 @@ def _kernels(at: Layer) -> Iterator[Fault]:
         return attention(q, cache, layer, batch, 1 / math.sqrt(q.shape[2] / 2))
 
     def by_dim(y: Tensor) -> Tensor:
-        return y.view(len(y), config.head_dim, config.num_kv_heads).transpose(1, 2).flatten(1)
+        return y.view(len(y), config.heads.head_dim, config.heads.num_kv_heads).transpose(1, 2).flatten(1)
 
     def in_bf16(x: Tensor, weight: Tensor) -> Tensor:
         sums = torch.zeros(len(x), len(weight))
@@ -101,7 +101,7 @@ def _kernels(at: Layer) -> Iterator[Fault]:
             sums = _rounded(sums + reference.linear(some.contiguous(), part.contiguous()))
         return sums
 
-    if config.num_kv_heads > 1:
+    if config.heads.num_kv_heads > 1:
         yield at.attending("query heads one off their KV head", one_head_on)
         yield Fault("V's heads and coordinates exchanged", at.index, "v_proj", V, at.projected("v_proj", by_dim))
     yield at.attending("a quarter of the rows is left to a thread that never runs", a_thread_idle)

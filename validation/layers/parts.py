@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops import formats as kv_formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.kv.kept import Kept
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""
@@ -86,7 +87,7 @@ def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
     pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
     packed = [Part(side, side, kv_format, fields, slots) for side, kv_format, fields in pair]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
-    for side, window in zip("kv", cache.windows(layer), strict=True):
+    for side, window in zip("kv", cache.kept(layer), strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring)))
@@ -117,19 +118,19 @@ def token_rows(batch: Batch) -> Tensor:
     return torch.repeat_interleave(batch.rows, batch.query_start_loc.diff().long())
 
 
-def new_cache(plan: KVPlan, config: DecoderConfig, num_blocks: int, **how: Any) -> PagedKVCache:
+def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) -> PagedKVCache:
     """An empty cache for a model.
 
     Args:
         how: as `PagedKVCache` takes it: rows, chunk, block size, device.
     """
-    return PagedKVCache(plan, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_blocks=num_blocks, **how)
+    return PagedKVCache(plan, config.kv_shapes, num_blocks=num_blocks, **how)
 
 
 def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
     """An empty cache of the same shape on another device."""
     return PagedKVCache(
-        cache.plan, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim, num_blocks=cache.num_blocks,
+        cache.plan, KVShape(cache.shape(0).num_kv_heads, cache.shape(0).head_dim), num_blocks=cache.num_blocks,
         num_rows=cache.num_rows, chunk=cache.chunk, block_size=cache.block_size, device=device,
     )  # fmt: skip
 
@@ -137,12 +138,12 @@ def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
 def read_as(
     cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-    windows: tuple[Window | None, Window | None] | None = None,
+    windows: tuple[Kept | None, Kept | None] | None = None,
 ) -> PagedKVCache:  # fmt: skip
     """A layer of a cache for attention to read, K's and V's formats, fields or windows being others."""
     formats = formats or (cache.k_format(layer), cache.v_format(layer))
     fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
-    return PagedKVCache.over(formats, layer, fields, windows or cache.windows(layer), cache.head_dim)
+    return PagedKVCache.over(formats, layer, fields, windows or cache.kept(layer), cache.shape(0).head_dim)
 
 
 def tensors_of(cache: PagedKVCache, layer: int) -> Stored:

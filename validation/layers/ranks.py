@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Ranks, kv_heads_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -49,9 +49,9 @@ class _Call:
 class _Part:
     """A rank's executor, and its part of the cache on trial."""
 
-    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
         self.executor, self.ranks, self.plan = executor, ranks, plan
-        self._heads = kv_heads_of(whole.num_kv_heads, ranks.rank, ranks.size)
+        self._heads = kv_heads_of(whole.heads.num_kv_heads, ranks.rank, ranks.size)
         self._caches: dict[tuple[int, int], PagedKVCache] = {}
 
     def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
@@ -86,13 +86,13 @@ class Gathered:
     ops = None
     device = torch.device("cpu")
 
-    def __init__(self, executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
         self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
         self.batches_alike, self.weights = executor.batches_alike, executor.weights
         self._part = _Part(executor, ranks, whole, plan)
 
-    def supports(self, config: DecoderConfig, plan: KVPlan) -> str | None:
+    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self._part.executor.supports(self._part.executor.config, self._part.plan)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
@@ -113,7 +113,7 @@ class Gathered:
         call = ranks.share(_Call(method, x, span, batch, stored, (cache.num_blocks, cache.block_size)))
         result, parts = self._part.run(call)
         for rank, of_rank in enumerate(parts):
-            heads = kv_heads_of(self.config.num_kv_heads, rank, ranks.size)
+            heads = kv_heads_of(self.config.heads.num_kv_heads, rank, ranks.size)
             for layer in span:
                 for part, fields in tensors_of(cache, layer).items():
                     for name, tensor in fields.items():
@@ -122,7 +122,7 @@ class Gathered:
 
 
 @contextmanager
-def gathered(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> Iterator[Executor]:
+def gathered(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> Iterator[Executor]:
     """On rank 0: the executors of all ranks as one, for as long as the others follow. On a single rank the executor itself."""
     if ranks.size == 1:
         yield executor
@@ -133,7 +133,7 @@ def gathered(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPla
         ranks.share(None)
 
 
-def follow(executor: Executor, ranks: Ranks, whole: DecoderConfig, plan: KVPlan) -> None:
+def follow(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
     """On every other rank: run what rank 0 runs, until it is done."""
     part = _Part(executor, ranks, whole, plan)
     with torch.inference_mode():

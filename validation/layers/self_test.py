@@ -113,7 +113,7 @@ def self_test(
 
     for model in models:
         layer, config = model.config.num_layers // 2, model.config
-        learned = calibration(config.num_layers, config.num_kv_heads, config.head_dim)
+        learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
         longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
         merged = Layer(model, layer).instead("paged_attention", merging(Parts.merged))

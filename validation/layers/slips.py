@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
@@ -71,7 +72,7 @@ def _projections(at: Layer) -> Iterator[Fault]:
             return reference.linear(x, v if weight is k else k if weight is v else weight)
 
         yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", K, {"linear": exchanged})
-    heads = at.model.config.num_kv_heads
+    heads = at.model.config.heads.num_kv_heads
     if heads > 1:
         for name, where in (("k_proj", K), ("v_proj", V)):
             rolled = at.projected(name, lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1))
@@ -91,9 +92,9 @@ def _rope(at: Layer) -> Iterator[Fault]:
         "RoPE turns the other way": lambda x, cos, sin: reference.rope(x, cos, -sin),
         "RoPE of neighbours, not of halves": _interleaved,
     }
-    if config.num_heads == config.num_kv_heads:
+    if config.heads.num_heads == config.heads.num_kv_heads:
         return
-    for letter, heads, where in (("Q", config.num_heads, OUT), ("K", config.num_kv_heads, K)):
+    for letter, heads, where in (("Q", config.heads.num_heads, OUT), ("K", config.heads.num_kv_heads, K)):
         for name, turn in turns.items():
 
             def rope(x: Tensor, cos: Tensor, sin: Tensor, turn: Any = turn, heads: int = heads) -> Tensor:
@@ -105,7 +106,7 @@ def _rope(at: Layer) -> Iterator[Fault]:
 
 def _attention(at: Layer) -> Iterator[Fault]:
     config, attention, rotation = at.model.config, reference.paged_attention, at.rotation
-    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    heads, group = config.heads.num_kv_heads, config.heads.num_heads // config.heads.num_kv_heads
 
     def dealt(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         # Query head h is served by KV head h mod Hkv.
@@ -133,7 +134,7 @@ def larger(factor: float, head: int | None = None) -> Attend:
     """Attention that is so many times as large: all of it, or one KV head's part."""
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        parts = reference.paged_attention(q, cache, layer, batch, softmax_scale).float().chunk(cache.num_kv_heads, 1)
+        parts = reference.paged_attention(q, cache, layer, batch, softmax_scale).float().chunk(cache.shape(0).num_kv_heads, 1)
         return torch.cat([part * factor if head in (None, at) else part for at, part in enumerate(parts)], 1).to(q.dtype)
 
     return attend
@@ -207,7 +208,7 @@ class OtherRope(RopeTable):
     """
 
     def __init__(
-        self, config: DecoderConfig, positions: Callable[[Tensor], Tensor] = torch.clone,
+        self, config: ModelConfig, positions: Callable[[Tensor], Tensor] = torch.clone,
         made: Callable[[Tensor], Tensor] = torch.clone, frequencies: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:  # fmt: skip
         super().__init__(config)
@@ -230,8 +231,8 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
             table = RopeTable(replace(config, rope_theta=theta))
             yield wrong(f"RoPE base {theta:g} for {config.rope_theta:g}", K, rope=table)
     for eps in (1e-5, 1e-6, 1e-8):
-        if eps != config.rms_norm_eps:
+        if eps != config.final_norm.eps:
             # V's length shows it; in BF16 it tips so many inputs to their other neighbours that K's levels do, too.
-            yield wrong(f"norms' eps {eps:g} for {config.rms_norm_eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
+            yield wrong(f"norms' eps {eps:g} for {config.final_norm.eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
     # Q and K turn alike: what they are to each other stays.
     yield wrong("positions off by one", K, rope=OtherRope(config, lambda positions: positions + 1))

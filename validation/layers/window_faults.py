@@ -15,7 +15,7 @@ from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.validation.layers.faults import PACKED, Attend, Fault, K, Keep, Layer, Spoil, one_side, other
 from haarkv.validation.layers.machine_faults import cut_off
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, read_as, take, token_rows
@@ -24,9 +24,9 @@ from haarkv.validation.layers.windows import with_tail
 
 WINDOWED = KVSpec("tq4", tail=16, sink=4)
 """A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
-Read = Callable[[Window, Batch, int], Tensor]
-Seen = Callable[[Window, Tensor, int], Tensor]
-Move = Callable[[Window, Batch, Tensor], None]
+Read = Callable[[Kept, Batch, int], Tensor]
+Seen = Callable[[Kept, Tensor, int], Tensor]
+Move = Callable[[Kept, Batch, Tensor], None]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
@@ -86,7 +86,7 @@ def _moved(at: Layer) -> Iterator[Fault]:
 
     def writing(move: Move) -> Callable[..., None]:
         def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            pairs = [(window, x.to(torch.bfloat16)) for window, x in zip(cache.windows(layer), (k, v), strict=True) if window]
+            pairs = [(window, x.to(torch.bfloat16)) for window, x in zip(cache.kept(layer), (k, v), strict=True) if window]
             before = [window.vectors.clone() for window, _ in pairs]
             reference.store_kv(k, v, cache, layer, batch)
             for (window, x), vectors in zip(pairs, before, strict=True):
@@ -107,27 +107,27 @@ def _moved(at: Layer) -> Iterator[Fault]:
     yield at.storing("tokens are packed when they leave the window", K, _late)
 
 
-def _write(window: Window, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
+def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
     if window.ring:
         window.vectors[rows, :, places] = x
     first = batch.positions < window.sink
     window.vectors[rows[first], :, batch.positions[first]] = x[first]
 
 
-def _over_sinks(window: Window, batch: Batch, x: Tensor) -> None:
+def _over_sinks(window: Kept, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), batch.positions % max(window.ring, 1))
 
 
-def _short_ring(window: Window, batch: Batch, x: Tensor) -> None:
+def _short_ring(window: Kept, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), window.sink + batch.positions % max(window.ring - 1, 1))
 
 
-def _to_another_row(window: Window, batch: Batch, x: Tensor) -> None:
+def _to_another_row(window: Kept, batch: Batch, x: Tensor) -> None:
     rows = (token_rows(batch) + 1) % len(window.vectors)
     _write(window, batch, x, rows, window.sink + batch.positions % max(window.ring, 1))
 
 
-def _sinks_of_chunks(window: Window, batch: Batch, x: Tensor) -> None:
+def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
     window.write(x, batch)
     starts = batch.query_start_loc.long()
     index = torch.arange(len(x)) - torch.repeat_interleave(starts[:-1], starts.diff())
@@ -135,7 +135,7 @@ def _sinks_of_chunks(window: Window, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[first], :, index[first]] = x[first]
 
 
-def _one_sink_too_few(window: Window, batch: Batch, x: Tensor) -> None:
+def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
     gone = batch.positions == window.sink - 1
     kept = window.vectors[token_rows(batch)[gone], :, batch.positions[gone]]
     window.write(x, batch)
@@ -144,7 +144,7 @@ def _one_sink_too_few(window: Window, batch: Batch, x: Tensor) -> None:
 
 def _late(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
     """What a token leaves behind in its slot until then is what was there before."""
-    window = next((window for window in cache.windows(layer) if window), None)
+    window = next((window for window in cache.kept(layer) if window), None)
     before = take(cache, layer, batch)
     reference.store_kv(k, v, cache, layer, batch)
     if window:
@@ -156,10 +156,10 @@ def _late(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
-class _Other(Window):
+class _Other(Kept):
     """A window that is read in another way."""
 
-    def __init__(self, right: Window, seen: Seen | None = None, read: Read | None = None) -> None:
+    def __init__(self, right: Kept, seen: Seen | None = None, read: Read | None = None) -> None:
         vars(self).update(vars(right))
         self._right, self._seen, self._read = right, seen, read
 
@@ -174,9 +174,9 @@ def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, 
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in cache.windows(layer))
+        k, v = (_Other(window, seen, read) if window else None for window in cache.kept(layer))
         wrong, right = (
-            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.num_kv_heads, 1)
+            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.shape(0).num_kv_heads, 1)
             for held in (read_as(cache, layer, windows=(k, v)), cache)
         )
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
@@ -188,31 +188,31 @@ def _seen(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Seen:
         return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
 
-    def sinks_alone(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def sinks_alone(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
-    def no_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def no_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
-    def last_of_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def last_of_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         gone = torch.arange(tokens) == window.sink - 1
         return window.seen(positions, tokens) & ~(gone & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
-    def moved(place: Callable[[Window], Tensor]) -> Read:
-        def read(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def moved(place: Callable[[Kept], Tensor]) -> Read:
+        def read(window: Kept, batch: Batch, tokens: int) -> Tensor:
             changed = _Other(window)
             changed.vectors = place(window)
-            return Window.read(changed, batch, tokens)
+            return Kept.read(changed, batch, tokens)
 
         return read
 
-    def one_place_on(window: Window) -> Tensor:
+    def one_place_on(window: Kept) -> Tensor:
         return torch.cat([window.vectors[:, :, : window.sink], window.vectors[:, :, window.sink :].roll(-1, 2)], 2)
 
-    def another_row(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def another_row(window: Kept, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=batch.rows.roll(1)), tokens)
 
-    def by_number(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def by_number(window: Kept, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=torch.arange(len(batch.rows))), tokens)
 
     looks: dict[str, tuple[Seen | None, Read | None]] = {
@@ -288,10 +288,10 @@ def merging(merge: Merge) -> Attend:
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         token, position, valid = reference.pad_queries(batch)
-        heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
+        heads, group = cache.shape(0).num_kv_heads, q.shape[1] // cache.shape(0).num_kv_heads
         rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
         k, v = cache.read(layer, batch.block_table)
-        k_window, v_window = cache.windows(layer)
+        k_window, v_window = cache.kept(layer)
         if k_window is None or v_window is None:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         tokens = torch.arange(k.shape[2])
@@ -302,7 +302,7 @@ def merging(merge: Merge) -> Attend:
             packed=~seen & ~future, exact=seen & ~future, queries=rows, packed_scores=rows @ k.mT, exact_scores=rows @ keys.mT,
             exact_keys=keys, packed_values=v.masked_fill(behind[:, None, :, None], 0.0),
             exact_values=v_window.read(batch, len(tokens)), sinks=tokens < k_window.sink,
-            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.head_dim).float(),
+            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.shape(0).head_dim).float(),
         )  # fmt: skip
         out = merge(parts).view(*k.shape[:2], group, token.shape[1], -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
         attended: Tensor = out[valid].to(q.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from haarkv.tq_ops.formats.base import by_token, lengths_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.window import Window
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.parts import Part, Stored, parts_of, read_as
 
@@ -41,14 +41,14 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
     Returns:
         packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
     """
-    windows = dict(zip("kv", cache.windows(layer), strict=True))
+    windows = dict(zip("kv", cache.kept(layer), strict=True))
     if not any(windows.values()):
         return stored
     changed = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in stored.items()}
     starts = batch.query_start_loc.long()
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
-        toward, token = _toward(q[queries].float(), cache.num_kv_heads), torch.arange(length)
+        toward, token = _toward(q[queries].float(), cache.shape(0).num_kv_heads), torch.arange(length)
         for part in parts_of(cache, layer):
             window = windows[part.side]
             if window is None or part.name.startswith("sink"):
@@ -64,7 +64,7 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
     return changed
 
 
-def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+def _unread(window: Kept, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
     """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
     # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
     # before the queries is first seen by the first of them, any other by its own.
@@ -95,7 +95,7 @@ def _drown(part: Part, layer: int, fields: dict[str, Tensor], at: tuple[Tensor, 
 
 
 # -- Where a window ends ---------------------------------------------------------------------------------------------------
-def with_tail(window: Window, tail: int) -> Window:
+def with_tail(window: Kept, tail: int) -> Kept:
     """The same tokens, of which queries see another number in BF16; at least 0."""
     changed = copy(window)
     changed.tail = max(tail, 0)
@@ -104,7 +104,7 @@ def with_tail(window: Window, tail: int) -> Window:
 
 def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
     """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty without a tail."""
-    windows = cache.windows(layer)
+    windows = cache.kept(layer)
     if not any(window and window.ring for window in windows):
         return {}
 

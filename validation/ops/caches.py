@@ -81,7 +81,7 @@ def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
 
 def windows_of(made: PagedKVCache) -> list[Tensor]:
     """The very tensors of what a cache keeps in BF16."""
-    return [window.vectors for layer in made.held for window in made.windows(layer) if window]
+    return [window.vectors for layer in made.held for window in made.kept(layer) if window]
 
 
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:

@@ -24,7 +24,8 @@ from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.fingerprint import fingerprint
@@ -36,9 +37,10 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import blocks_for
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVSpec
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
@@ -84,7 +86,7 @@ def learn_model(
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
-        metric = metric_of_values(model.weights.layers[layer].o_proj, config.num_kv_heads, config.head_dim)
+        metric = metric_of_values(model.weights.layers[layer].o_proj, config.heads.num_kv_heads, config.heads.head_dim)
         own, other, after = Sums(metric), Sums(metric), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             of_window = Sums(metric)
@@ -103,7 +105,9 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
     config, blocks = model.config, blocks_for(len(hidden))
     plan = KVSpec("bf16").plan(config.num_layers)
-    page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.head_dim) for f in plan.layers[layer]) * config.num_kv_heads)
+    page = round(
+        BLOCK_SIZE * sum(f.bytes_per_vector(config.heads.head_dim) for f in plan.layers[layer]) * config.heads.num_kv_heads
+    )
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
     cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
     paging = PagedSequences(blocks, cache.block_size, num_rows=1)
@@ -163,7 +167,7 @@ class Subject:
     fingerprint: str
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> ModelConfig:
         """Of the model."""
         return self.model.config
 
@@ -183,7 +187,7 @@ class Subject:
             InputError: no number of learned nibbles has the bytes of `tq4`.
         """
         model = self.model.to(torch.device("cpu"))
-        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.head_dim}", calibration=calibration)]
+        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.heads.head_dim}", calibration=calibration)]
 
         def session(spec: KVSpec) -> Session:
             plan = plan_for(spec, self.config)
@@ -211,9 +215,9 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
-    if config.head_dim % MULTIPLE:
+    if config.heads.head_dim % MULTIPLE:
         raise InputError(
-            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.head_dim} numbers; use tq4"
+            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.heads.head_dim} numbers; use tq4"
         )
     name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
     try:

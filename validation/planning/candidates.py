@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
-from haarkv.tq_ops.kv.cache import blocks_for, cache_bytes
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, WINDOW_BYTES, KVPlan, KVSpec
+from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
 from haarkv.validation.fidelity.partial import Partial
 
@@ -32,7 +34,7 @@ Costs = Mapping[Place, Mapping[str, float]]
 """Mean KL(bf16 || bf16 but this format at this place), in nats a token."""
 
 
-def places(config: DecoderConfig) -> list[Place]:
+def places(config: ModelConfig) -> list[Place]:
     """K and V of every layer, in their order."""
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
@@ -68,7 +70,7 @@ def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float
     return found
 
 
-def require_candidates(names: Sequence[str], config: DecoderConfig, learned: Calibration | None = None) -> None:
+def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
     Args:
@@ -83,10 +85,10 @@ def require_candidates(names: Sequence[str], config: DecoderConfig, learned: Cal
             )
 
 
-def bits_per_value(kv: KVPlan, config: DecoderConfig, context: int) -> float:
+def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
     """Bits of one number of K or V, all included, as allocated for one sequence of so many tokens."""
-    shape, slots = (config.num_kv_heads, config.head_dim), BLOCK_SIZE * blocks_for(context)
-    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * slots
+    shape, slots = (config.heads.num_kv_heads, config.heads.head_dim), BLOCK_SIZE * blocks_for(context)
+    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * slots
     return 8 * cache_bytes(kv, context, *shape) / values
 
 
@@ -94,8 +96,8 @@ def size_of(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:
     """Bytes of one place and KV head for one sequence, its tail and sinks included."""
     kv_format = kv.layers[place[0]][place[1] == "v"]
     packed = BLOCK_SIZE * blocks_for(context) * kv_format.bytes_per_vector(head_dim)
-    window = kv.ring_tokens(kv_format) + kv.sink if kv.has_window(kv_format) else 0
-    return round(packed) + WINDOW_BYTES * head_dim * window
+    window = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
+    return round(packed) + KEPT_BYTES * head_dim * window
 
 
 def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:
@@ -155,7 +157,7 @@ class Verified:
 
 
 def rivals_of(
-    plan: KVPlan, config: DecoderConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
+    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
 ) -> dict[str, KVPlan]:
     """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
 

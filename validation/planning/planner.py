@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.session import Session
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.cache import blocks_for
-from haarkv.tq_ops.kv.plan import BLOCK_SIZE, KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     OnStep,
@@ -144,7 +145,7 @@ class _Entering:
 
 def choose(
     costs: Costs,
-    config: DecoderConfig,
+    config: ModelConfig,
     *,
     budget: float,
     tail: int,
@@ -166,10 +167,10 @@ def choose(
     empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
     options = [[(name, with_format(empty, place, name, learned)) for name in of_place] for place, of_place in costs.items()]
     sizes = [
-        [size_of(plan, place, config.head_dim, context) for _, plan in of_place]
+        [size_of(plan, place, config.heads.head_dim, context) for _, plan in of_place]
         for place, of_place in zip(costs, options, strict=True)
     ]
-    values = len(costs) * config.head_dim * BLOCK_SIZE * blocks_for(context)
+    values = len(costs) * config.heads.head_dim * BLOCK_SIZE * blocks_for(context)
     # A budget such as 4.1 has no exact float; what it falls short of must not cost a plan of just 4.1 bits.
     room = math.floor(budget * values / 8 * (1 + 1e-12))
     found = best_within(sizes, [list(of_place.values()) for of_place in costs.values()], room)
@@ -185,7 +186,7 @@ def choose(
 
 def choices_within(
     costs: Costs,
-    config: DecoderConfig,
+    config: ModelConfig,
     *,
     budget: float,
     tails: Sequence[int],

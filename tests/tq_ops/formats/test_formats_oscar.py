@@ -14,6 +14,7 @@ from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.planning.moments import moments
 
 HEADS = 2

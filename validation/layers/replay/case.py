@@ -11,7 +11,8 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.executors.base import Executor
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights, Weights
 from haarkv.tq_ops import formats
@@ -50,7 +51,7 @@ class LayerCase:
         phase, step: of the forward that it was cut out of.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     weights: LayerWeights
     kv: str
     tail: int | None
@@ -80,7 +81,7 @@ class LayerCase:
         embedding = self.hidden.new_zeros(self.config.vocab_size, self.config.hidden_size)
         norm = self.hidden.new_ones(self.config.hidden_size)
         weights = Weights(embedding, (self.weights,) * self.config.num_layers, norm, embedding)
-        return DecoderModel(self.config, weights, RopeTable(self.config))
+        return DecoderModel.of(self.config, weights)
 
     @property
     def tokens(self) -> int:
@@ -90,11 +91,11 @@ class LayerCase:
     def describe(self) -> str:
         """Its size in words."""
         config = self.config
-        width = config.moe_intermediate_size if config.num_experts else config.intermediate_size
-        sequences, heads = len(self.batch.seq_lens), config.num_kv_heads
+        width = config.moe_intermediate_size if config.num_experts else config.common.mlp.width
+        sequences, heads = len(self.batch.seq_lens), config.heads.num_kv_heads
         return (
             f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
-            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.num_heads}, "
+            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
 

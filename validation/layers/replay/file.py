@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.base import DecoderConfig
+from haarkv.models.config import ModelConfig
 from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -163,11 +163,11 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     return case
 
 
-def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
+def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
     values = dict(raw)
     scaling = values.pop("rope_scaling")
     of_rope: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
-    config = DecoderConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
+    config = ModelConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
     if not 1 <= config.num_layers <= _MOST_LAYERS:
         raise ValueError(f"its layer is the {config.num_layers}th, and models have at most {_MOST_LAYERS}")
     if config.vocab_size != VOCABULARY:
@@ -175,7 +175,7 @@ def _read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def _by_hf_name(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_hf_name(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The layer's weights, each of the shape that the config asks for."""
     found = {}
     for path, part in config.family.LayerWeights.tensors_of(config).items():
@@ -199,14 +199,14 @@ def _check(case: LayerCase) -> None:
     """Refuse what does not fit together, before anything is allocated by it."""
     batch, config, lengths = case.batch, case.config, case.batch.seq_lens.long()
     size, blocks = block_size(case), len(next(iter(case.before["k"].values())))
-    heads, plan = config.num_kv_heads, case.plan
+    heads, plan = config.heads.num_kv_heads, case.plan
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
-        _check_fields(case.before[side], kv_format, config.head_dim, (blocks, heads, size))
-        if plan.has_window(kv_format):
+        _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, size))
+        if plan.keeps(kv_format):
             kept = {f"window.{side}": plan.ring_tokens(kv_format), f"sink.{side}": plan.sink}
             for part, tokens in kept.items():
                 if tokens:
-                    _check_fields(case.before[part], formats.get("bf16"), config.head_dim, (blocks, heads, tokens))
+                    _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))
     counts = batch.query_start_loc.diff().long()
     needed = (lengths + size - 1) // size
     sound = (

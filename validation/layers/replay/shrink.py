@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.base import DecoderConfig, DecoderModel
+from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
@@ -77,8 +78,8 @@ def shrink(case: LayerCase, reference: Make, fails: Fails, seconds: float, on_tr
 
 def _size(case: LayerCase) -> tuple[int, ...]:
     config, context = case.config, int(case.batch.seq_lens.sum())
-    widths = config.hidden_size, config.intermediate_size, config.moe_intermediate_size
-    return case.index, case.tokens, context, config.num_heads, *widths
+    widths = config.hidden_size, config.common.mlp.width, config.moe_intermediate_size
+    return case.index, case.tokens, context, config.heads.num_heads, *widths
 
 
 # -- Each yields smaller cases, the smallest first ---------------------------------------------------------------------
@@ -125,7 +126,7 @@ def _less_context(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
 
 def _fewer_heads(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
     config = case.config
-    heads, group = range(config.num_kv_heads), config.num_heads // config.num_kv_heads
+    heads, group = range(config.heads.num_kv_heads), config.heads.num_heads // config.heads.num_kv_heads
     if len(heads) > 1:
         yield from (_heads(case, [head], group) for head in heads)
         yield from (_heads(case, [other for other in heads if other != head], group) for head in heads if len(heads) > 2)
@@ -211,8 +212,8 @@ def _context(case: LayerCase, tokens: int) -> LayerCase:
 
 def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
     """Some KV heads, and the first few query heads of each."""
-    config, dim = case.config, case.config.head_dim
-    whole = config.num_heads // config.num_kv_heads
+    config, dim = case.config, case.config.heads.head_dim
+    whole = config.heads.num_heads // config.heads.num_kv_heads
     queries = [head * whole + query for head in heads for query in range(group)]
     rows = {"kv_size": _of_heads(heads, dim), "q_size": _of_heads(queries, dim)}
     before = {side: {name: tensor[:, heads] for name, tensor in fields.items()} for side, fields in case.before.items()}
@@ -246,7 +247,7 @@ def _cut(case: LayerCase, kept: Mapping[str, Tensor], sizes: Mapping[str, int]) 
                 tensor = tensor.index_select(place, kept[axis])
         return tensor.contiguous()
 
-    config: DecoderConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
+    config: ModelConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
     hidden = case.hidden[:, kept["hidden_size"]] if "hidden_size" in kept else case.hidden
     return replace(case, config=config, weights=case.weights.changed(cut), hidden=hidden)
 
