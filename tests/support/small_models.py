@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from haarkv.executors import base
 from haarkv.executors.base import Executor
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import ModelConfig
-from haarkv.models.rope import RopeTable
+from haarkv.models.config import ModelConfig, Norm, dense_layers
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -25,16 +24,27 @@ from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
 
-# hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
-_BASE = ModelConfig(
-    model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
-    vocab_size=61, rope_theta=1e4, max_position_embeddings=512,
-)  # fmt: skip
+def small_config(
+    model_type: str = "qwen3", *, num_layers: int = 3, num_heads: int = 10, num_kv_heads: int = 2, head_dim: int = 128,
+    intermediate_size: int = 80, rope_theta: float = 1e4, head_norms: bool = True, bias: bool = False,
+    hidden_size: int = 48, vocab_size: int = 61, max_position_embeddings: int = 512, tied: bool = False,
+    windows: Sequence[int | None] | None = None,
+) -> ModelConfig:  # fmt: skip
+    """A small declaration; hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another."""
+    layers = dense_layers(
+        num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=intermediate_size,
+        rope_theta=rope_theta, head_norms=head_norms, bias=bias, windows=windows,
+    )  # fmt: skip
+    return ModelConfig(
+        model_type, layers, hidden_size, vocab_size, Norm(1e-6), tied=tied, max_position_embeddings=max_position_embeddings
+    )
+
+
 CONFIGS: dict[str, ModelConfig] = {
-    "gqa5_d128": _BASE,
-    "gqa5_one_kv_head_d128_tied": replace(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
-    "mha_d64": replace(_BASE, num_heads=3, KVShape(3, 64)),
-    "gqa2_d256_tied": replace(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
+    "gqa5_d128": small_config(),
+    "gqa5_one_kv_head_d128_tied": small_config(num_heads=5, num_kv_heads=1, tied=True),
+    "mha_d64": small_config(num_heads=3, num_kv_heads=3, head_dim=64),
+    "gqa2_d256_tied": small_config(num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tied=True),
 }
 """Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
 SMALL = CONFIGS["gqa5_d128"]
@@ -66,7 +76,7 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         final_norm=norm(raw.final_norm),
         lm_head=embedding if config.tied else matrix(raw.lm_head),
     )
-    return DecoderModel(config, weights, RopeTable(config))
+    return DecoderModel.of(config, weights)
 
 
 def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
@@ -118,11 +128,11 @@ def prefill(
 ) -> Tensor:
     """Logits [B, vocab] after the next tokens of some sequences, in one ragged forward."""
     batch = paging.batch(sequences, [len(t) for t in tokens])
-    return executor.prefill(torch.tensor([t for row in tokens for t in row]), batch, cache)
+    return base.prefill(executor, torch.tensor([t for row in tokens for t in row]), batch, cache)
 
 
 def decode(
     executor: Executor, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], tokens: Sequence[int]
 ) -> Tensor:
     """Logits [B, vocab] after one more token of each sequence."""
-    return executor.decode(torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
+    return base.prefill(executor, torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
