@@ -55,7 +55,8 @@ def _learned(head_dim: int) -> range:
 
 READS = Reads(
     "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
-    in_one_order=lambda described: kernel_order(described) is not None, kept=True, learned=_learned,
+    in_one_order=lambda described: kernel_order(described) is not None, kept=True, windows=True,
+    learned=_learned,
 )  # fmt: skip
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
