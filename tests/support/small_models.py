@@ -14,7 +14,7 @@ from haarkv.executors import base
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import ModelConfig, Norm, dense_layers
+from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope, dense_layers
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -40,6 +40,22 @@ def small_config(
     )
 
 
+def gemma_config(
+    *, num_layers: int = 2, hidden_size: int = 48, num_heads: int = 4, head_dim: int = 256, window: int = 12
+) -> ModelConfig:
+    """A small declaration as Gemma 3's: windows and a RoPE of their own in all layers but each second, one KV head, 1 + w,
+    norms behind, GELU, scaled embeddings."""
+    attention = Attention(num_heads, 1, head_dim, Rope(1e6, head_dim), head_dim**-0.5, head_norms=True)
+    local = replace(attention, window=window, rope=Rope(1e4, head_dim))
+    norm = Norm(1e-6, plus_one=True)
+    layers = tuple(
+        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, norms_behind=True) for index in range(num_layers)
+    )
+    return ModelConfig(
+        "gemma3_text", layers, hidden_size, 61, norm, embedding_scale=hidden_size**0.5, tied=True, max_position_embeddings=4096
+    )
+
+
 CONFIGS: dict[str, ModelConfig] = {
     "gqa5_d128": small_config(),
     "gqa5_one_kv_head_d128_tied": small_config(num_heads=5, num_kv_heads=1, tied=True),
@@ -60,7 +76,8 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         return (weight * (weight.shape[1] ** -0.5 / 0.02)).to(dtype)
 
     def norm(weight: Tensor, low: float = 0.5, high: float = 1.5) -> Tensor:
-        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(dtype)
+        kept = torch.float32 if config.final_norm.plus_one else dtype  # as 1 + w is
+        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(kept)
 
     def layer(weights: LayerWeights) -> LayerWeights:
         new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named()}

@@ -159,7 +159,7 @@ def keeping(kept: Kept | None, batch: Batch) -> Keeping:
     if kept is None:
         return Keeping(None, None, None, *map(constant, (0, 0, 0)))
     sequences = batch.seq_lens.shape[0]
-    bits = 0 if len(batch.positions) == sequences else (sequences - 1).bit_length()
+    bits = 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
     of_batch = batch.rows, batch.positions, batch.query_start_loc
     return Keeping(*of_batch, *map(constant, (kept.sink, kept.ring, bits)))
 

@@ -149,8 +149,9 @@ def _columns(group: int) -> int:
     return -(-group // 8) * 8
 
 
-def compiled(target: str, shape: Shape) -> bytes:
-    """What NVRTC makes of `csrc/decode.cu` for a shape."""
+def compiled(target: str, *values: int) -> bytes:
+    """What NVRTC makes of `csrc/decode.cu` for the values of a `Shape`."""
+    shape = Shape(*values)
     macros = {name.upper(): value for name, value in shape._asdict().items()}
     # What is written down here and there is compared as it is compiled.
     macros |= {
@@ -164,7 +165,7 @@ def compiled(target: str, shape: Shape) -> bytes:
 @cache
 def _kernel(shape: Shape, device: torch.device) -> nvrtc.Kernel:
     shared = shared_bytes(shape.group, shape.v_levels)
-    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", shape), "decode", shared, device)
+    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.

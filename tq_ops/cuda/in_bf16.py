@@ -39,7 +39,7 @@ def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexp
     at = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None] + tl.arange(0, D // 2)[None, :]
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
     if into.RING > 0:
-        newest = at + ((into.SINK + position % into.RING) * D)[:, None]
+        newest = at + ((position % into.RING + into.SINK) * D)[:, None]
         tl.store(newest, low, live[:, None])
         tl.store(newest + D // 2, high, live[:, None])
     if into.SINK > 0:
@@ -86,7 +86,7 @@ def kept_kernel(
         begin, count = 0, SINK
         if TAIL > 0:
             begin = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - TAIL, SINK)
-            count = SINK + tl.maximum(stop - begin, 0)
+            count = tl.maximum(stop - begin, 0) + SINK
         dims, halves = tl.arange(0, D)[None, :], tl.arange(0, D // 2)[None, :]
         queries = tl.load(q + vector[:, None] * D + dims, live[:, None], 0.0)
         of_row = (tl.load(rows + sequence) * HEADS + kv_head) * ((SINK + RING) * D)
@@ -97,7 +97,7 @@ def kept_kernel(
             stored, place = index, index
             if TAIL > 0:
                 stored = tl.where(index < SINK, index, begin + index - SINK)
-                place = tl.where(index < SINK, index, SINK + stored % RING)
+                place = tl.where(index < SINK, index, stored % RING + SINK)
             # Places that no token of this sequence lies at hold leftovers, NaN perhaps.
             there = (index < count) & (stored < stop)
             at = of_row + (place * D)[:, None]

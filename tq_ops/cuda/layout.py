@@ -63,6 +63,11 @@ NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
 
 
+def fault_place(key: int) -> tuple[int, str, int, int]:
+    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
+    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
+
+
 @dataclass(frozen=True)
 class Learned:
     """What learned coordinates have beside a rotation, in the kernels' order; columns without a level hold zeros.

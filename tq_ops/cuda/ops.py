@@ -17,7 +17,7 @@ from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tile
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, layout_of, unset_queries
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
@@ -98,11 +98,6 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
     where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
     raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
-
-
-def fault_place(key: int) -> tuple[int, str, int, int]:
-    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
-    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
 
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
