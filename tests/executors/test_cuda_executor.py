@@ -8,7 +8,15 @@ import weakref
 import pytest
 import torch
 from small_models import (
-    cache_tensors, decode, gemma_config, new_cache, new_paging, prefill, random_tokens, small_config, small_model,
+    cache_tensors,
+    decode,
+    gemma_config,
+    new_cache,
+    new_paging,
+    prefill,
+    random_tokens,
+    small_config,
+    small_model,
 )  # fmt: skip
 
 from haarkv.executors import base, catalog
@@ -29,7 +37,7 @@ from haarkv.executors.cuda import CudaExecutor
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 CONFIG = small_config(num_layers=1, num_heads=4, head_dim=64)
-GEMMA = gemma_config(num_layers=2)
+GEMMA = gemma_config(num_layers=2, head_dim=64)  # of its own head_dim in the tests of its ops
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
 MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 LEARNED = KVSpec("k=lr80,v=lr48", tail=2, sink=1, calibration=MADE_UP)
@@ -75,7 +83,7 @@ def run(one, cache) -> torch.Tensor:
             for given in (("bfloat16", TQ4), ("float32", TAIL), ("float32", LEARNED))
         ),
     ],
-    ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else getattr(given, "model_type", given),
+    ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given)[:8],
 )  # fmt: skip
 def test_forwards_equal_the_references(config, dtype, spec):
     """Prompts, padded decode steps and a draft."""
@@ -89,6 +97,22 @@ def test_forwards_equal_the_references(config, dtype, spec):
         assert error.max() <= bounds.LAYER_FP32.logits
 
 
+def served(one, spec: KVSpec) -> torch.Tensor:
+    """Logits of a Gemma's every new token: prompts in chunks whose rings begin anew, decode steps that are padded, a draft."""
+    cache = PagedKVCache(
+        spec.plan(2), GEMMA.kv_shapes, num_blocks=12, num_rows=4, block_size=8, chunk=16, ring_chunk=16, device=one.device
+    )
+    paging, found, tokens = PagedSequences(12, 8, num_rows=4), [], random_tokens(GEMMA, 60)
+    ids = [paging.add() for _ in range(3)][::-1]
+    for rows in (
+        [tokens[:16], tokens[:3]], [tokens[16:30], tokens[3:4]], [[5], [6], [7]], [[8], [9], [1]], [[1, 2, 3], [4]],
+    ):  # fmt: skip
+        batch = paging.batch(ids[: len(rows)], [len(row) for row in rows]).to(cache.device)
+        of_batch = torch.tensor([token for row in rows for token in row], device=cache.device)
+        found.append(base.verify(one, of_batch, batch, cache).cpu())
+    return torch.cat(found)
+
+
 @pytest.mark.parametrize("by_ops", [False, True], ids=["fused", "op by op"])
 @pytest.mark.parametrize(
     ("dtype", "spec"),
@@ -96,34 +120,15 @@ def test_forwards_equal_the_references(config, dtype, spec):
         ("float32", TQ4), ("bfloat16", KVSpec("tq4", tail=3, sink=2)),
         *(pytest.param(*given, marks=pytest.mark.cuda_long) for given in (("bfloat16", TQ4), ("float32", TAIL))),
     ],
-    ids=str,
+    ids=["float32", "bfloat16-kept", "bfloat16", "float32-kept"],
 )  # fmt: skip
 def test_a_gemma_runs_as_the_reference_does(monkeypatch, dtype, spec, by_ops):
-    """Rings that begin anew, windows of a RoPE of their own, 1 + w, norms behind, GELU: prompts in chunks, decode, a draft."""
+    """Windows with a RoPE of their own, 1 + w, norms behind, GELU, scaled embeddings; its layers fused, and op by op."""
     if by_ops:
         monkeypatch.setattr("haarkv.models.fused.unsupported", lambda _: "to run it op by op")
-    model, logits = small_model(GEMMA, dtype=getattr(torch, dtype)), []
-    for make in (ReferenceExecutor, executor):
-        one = make(model)
-        cache = PagedKVCache(
-            spec.plan(2), GEMMA.kv_shapes, num_blocks=12, num_rows=4, block_size=8, chunk=16, ring_chunk=16, device=one.device
-        )
-        paging = PagedSequences(12, 8, num_rows=4)
-        ids, found = [paging.add() for _ in range(3)][::-1], []
-
-        def step(some, rows):
-            batch = paging.batch(some, [len(row) for row in rows]).to(cache.device)
-            tokens = torch.tensor([token for row in rows for token in row], device=cache.device)
-            found.append(base.verify(one, tokens, batch, cache).cpu())
-
-        tokens = random_tokens(GEMMA, 60)
-        step(ids[:2], [tokens[:16], tokens[:3]])
-        step(ids[:2], [tokens[16:30], tokens[3:4]])
-        step(ids, [[5], [6], [7]])
-        step(ids, [[8], [9], [1]])
-        step(ids[:2], [[1, 2, 3], [4]])
-        logits.append(torch.cat(found))
-    error = (logits[1] - logits[0]).abs().amax(-1) / logits[0].std(dim=-1)
+    model = small_model(GEMMA, dtype=getattr(torch, dtype))
+    theirs, ours = (served(one(model), spec) for one in (ReferenceExecutor, executor))
+    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
     assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
     if dtype == "float32":
         assert error.max() <= bounds.LAYER_FP32.logits

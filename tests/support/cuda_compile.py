@@ -134,7 +134,12 @@ def main() -> None:
     parser.add_argument("capabilities", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("kernels", nargs="*")
     parser.add_argument("--everything", action="store_true")
-    parser.add_argument("--head-dim", type=lambda text: int(text) if text.isdecimal() else text, choices=tuple(SHAPES), help="with --everything: of these models alone")
+    parser.add_argument(
+        "--head-dim",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        choices=tuple(SHAPES),
+        help="with --everything: of these models alone",
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the cubins")
     given = parser.parse_args()
     for capability in given.capabilities:

@@ -24,6 +24,7 @@ from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
 
+
 def small_config(
     model_type: str = "qwen3", *, num_layers: int = 3, num_heads: int = 10, num_kv_heads: int = 2, head_dim: int = 128,
     intermediate_size: int = 80, rope_theta: float = 1e4, head_norms: bool = True, bias: bool = False,
@@ -43,13 +44,14 @@ def small_config(
 def gemma_config(
     *, num_layers: int = 2, hidden_size: int = 48, num_heads: int = 4, head_dim: int = 256, window: int = 12
 ) -> ModelConfig:
-    """A small declaration as Gemma 3's: windows and a RoPE of their own in all layers but each second, one KV head, 1 + w,
-    norms behind, GELU, scaled embeddings."""
+    """A small declaration as Gemma 3's: each second layer with a window and a RoPE of its own, one KV head, 1 + w, norms
+    behind, GELU, scaled embeddings."""
     attention = Attention(num_heads, 1, head_dim, Rope(1e6, head_dim), head_dim**-0.5, head_norms=True)
     local = replace(attention, window=window, rope=Rope(1e4, head_dim))
     norm = Norm(1e-6, plus_one=True)
     layers = tuple(
-        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, norms_behind=True) for index in range(num_layers)
+        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, norms_behind=True)
+        for index in range(num_layers)
     )
     return ModelConfig(
         "gemma3_text", layers, hidden_size, 61, norm, embedding_scale=hidden_size**0.5, tied=True, max_position_embeddings=4096

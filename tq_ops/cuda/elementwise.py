@@ -41,8 +41,7 @@ def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, GELU: tl.
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
     g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
-    # 2 * sqrt(2 / pi)
-    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g  # twice the root of 2 / pi
     tl.store(out + row * width + column, rounded(g / (1.0 + tl.exp(-z)) * u, out.dtype.element_ty), inside)
 
 

@@ -139,8 +139,8 @@ def append(
     """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
 
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
-    order layer, side, token, head, is left in `fault` [1] int64 as `layout.fault_place` reads it. A negative slot is skipped. With
-    STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
+    order layer, side, token, head, is left in `fault` [1] int64 as `layout.fault_place` reads it. A negative slot is skipped.
+    With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
     Args:
         matrix: of learned coordinates the head of all these vectors.

@@ -74,7 +74,7 @@ CASES = [
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
-    # Windows that begin within 32 tokens, at their edge and before the context; over rings; with a tail, and sinks left behind.
+    # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
     case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
     case("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
     at_length("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),

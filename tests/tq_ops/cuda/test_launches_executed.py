@@ -40,7 +40,8 @@ def test_attention_on_hopper():
 @pytest.mark.ptx_long
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    "group", ["decode", "prefill", "store", "tail", "window", "learned", "blackwell", "rest", "planted", "executor", "contract"]
+    "group",
+    ["decode", "prefill", "store", "tail", "window", "learned", "blackwell", "rest", "planted", "executor", "contract"],
 )
 def test_at_length(capability, group):
     """`planted`: faults in kernels, each of which must be found."""
