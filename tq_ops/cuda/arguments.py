@@ -136,8 +136,9 @@ def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tenso
     return Write(
         codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, learned.mean if learned else None,
         learned.numbers if learned else None, of.boundaries, kept,
-        *map(constant, (of.bits, of.levels, of.width, of.rounds_unit, of.smallest, of.saturates, learned is not None)),
-        constant(choices.rotation_operand(x, of.rounds_unit)),
+        BITS=constant(of.bits), N=constant(of.levels), W=constant(of.width), ROUNDS=constant(of.rounds_unit),
+        SMALLEST=constant(of.smallest), SATURATES=constant(of.saturates), LEARNED=constant(learned is not None),
+        TYPE=constant(choices.rotation_operand(x, of.rounds_unit)),
     )  # fmt: skip
 
 
@@ -145,10 +146,8 @@ def both_written(
     fields: tuple[dict[str, Tensor], dict[str, Tensor]], of: tuple[Layout, Layout], kept: Kept | None, x: Tensor, head_dim: int
 ) -> dict[str, Any]:
     """K and V of a layer for a kernel that stores them, and its warps, by name."""
-    k, v = (
-        written(*side, vectors, x)
-        for *side, vectors in zip(fields, of, (kept.k, kept.v) if kept else (None, None), strict=True)
-    )
+    in_bf16 = (kept.k, kept.v) if kept else (None, None)
+    k, v = (written(side, layout, vectors, x) for side, layout, vectors in zip(fields, of, in_bf16, strict=True))
     types, widest = (k.TYPE.value, v.TYPE.value), max(head_dim, *(one.width for one in of))
     learned = any(one.learned for one in of)
     return {"k": k, "v": v, "num_warps": choices.store_warps(widest, types, max(one.bits for one in of), learned)}
