@@ -148,7 +148,8 @@ class CudaExecutor:
         return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
-        return lambda token_ids, batch: self._run.forward(token_ids, batch, cache)
+        of = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
+        return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, of()))
 
     def _blame(self, key: int) -> NonFiniteError:
         """Which weight it was: the last forward and its head again, op by op."""
@@ -156,7 +157,6 @@ class CudaExecutor:
         cache = last.cache() if last else None
         if last is None or cache is None:
             return NonFiniteError("the head made values that are not finite, and no forward came before it")
-
         finished = False
 
         def again(ops: OpTable) -> None:
