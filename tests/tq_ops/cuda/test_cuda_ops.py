@@ -154,6 +154,19 @@ def test_a_dead_sequence_reads_and_stores_nothing(kept):
     assert same(before, as_bytes(copy))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_mul"])
+def test_gated_products_equal_the_references(op, dtype):
+    """Halves of one tensor, and gates at which an exponential overflows."""
+    gate, up = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(0)).chunk(2, dim=-1)
+    gate[0, :6] = torch.tensor([-200.0, -30.0, -1e-6, 0.0, 30.0, 200.0])
+    wanted = getattr(reference, op)(gate, up, dtype)
+    ours = getattr(ops, op)(*(x.to(DEVICE) for x in (gate, up)), dtype)
+    assert (ours.dtype, ours.shape) == (dtype, wanted.shape)
+    assert torch.isfinite(ours).all()
+    assert relative(ours, wanted) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
+
+
 # -- Quantize and append -----------------------------------------------------------------------------------------------
 def new_tokens(case: Case):
     """Two untouched caches, ours and the reference's, a batch, and K and V with some unusual vectors among them."""
