@@ -14,8 +14,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import PACKED, Attend, Fault, K, Keep, Layer, Spoil, one_side, other
 from haarkv.validation.layers.machine_faults import cut_off
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, read_as, take, token_rows
