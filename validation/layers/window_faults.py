@@ -290,7 +290,7 @@ def merging(merge: Merge) -> Attend:
         token, position, valid = reference.pad_queries(batch)
         heads, group = cache.shape(0).num_kv_heads, q.shape[1] // cache.shape(0).num_kv_heads
         rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
-        k, v = cache.read(layer, batch.block_table)
+        k, v = cache.read(layer, cache.placed(layer, batch).block_table)
         k_window, v_window = cache.kept(layer)
         if k_window is None or v_window is None:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)
