@@ -40,7 +40,7 @@ const Kernels& avx2_kernels() {
         project<Avx2>,
         rms_norm<Avx2>,
         rope,
-        silu_mul<Avx2>,
+        gated_mul<Avx2>,
         widen,
         narrow,
         add_up,

@@ -41,7 +41,7 @@ const Kernels& avx512_kernels() {
         project<Avx512>,
         rms_norm<Avx512>,
         rope,
-        silu_mul<Avx512>,
+        gated_mul<Avx512>,
         widen,
         narrow,
         add_up,

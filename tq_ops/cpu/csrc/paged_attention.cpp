@@ -67,6 +67,11 @@ struct Partials {
     float* kept_sums(int64_t index) const { return kept ? kept_totals(index) + kMaxRows : nullptr; }
 };
 
+// Keys of a sequence that some rows see.
+struct Keys {
+    int begin, end;
+};
+
 // Cuts the rows of every sequence and KV head into passes, and their contexts into splits, a wave at a time.
 class Cutter {
   public:
@@ -105,34 +110,35 @@ class Cutter {
         pass.first_tile = static_cast<int64_t>(wave.tiles.size());
         pass.first_partial = wave.partials;
         pass.kv_head = head_;
-        int longest = 0;
+        Keys keys{std::numeric_limits<int>::max(), 0};
         for (int64_t end = std::min(rows(), row_ + most_rows_), row = row_; row < end; row += kMaxRows, ++pass.tiles)
-            longest = std::max(longest, add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row))));
-        const int blocks = static_cast<int>(divide_up(longest, a_.cache.block_size));
-        for (int block = 0; block < blocks; block += blocks_per_split, ++pass.splits)
-            wave.splits.push_back(
-                {static_cast<int64_t>(wave.passes.size()), pass.splits, block, std::min(blocks, block + blocks_per_split)});
+            add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row)), keys);
+        // Splits begin at fixed places of a sequence. What lies before all windows is left out of the first.
+        const int first = keys.begin / a_.cache.block_size;
+        const int end = static_cast<int>(divide_up(keys.end, a_.cache.block_size));
+        for (int block = first / blocks_per_split * blocks_per_split; block < end; block += blocks_per_split, ++pass.splits)
+            wave.splits.push_back({static_cast<int64_t>(wave.passes.size()), pass.splits, std::max(first, block),
+                                   std::min(end, block + blocks_per_split)});
         wave.partials += static_cast<int64_t>(pass.splits) * pass.tiles;
         wave.passes.push_back(pass);
     }
 
-    // Returns how many keys its rows see at most.
-    int add_tile(Wave& wave, int64_t row, int rows) const {
+    // Widens `keys` to those that its rows see.
+    void add_tile(Wave& wave, int64_t row, int rows, Keys& keys) const {
         RowTile t;
         t.tile.rows = rows, t.tile.kv_head = head_;
         t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
         t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
         t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
-        int longest = 0;
         for (int r = 0; r < rows; ++r) {
             const int64_t token = a_.query_start[sequence_] + (row + r) / group();
             t.row[r] = token * a_.num_heads + head_ * group() + (row + r) % group();
             t.tile.own[r] = at(a_.q, a_.bf16, t.row[r] * a_.cache.head_dim);
             t.tile.limits[r] = static_cast<int32_t>(a_.positions[token] + 1);
-            longest = std::max(longest, t.tile.limits[r]);
+            t.tile.starts[r] = a_.window ? std::max(0, t.tile.limits[r] - a_.window) : 0;
+            keys.begin = std::min(keys.begin, t.tile.starts[r]), keys.end = std::max(keys.end, t.tile.limits[r]);
         }
         wave.tiles.push_back(t);
-        return longest;
     }
 };
 

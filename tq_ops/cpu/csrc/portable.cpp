@@ -41,7 +41,7 @@ const Kernels& portable_kernels() {
         project<Portable>,
         rms_norm<Portable>,
         rope,
-        silu_mul<Portable>,
+        gated_mul<Portable>,
         widen,
         narrow,
         add_up,
