@@ -9,8 +9,8 @@ from haarkv.benchmarks.decode_cost import Case
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
 
 _FILL = 4096
 

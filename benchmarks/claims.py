@@ -25,9 +25,9 @@ from haarkv.benchmarks.quantizers import (
     with_outliers,
 )
 from haarkv.benchmarks.report import print_rows
+from haarkv.models.weights import num_parameters
 from haarkv.codebooks.lloyd_max import converged_unit_centroids
 from haarkv.models.catalog import read_config
-from haarkv.models.weights import num_parameters
 from haarkv.tq_ops import formats
 
 Verdict = Literal["confirmed", "refuted", "not reproducible"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks import decode_peers, whole
+from haarkv.executors.base import verify
 from haarkv.benchmarks.attention import Sides, attention_rows
 from haarkv.benchmarks.caches import filled, random_kv
 from haarkv.benchmarks.decode_cost import Case, Cost, CostRow, Kind, layer_cost, row, step_cost
@@ -28,9 +29,9 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -193,7 +194,7 @@ def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences,
 
     def run() -> Tensor:
         batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-        logits = executor.decode(tokens, batch, cache)
+        logits = verify(executor, tokens, batch, cache)
         # A sampler reads the token on the host, so a step is over when it is there.
         logits.argmax(-1).tolist()
         return logits

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
+from haarkv.executors.base import verify
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.catalog import load_model, read_config
 from haarkv.models.config import ModelConfig
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.rope import RopeTable, extended
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _FILL = 4096
@@ -123,7 +124,7 @@ class Case:
         token, began = torch.tensor([1]), clock()
         batch = self.paging.batch([self.sequence], [1])
         paged = clock()
-        executor.decode(token, batch, self.cache).argmax(-1).tolist()
+        verify(executor, token, batch, self.cache).argmax(-1).tolist()
         ended = clock()
         found = {"step": ended - began, "attention": spent["attention"], "paging": paged - began}
         found["rest"] = ended - paged - spent["attention"]

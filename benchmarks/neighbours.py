@@ -21,14 +21,15 @@ from multiprocessing.synchronize import Event
 import torch
 
 from haarkv.benchmarks.report import emit, print_rows
+from haarkv.executors.base import verify
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVSpec
 
 _PROCESSES = multiprocessing.get_context("spawn")
 COMPANIES = ("alone", "busy", "decode")
@@ -50,7 +51,7 @@ def decoder(model_name: str, layers: int | None, kv: str, context: int, threads:
     token = torch.tensor([1])
 
     def step() -> None:
-        sampler.next(executor.decode(token, batch, cache), [0])
+        sampler.next(verify(executor, token, batch, cache), [0])
 
     return step
 

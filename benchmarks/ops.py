@@ -17,9 +17,9 @@ from haarkv.benchmarks.decode import Request, sides_of
 from haarkv.benchmarks.decode_cost import Case
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors.base import Executor
+from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.kv.plan import KVPlan
 
 PREFILL_TOKENS = 64

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from haarkv.models.catalog import TINY, folder_of, read_config
 from haarkv.models.config import ModelConfig
+from haarkv.models.catalog import TINY, folder_of, read_config
 from haarkv.tq_ops.errors import InputError
 
 _WORDS = 4096

@@ -31,8 +31,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.temporary import TemporaryFolder
 
 if TYPE_CHECKING:

@@ -16,6 +16,8 @@ FAMILIES = {
     "llama": "haarkv.models.llama",
     "mistral": "haarkv.models.llama",
     "qwen2": "haarkv.models.llama",
+    "gemma": "haarkv.models.gemma",
+    "gemma3_text": "haarkv.models.gemma",
 }
 """The module of each `model_type`; what it must hold says `models.base.Family`."""
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 
 DISTINCT = 2
 """Sequences with numbers of their own; further ones repeat these, which no time depends on."""
@@ -57,7 +58,9 @@ def stored(plan: KVPlan, k: Tensor, v: Tensor, copies: int, new: int = 1) -> Sto
     sequences, heads, context, head_dim = k.shape
     each, device = blocks_for(context), k.device
     blocks = copies * sequences * each
-    cache = PagedKVCache(plan, KVShape(heads, head_dim), num_blocks=blocks, num_rows=copies * sequences, device=device)
+    cache = PagedKVCache(
+        plan, KVShape(heads, head_dim), num_blocks=blocks, num_rows=copies * sequences, device=device
+    )
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2)).tolist()
     paging = PagedSequences(blocks, cache.block_size, order=order, num_rows=copies * sequences)
     whole = [paging.batch([paging.add()], [context]) for _ in range(copies * sequences)]

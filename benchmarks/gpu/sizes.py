@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from haarkv.benchmarks.decode_cost import Case
-from haarkv.models.catalog import read_config
 from haarkv.models.config import ModelConfig
+from haarkv.models.catalog import read_config
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from haarkv.benchmarks.gpu.sizes import Sizes
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderModel
-from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig
+from haarkv.models.checkpoint import random_weights
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops
@@ -57,22 +57,11 @@ def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device
     if device.type != "cuda":
         return config.num_layers
     free, _ = torch.cuda.mem_get_info(device)
-    layer = (
-        2
-        * config.hidden_size
-        * (2 * config.heads.num_heads * config.heads.head_dim + 2 * config.heads.num_kv_heads * config.heads.head_dim)
-    )
+    layer = 2 * config.hidden_size * (2 * config.heads.num_heads * config.heads.head_dim + 2 * config.heads.num_kv_heads * config.heads.head_dim)
     layer += 2 * 3 * config.hidden_size * config.common.mlp.width
     layer += layer // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
-    kv = (
-        max(case.batch * case.context for case in cases)
-        * 2
-        * config.heads.num_kv_heads
-        * config.heads.head_dim
-        * (16 + 5)
-        // 8
-    )
+    kv = max(case.batch * case.context for case in cases) * 2 * config.heads.num_kv_heads * config.heads.head_dim * (16 + 5) // 8
     tables = 2 * 2 * config.vocab_size * config.hidden_size
     return config.num_layers if config.num_layers * (layer + kv) + tables + _SPARE_BYTES < free else _FEW_LAYERS
 

@@ -2,20 +2,20 @@
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
 from machines import has_only
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.benchmarks import attention, caches, decode_peers, timing
 from haarkv.benchmarks.decode_cost import Case, attention_cost, layer_cost, row, step_cost, store_cost
 from haarkv.benchmarks.plans import parse_caches, plan_of
 from haarkv.benchmarks.report import RESULTS
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
+from haarkv.executors.base import verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.models.qwen3_14b.weights import LayerWeights
@@ -155,10 +155,10 @@ def test_transformers_steps_continue_the_same_cache(kind):
     import tq
     from haarkv.executors.reference import ReferenceExecutor
 
-    model, case = small_model(replace(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
+    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
     k, v = caches.random_kv(SMALL, case, torch.device("cpu"))
     cache, paging = caches.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
-    ours = ReferenceExecutor(model).decode(torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
+    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
     own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
     peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
     assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours

@@ -12,6 +12,7 @@ from small_models import CONFIGS, small_model
 
 from haarkv.benchmarks import gguf_file, timing, whole
 from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
+from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
@@ -74,7 +75,7 @@ def our_logits(model, ids, kv):
     )  # fmt: skip
     paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=1)
     sequence = paging.add()
-    return torch.cat([executor.decode(torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
+    return torch.cat([verify(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
 
 
 @pytest.fixture(scope="module")

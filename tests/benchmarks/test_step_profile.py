@@ -1,11 +1,10 @@
 """Where a decode step's time goes: every part has some, and the executor is as before."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.benchmarks import step_profile
 from haarkv.executors.cpu import CpuExecutor
@@ -46,7 +45,7 @@ def test_the_time_of_a_part_is_its_own(monkeypatch):
 
 def test_layers_that_run_op_by_op_are_refused():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model = small_model(replace(SMALL, model_type="qwen3_moe", **experts))
+    model = small_model(resized(SMALL, model_type="qwen3_moe", **experts))
     with pytest.raises(InputError, match="only dense models"):
         step_profile.profile(CpuExecutor(model), model, "tq4", 40, 1)
 

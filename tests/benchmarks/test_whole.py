@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process, timing, whole
 from haarkv.benchmarks.decode import Request, sides_of
@@ -246,7 +246,7 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     model = small_model()
     asked = request()
     asked = replace(asked, peers=(decode_peers.LLAMA,))
-    other = replace(model, config=replace(model.config, model_type="llama"))
+    other = replace(model, config=resized(model.config, model_type="llama"))
     with pytest.raises(InputError, match="no peer of small: a GGUF is written of qwen3"):
         whole.check(asked, other, sides_of(asked, model))
     assert gguf_file.unsupported(model.config) is None

@@ -1,13 +1,12 @@
 """Ranks as processes over gloo: together they are one process, each with its part of weights and cache."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from npu_programs import needs_pypto
 from ranks import alone, benched, on_ranks, run_small, validated
-from small_models import SMALL
+from small_models import SMALL, resized
 
 from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.decode_cost import Case, step_cost
@@ -17,16 +16,16 @@ from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.bounds import REORDERED_KV, REORDERED_LOGITS
 
-FOUR = replace(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
+FOUR = resized(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
 MODELS = {
     "4 KV heads on 2": (2, FOUR),
     "4 KV heads on 4": (4, FOUR),
-    "2 KV heads on 4, each held twice": (4, replace(FOUR, num_kv_heads=2)),
-    "a tied head": (2, replace(FOUR, tie_word_embeddings=True)),
-    "biases": (2, replace(FOUR, model_type="qwen2", qkv_bias=True)),
+    "2 KV heads on 4, each held twice": (4, resized(FOUR, num_kv_heads=2)),
+    "a tied head": (2, resized(FOUR, tie_word_embeddings=True)),
+    "biases": (2, resized(FOUR, model_type="qwen2", qkv_bias=True)),
     "experts": (
         2,
-        replace(
+        resized(
             FOUR, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
         ),
     ),
@@ -86,7 +85,7 @@ def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtyp
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 @pytest.mark.cuda_long
 def test_so_are_they_over_the_cuda_table():
-    config = replace(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
+    config = resized(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
     report, _ = on_ranks(2, validated, "cuda", config, torch.bfloat16, (3,), 0)
     assert report.passed, report.first_divergence
 
@@ -95,7 +94,7 @@ def test_so_are_they_over_the_cuda_table():
 @needs_pypto[1]
 @pytest.mark.npu_long
 def test_so_are_npu_layers_cut_in_two():
-    config = replace(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)
+    config = resized(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)
     report, _ = on_ranks(2, validated, "npu", config, torch.bfloat16, (6,), 1)
     assert report.passed, report.first_divergence
 

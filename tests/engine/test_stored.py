@@ -16,6 +16,7 @@ from bases import calibration
 from checkpoints import poison, write_checkpoint
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from small_models import resized
 
 import tq
 from haarkv.engine.session import Session
@@ -210,7 +211,7 @@ def test_another_place_is_refused_by_name(file, other, words):
 
 
 def test_tables_tell_rotations_and_coordinates_apart():
-    shape = replace(SHAPE, num_layers=2)
+    shape = resized(SHAPE, num_layers=2)
     specs = [KVSpec("lr64", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
     plans = [KVSpec("tq4").plan(2), KVSpec("tq3").plan(2)]
     plans += [spec.plan(2) for spec in specs]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 import tq
 from haarkv.executors import catalog
@@ -74,7 +74,7 @@ def test_the_fastest_that_reads_the_cache(machine, here, kv, name, why):
 def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head_dim):
     """Every candidate that it takes, beside any other, with a tail, sinks and layers in BF16."""
     machine("cpu", "reference")
-    config = replace(TINY, head_dim=head_dim)
+    config = resized(TINY, head_dim=head_dim)
     learned = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
     names = []
     for name in (*formats.names(), *(f"lr{nibbles}" for nibbles in range(32, 2 * head_dim + 1, 16))):
@@ -98,7 +98,7 @@ def test_every_cache_must_be_read(machine):
 
 def test_the_model_counts_too(machine):
     machine(*EVERYTHING)
-    assert chosen(config=replace(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
+    assert chosen(config=resized(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
 
 
 def test_a_dtype_counts_too(machine):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
@@ -18,9 +18,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, with_ops
 
-LLAMA = replace(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
+LLAMA = resized(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
 """Here Q and K are cut into different numbers of items."""
-BIASED = replace(SMALL, model_type="qwen2", qkv_bias=True)
+BIASED = resized(SMALL, model_type="qwen2", qkv_bias=True)
 TAIL = KVSpec("tq3", layers={0: "k=tq8,v=bf16"}, tail=5, sink=2)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
 from haarkv.executors import catalog
+from haarkv.executors.base import verify
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -27,7 +27,7 @@ from haarkv.executors.cuda import CudaExecutor
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-CONFIG = replace(SMALL, num_layers=1, num_heads=4, head_dim=64)
+CONFIG = resized(SMALL, num_layers=1, num_heads=4, head_dim=64)
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
 MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 LEARNED = KVSpec("k=lr80,v=lr48", tail=2, sink=1, calibration=MADE_UP)
@@ -107,9 +107,9 @@ def test_prompts_in_chunks_and_rows_of_others_change_nothing_in_a_tail():
             for begin in range(0, 4 * chunks, 4):
                 batch = paging.batch(ids, [4, 3]).to(cache.device)
                 rows = [*round_tokens[begin : begin + 4], *round_tokens[begin : begin + 3]]
-                found.append(one.prefill(torch.tensor(rows, device=cache.device), batch, cache).cpu())
+                found.append(prefill(one, torch.tensor(rows, device=cache.device), batch, cache).cpu())
             last = torch.tensor(round_tokens[-1:], device=cache.device)
-            found.append(one.decode(last, paging.batch(ids[1:], [1]).to(cache.device), cache).cpu())
+            found.append(verify(one, last, paging.batch(ids[1:], [1]).to(cache.device), cache).cpu())
             for sequence in ids:
                 paging.free(sequence)
         logits.append(torch.cat(found))
@@ -194,7 +194,7 @@ def test_batches_share_few_sizes():
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
 def test_memory_of_a_decode_step_does_not_grow_with_the_context():
-    config = replace(CONFIG, num_layers=2, num_heads=10, head_dim=128, max_position_embeddings=70_000)
+    config = resized(CONFIG, num_layers=2, num_heads=10, head_dim=128, max_position_embeddings=70_000)
     model = small_model(config, dtype=torch.bfloat16)
     ours = executor(model)
     scratch = []
@@ -208,7 +208,7 @@ def test_memory_of_a_decode_step_does_not_grow_with_the_context():
         paging.batch(ids, [blocks * cache.block_size - 2])
         torch.cuda.reset_peak_memory_stats()
         for token in (1, 2):
-            ours.decode(torch.tensor([token], device=ours.device), paging.batch(ids, [1]).to(ours.device), cache)
+            verify(ours, torch.tensor([token], device=ours.device), paging.batch(ids, [1]).to(ours.device), cache)
         scratch.append(torch.cuda.max_memory_allocated() - before - cache.nbytes)
         del cache
     # 512 parts of 8 columns of 128 numbers are 2 MiB; the room is for cuBLAS' and the graph's own.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused
@@ -49,7 +49,7 @@ def added_by_a_layer(config, monkeypatch, prompts, spec=TQ4, **options) -> tuple
     """What a layer adds to a decode step, in order, and what a step of one layer launches beside it."""
     steps = []
     for layers in (1, 2):
-        model = small_model(replace(config, num_layers=layers), dtype=BF16)
+        model = small_model(resized(config, num_layers=layers), dtype=BF16)
         if spec.calibration:
             spec = replace(spec, calibration=made_up.calibration(layers, config.heads.num_kv_heads, config.heads.head_dim))
         options = dict.fromkeys(options, spec.plan(layers))
@@ -153,7 +153,7 @@ def test_a_packed_model_is_taken_as_it_is():
 
 def test_models_without_a_fused_layer_say_so_in_words():
     assert fused.unsupported(config_of("qwen3")) is fused.unsupported(config_of("qwen2")) is None
-    experts = replace(SMALL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    experts = resized(SMALL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     assert "qwen3_moe layer has router, has experts" in fused.unsupported(experts)
 
 

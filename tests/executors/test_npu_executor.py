@@ -8,9 +8,10 @@ import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
 from npu_programs import needs_pypto
-from small_models import SMALL, new_cache, small_model
+from small_models import SMALL, new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu
+from haarkv.executors.base import prefill
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -96,9 +97,9 @@ def test_the_cache_is_handed_over_as_it_is():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (replace(CONFIG, head_dim=64), "head_dim 128, not 64"),
+        (resized(CONFIG, head_dim=64), "head_dim 128, not 64"),
         (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 128, not 48"),
-        (replace(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 128, not 200"),
+        (resized(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 128, not 200"),
     ],
 )
 def test_a_model_without_programs_is_refused_by_name(config, said):
@@ -212,10 +213,10 @@ def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     """So that no latency holds a compilation."""
     runner, announced = KeepsPrograms(), []
     monkeypatch.setattr(npu, "open_runner", lambda _: runner)
-    config = replace(CONFIG, num_layers=1)
+    config = resized(CONFIG, num_layers=1)
     executor = catalog.create("npu", small_model(config, dtype=torch.bfloat16), KVSpec("tq4").plan(1), None, announced.append)
     assert sorted(announced) == sorted(set(runner.called)) == ["decode_layer", "head", "prefill_layer"]
-    executor.prefill(torch.zeros(3, dtype=torch.int64), batch_of([3]), new_cache(config, block_size=128, num_blocks=32))
+    prefill(executor, torch.zeros(3, dtype=torch.int64), batch_of([3]), new_cache(config, block_size=128, num_blocks=32))
     assert len(announced) == 3
 
 

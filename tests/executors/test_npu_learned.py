@@ -7,7 +7,7 @@ import torch
 from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
 from npu_learned import learned_spec, made_up
 from npu_programs import needs_pypto
-from small_models import random_tokens, small_model
+from small_models import random_tokens, resized, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
@@ -19,11 +19,11 @@ from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.layers.runner import validate
 
 CPU = torch.device("cpu")
-ONE_LAYER = replace(CONFIG, num_layers=1)
+ONE_LAYER = resized(CONFIG, num_layers=1)
 
 
 def heads_of(case):
-    return replace(CONFIG, num_heads=case[0][0], num_kv_heads=case[0][1])
+    return resized(CONFIG, num_heads=case[0][0], num_kv_heads=case[0][1])
 
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """The ONNX executor against the reference; its memory is the model's and the cache's own; whom it refuses."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from bases import calibration
 from onnx_graphs import CONFIG, small_model
-from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens
+from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized
 
 from haarkv.executors import catalog, onnx
 from haarkv.executors.onnx import OnnxExecutor
@@ -138,7 +136,7 @@ def test_other_formats_windows_and_head_dims_are_refused():
         create(CONFIG, plan_of(CONFIG, formats.get("q8_0")))
     with pytest.raises(InputError, match="leave out the tail and the sinks"):
         create(CONFIG, plan_of(CONFIG, sink=4))
-    other = replace(CONFIG, head_dim=32)
+    other = resized(CONFIG, head_dim=32)
     with pytest.raises(InputError, match="head_dim of 64, 128 or 256, not 32"):
         create(other, plan_of(other))
 

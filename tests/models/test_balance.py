@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planted import run, tiny, tiny_qwen2, token_ids
-from small_models import CONFIGS, small_model
+from small_models import CONFIGS, resized, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models import planted
@@ -105,7 +105,7 @@ class TestModel:
 
     def test_heads_are_scaled_each_by_itself(self):
         # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.
-        config = replace(CONFIGS["gqa5_d128"], model_type="llama")
+        config = resized(CONFIGS["gqa5_d128"], model_type="llama")
         model = small_model(config)
         outlier = torch.ones(config.heads.num_kv_heads, config.heads.head_dim)
         outlier[1, [5, 69]] = 64.0

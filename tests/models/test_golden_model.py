@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from published_model import CONFIG, run_mini_model
+from small_models import table_of
 
-from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
 from haarkv.validation import bounds
@@ -72,7 +72,7 @@ def test_with_the_goldens_own_rounding_its_first_layer_is_reproduced_to_the_bit(
 
 def test_rope_equals_the_golden(golden):
     tables, applied = golden("turboquant_qwen3_14b/rope_theta1e6_d128_512"), golden("turboquant_qwen3_14b/rope_apply")
-    rope = RopeTable(CONFIG)
+    rope = table_of(CONFIG)
     for ours, name in zip(rope.at(torch.arange(256)), ("cos", "sin"), strict=True):
         np.testing.assert_allclose(ours.numpy(), tables[name][:256, :64], atol=1e-7)
     cos, sin = rope.at(torch.from_numpy(applied["positions"]))

@@ -5,35 +5,35 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from small_models import SMALL
+from small_models import SMALL, resized
 
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.parallel import Alone, Split
-from haarkv.models.weights import checkpoint_axes
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
-FOUR = replace(SMALL, num_heads=8, num_kv_heads=4)
+FOUR = resized(SMALL, num_heads=8, num_kv_heads=4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_number_of_a_weight_lies_with_a_rank(size):
-    config = replace(FOUR, num_experts=2, moe_intermediate_size=32, model_type="qwen3_moe", num_experts_per_tok=1)
+    config = resized(FOUR, num_experts=2, moe_intermediate_size=32, model_type="qwen3_moe", num_experts_per_tok=1)
     parts = [Split(config, rank, size) for rank in range(size)]
     whole = Split(config)
-    for axes in set(checkpoint_axes(config).values()):
+    for axes in {tensor.axes for tensor in checkpoint_tensors(config).values()}:
         cut = [axis for axis in axes if parts[0].axis(axis) != whole.axis(axis)]
         assert len(cut) <= 1, axes
         for axis in cut:
-            assert [i for part in parts for i in range(*part.axis(axis).indices(10**6))] == [*range(getattr(config, axis))]
+            assert [i for part in parts for i in range(*part.axis(axis).indices(10**6))] == [*range(axis.size)]
 
 
 def test_query_heads_lie_with_the_kv_head_they_read():
-    config = replace(SMALL, num_heads=8, num_kv_heads=2)
+    config = resized(SMALL, num_heads=8, num_kv_heads=2)
     for rank in range(4):
         split = Split(config, rank, 4)
-        heads = range(split.axis("q_size").start // 128, split.axis("q_size").stop // 128)
-        assert {head // 4 for head in heads} == {split.kv_heads.start}
+        rows = split.axis(checkpoint_tensors(config)["model.layers.0.self_attn.q_proj.weight"].axes[0])
+        assert {head // 4 for head in range(rows.start // 128, rows.stop // 128)} == {split.kv_heads(0).start}
         assert (split.part.heads.num_heads, split.part.heads.num_kv_heads) == (2, 1)
 
 
@@ -41,8 +41,8 @@ def test_query_heads_lie_with_the_kv_head_they_read():
     ("config", "size", "said"),
     [
         (SMALL, 3, "10 heads cannot be split evenly over 3 ranks"),
-        (replace(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
-        (replace(FOUR, intermediate_size=82), 4, "intermediate_size 82 cannot be split evenly over 4 ranks"),
+        (resized(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
+        (resized(FOUR, intermediate_size=82), 4, "an MLP of 82 columns cannot be split evenly over 4 ranks"),
         (replace(FOUR, vocab_size=3), 4, "a vocabulary of 3 cannot be split over 4 ranks"),
     ],
 )
@@ -52,9 +52,9 @@ def test_what_cannot_be_cut_is_refused(config, size, said):
 
 
 def assert_is_the_part(part, whole, split):
-    axes, tensors = checkpoint_axes(split.whole), dict(whole.named())
+    stored, tensors = checkpoint_tensors(split.whole), dict(whole.named())
     for name, tensor in part.named():
-        assert torch.equal(tensor, tensors[name][split.of(axes[name])]), name
+        assert torch.equal(tensor, tensors[name][split.of(stored[name].axes)]), name
         assert tensor.is_contiguous(), name
 
 

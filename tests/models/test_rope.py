@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import CONFIG
+from small_models import table_of
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.rope import RopeTable, extended, inverse_frequencies, yarn_attention_factor
+from haarkv.models.rope import extended, inverse_frequencies, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -52,8 +53,8 @@ def configs(tmp_path, rope, old, head_dim=128, theta=1e6, **entries):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_and_tables_equal_transformers(tmp_path, name, old, head_dim):
     theirs, ours = configs(tmp_path, SCALINGS[name], old, head_dim)
-    rotary, table = Qwen3RotaryEmbedding(theirs), RopeTable(ours)
-    inv_freq = inverse_frequencies(ours)
+    rotary, table = Qwen3RotaryEmbedding(theirs), table_of(ours)
+    inv_freq = inverse_frequencies(ours.common.attention.rope)
     torch.testing.assert_close(inv_freq, rotary.inv_freq, rtol=4e-7, atol=0)
     positions = torch.tensor([0, 1, 2, 63, 64, 500, 40959])
     cos, sin = (t[0, :, : head_dim // 2] for t in rotary(torch.zeros(1), positions[None]))
@@ -68,12 +69,12 @@ def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
     """And the very same comes of a plain model that is extended to as many positions."""
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
     theirs, ours = configs(tmp_path, rope, False, max_position_embeddings=32768)
-    rotary, table = Qwen3RotaryEmbedding(theirs), RopeTable(ours)
+    rotary, table = Qwen3RotaryEmbedding(theirs), table_of(ours)
     last = round(factor * 32768) - 1
     assert table.positions == last + 1
     positions = torch.tensor([1, 1023, 1024, 32767, 32768, 40000, last]).sort().values
     cos, sin = (t[0, :, :64] for t in rotary(torch.zeros(1), positions[None]))
-    slack = 2e-6 + positions[:, None] * (inverse_frequencies(ours) - rotary.inv_freq).abs() * 2
+    slack = 2e-6 + positions[:, None] * (inverse_frequencies(ours.common.attention.rope) - rotary.inv_freq).abs() * 2
     for mine, expected in zip(table.at(positions), (cos, sin), strict=True):
         assert ((mine - expected).abs() <= slack).all()
     plain = configs(tmp_path, {"rope_type": "default"}, False, max_position_embeddings=32768)[1]
@@ -86,8 +87,8 @@ def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
 def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
     """In any order and any number, inside and outside inference mode, bit for bit; and few of them are kept."""
     config = configs(tmp_path, YARN, False)[1]
-    whole = RopeTable(config).whole()
-    table, draw = RopeTable(config), torch.Generator().manual_seed(0)
+    whole = table_of(config).whole()
+    table, draw = table_of(config), torch.Generator().manual_seed(0)
     for count in (1, 1, 3, 64, 700, 0):
         positions = torch.randint(0, table.positions, (count,), generator=draw)
         with torch.inference_mode(count == 3):
@@ -105,16 +106,16 @@ def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
 
 def test_positions_that_nobody_asks_for_take_no_memory(tmp_path):
     config = replace(configs(tmp_path, SCALINGS["default"], False)[1], max_position_embeddings=2**31)
-    cos, _ = RopeTable(config).at(torch.tensor([2**24]))
+    cos, _ = table_of(config).at(torch.tensor([2**24]))
     assert cos.shape == (1, 64)
     with pytest.raises(InputError, match="cos and sin of 2,147,483,648 positions"):
-        RopeTable(config).whole()
+        table_of(config).whole()
 
 
 def test_scalings_differ(tmp_path):
     """The comparison above would see one taken for another, and an attention factor left out."""
     same = {"yarn_one_mscale"}  # as transformers has it, one alone changes nothing
-    tables = [RopeTable(configs(tmp_path, rope, False)[1]) for name, rope in SCALINGS.items() if name not in same]
+    tables = [table_of(configs(tmp_path, rope, False)[1]) for name, rope in SCALINGS.items() if name not in same]
     rows = [table.at(torch.tensor([500])) for table in tables]
     for i, (cos, sin) in enumerate(rows):
         for other_cos, other_sin in rows[i + 1 :]:
@@ -139,4 +140,6 @@ def test_yarn_reaches_as_far_as_its_factor(tmp_path, rope, stated, positions):
 
 def test_a_trained_length_beside_the_parameters_counts_first(tmp_path):
     theirs, ours = configs(tmp_path, YARN, False, original_max_position_embeddings=4096)
-    torch.testing.assert_close(inverse_frequencies(ours), Qwen3RotaryEmbedding(theirs).inv_freq, rtol=4e-7, atol=0)
+    torch.testing.assert_close(
+        inverse_frequencies(ours.common.attention.rope), Qwen3RotaryEmbedding(theirs).inv_freq, rtol=4e-7, atol=0
+    )

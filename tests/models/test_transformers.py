@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from small_models import dense_config
 from transformers import Qwen3Config as HFConfig
 from transformers import Qwen3ForCausalLM
 from transformers_judge import draw_weights, worst_error
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import TINY, load_model
-from haarkv.models.config import ModelConfig
-from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble
 from haarkv.validation import bounds
 
@@ -33,12 +32,12 @@ def build(heads, kv_heads, head_dim, tied, theta):
     )  # fmt: skip
     theirs = Qwen3ForCausalLM(hf_config).eval()
     draw_weights(theirs)
-    config = ModelConfig(
+    config = dense_config(
         model_type="qwen3", hidden_size=192, num_layers=3, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         intermediate_size=320, vocab_size=300, rope_theta=theta, tie_word_embeddings=tied, max_position_embeddings=1024,
     )  # fmt: skip
     tensors = dict(theirs.state_dict())
-    return theirs, DecoderModel(config, assemble(config, tensors.__getitem__), RopeTable(config))
+    return theirs, DecoderModel.of(config, assemble(config, tensors.__getitem__))
 
 
 @pytest.mark.parametrize("kv", ["fp32", "bf16"])

@@ -20,11 +20,12 @@ from checkpoints import (
     write_checkpoint,
     write_weights,
 )
+from small_models import dense_config
 
+from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights, read_header
-from haarkv.models.config import ModelConfig
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
 from haarkv.models.weights import checkpoint_shapes, num_parameters
@@ -44,7 +45,7 @@ def first_logits(model, kv="tq4", prompt=BYTES):
     cache = PagedKVCache(plan, config.kv_shapes, num_blocks=1)
     paging = PagedSequences(1, cache.block_size)
     batch = paging.batch([paging.add()], [len(prompt)])
-    return ReferenceExecutor(model).prefill(torch.tensor(prompt), batch, cache)[0]
+    return prefill(ReferenceExecutor(model), torch.tensor(prompt), batch, cache)[0]
 
 
 def named(model):
@@ -61,7 +62,7 @@ def read_config(tmp_path, content):
 
 
 def test_a_config_is_read_field_by_field(tmp_path):
-    assert read_config(tmp_path, CONFIG) == ModelConfig(
+    assert read_config(tmp_path, CONFIG) == dense_config(
         model_type="qwen3", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
         vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
         eos_token_ids=(256,),

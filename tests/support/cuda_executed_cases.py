@@ -22,10 +22,9 @@ from cuda_executed import executed
 from cuda_faults import FAULTS
 from op_tables import LAYER, Case, cache_tensors, filled, relative, windows_of
 from ptx import far
-from small_models import SMALL, decode, new_cache, new_paging, prefill, small_model
+from small_models import SMALL, decode, new_cache, new_paging, prefill, resized, small_model
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
@@ -162,7 +161,7 @@ def in_any_order(case: OpCase) -> Check:
 
 def executor(dtype: torch.dtype, layers: int, spec: KVSpec) -> Check:
     """Logits of a ragged prefill and two decode steps that are padded."""
-    config = replace(SMALL, hidden_size=64, num_layers=layers, num_heads=10, KVShape(2, 128))
+    config = resized(SMALL, hidden_size=64, num_layers=layers, num_heads=10, num_kv_heads=2, head_dim=128)
 
     def run(one: object, model: DecoderModel) -> torch.Tensor:
         cache = new_cache(config, spec, num_blocks=6)

@@ -13,16 +13,17 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 
+from haarkv.executors.base import prefill, verify
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
@@ -137,13 +138,13 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
     tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
-    executor.prefill(tokens, batch, cache)
+    prefill(executor, tokens, batch, cache)
     # As a model does whose layers are not fused.
     executor._model.prefill(tokens, batch, cache, executor.step_ops)
     for step in range(steps):
         some = ids[: max(1, len(ids) - step)]
         tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
-        executor.decode(tokens, batch, cache)
+        verify(executor, tokens, batch, cache)
         executor._model.decode(tokens, batch, cache, executor.step_ops)
     executor.ops.store_kv(
         *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache, 1, paging.batch(ids[:1], [1])
@@ -159,8 +160,8 @@ PROMPTS = ([5, 16, 130], [1], [7] * 17)
 def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel:
     """A small model of a shape of `SHAPES`."""
     heads, kv_heads = SHAPES[head_dim]
-    config = replace(SMALL, hidden_size=64, num_layers=layers, max_position_embeddings=4096)
-    return small_model(replace(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads), dtype=dtype)
+    config = resized(SMALL, hidden_size=64, num_layers=layers, max_position_embeddings=4096)
+    return small_model(resized(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads), dtype=dtype)
 
 
 FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")

@@ -1,9 +1,7 @@
 """Layers of a small model by the NPU programs in the interpreter, held against the reference."""
 
-from dataclasses import replace
-
 import torch
-from small_models import SMALL, cache_tensors, new_cache, small_model
+from small_models import SMALL, cache_tensors, new_cache, resized, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
@@ -12,7 +10,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import LAYER_BF16
 
 TQ4_SPEC = KVSpec("tq4")
-CONFIG = replace(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
+CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
 
 
 def filled(config, spec, lengths, seed):
@@ -50,7 +48,7 @@ def same_bytes(ours, theirs, field):
 
 def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2)):
     """A cache and a hidden state, by the programs and by the reference."""
-    config = replace(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
+    config = resized(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
     model = small_model(config, seed=3, dtype=torch.bfloat16)
     hidden = torch.randn(sum(new), config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
     results = []

@@ -9,7 +9,6 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs
-from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 LAYER = 1
@@ -18,7 +17,7 @@ LAYER = 1
 def stretched(model, positions):
     """The model with rotary tables for at least so many positions."""
     config = replace(model.config, max_position_embeddings=max(positions, model.config.max_position_embeddings))
-    return DecoderModel(config, model.weights, RopeTable(config))
+    return DecoderModel.of(config, model.weights)
 
 
 def layer_call(program, new, stored, blocks=12, model=None, spec=None):

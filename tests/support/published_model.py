@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from small_models import dense_config
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
-from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
@@ -15,7 +14,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     model_type="qwen3", hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
     vocab_size=512, max_position_embeddings=256,
 )  # fmt: skip
@@ -49,7 +48,7 @@ def mini_model(data, norms=torch.float32):
         stacked = bf16(data[PROJECTIONS[word]])  # [layers * in, out]
         return stacked.view(CONFIG.num_layers, -1, stacked.shape[1])[layer].T.contiguous()
 
-    return DecoderModel(CONFIG, assemble(CONFIG, get), RopeTable(CONFIG))
+    return DecoderModel.of(CONFIG, assemble(CONFIG, get))
 
 
 @dataclass

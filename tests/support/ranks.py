@@ -18,7 +18,7 @@ from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.timing import Machine
 from haarkv.engine.ranks import Place, join
 from haarkv.executors import catalog
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, prefill, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Alone, Ranks, Split
@@ -106,10 +106,10 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
     sequences = [paging.add() for _ in lengths]
     generator = torch.Generator().manual_seed(11)
     tokens = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
-    logits = [executor.prefill(torch.cat(tokens), paging.batch(sequences, list(lengths)), cache)]
+    logits = [prefill(executor, torch.cat(tokens), paging.batch(sequences, list(lengths)), cache)]
     for _ in range(steps):
         token = torch.randint(config.vocab_size, (len(lengths),), generator=generator)
-        logits.append(executor.decode(token, paging.batch(sequences, [1] * len(lengths)), cache))
+        logits.append(verify(executor, token, paging.batch(sequences, [1] * len(lengths)), cache))
     last = torch.randn(len(lengths), config.hidden_size, generator=generator).to(model.dtype)
     batch = paging.batch(sequences, [1] * len(lengths))
     hidden = executor.layers(last, range(config.num_layers), batch, cache)

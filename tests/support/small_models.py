@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from haarkv.executors import base as executors
 from haarkv.executors.base import Executor
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import Experts, ModelConfig, Norm, RopeScaling, dense_layers
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -25,16 +25,56 @@ from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
 
+
+def dense_config(
+    model_type: str = "qwen3", *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int,
+    hidden_size: int, vocab_size: int, rope_theta: float = 1e6, rope_scaling: RopeScaling | None = None,
+    rms_norm_eps: float = 1e-6, qkv_bias: bool | None = None, tie_word_embeddings: bool = False, **more: Any,
+) -> ModelConfig:  # fmt: skip
+    """A model whose layers are all alike, of a family as it is known: Qwen3 norms heads, Qwen2 has biases."""
+    layers = dense_layers(
+        num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=intermediate_size,
+        rope_theta=rope_theta, rope_scaling=rope_scaling, rms_norm_eps=rms_norm_eps, head_norms="qwen3" in model_type,
+        bias=model_type == "qwen2" if qkv_bias is None else qkv_bias,
+    )  # fmt: skip
+    norm = Norm(rms_norm_eps)
+    return ModelConfig(model_type, layers, hidden_size, vocab_size, norm, tied=tie_word_embeddings, **more)
+
+
+def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """A model like another whose layers are all alike, in other sizes; `changes` by the names of `dense_config`.
+
+    num_experts, moe_intermediate_size and num_experts_per_tok give every layer experts.
+    """
+    mixer, mlp, norm = config.common.attention, config.common.mlp, config.common.norm
+    experts = {
+        name: changes.pop(name) for name in ("num_experts", "moe_intermediate_size", "num_experts_per_tok") if name in changes
+    }
+    before = {
+        "model_type": config.model_type, "num_layers": config.num_layers, **mixer.heads._asdict(),
+        "intermediate_size": mlp.width, "rope_theta": mixer.rope.theta, "rope_scaling": mixer.rope.scaling,
+        "rms_norm_eps": norm.eps, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
+        "eos_token_ids": config.eos_token_ids,
+    }  # fmt: skip
+    made = dense_config(**before | changes)
+    if not experts:
+        return made
+    count, chosen, width = experts["num_experts"], experts.get("num_experts_per_tok", 2), experts["moe_intermediate_size"]
+    mlps = Experts(count, chosen, width)
+    return replace(made, layers=tuple(replace(layer, mlp=mlps) for layer in made.layers))
+
+
 # hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
-_BASE = ModelConfig(
+_BASE = dense_config(
     model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
     vocab_size=61, rope_theta=1e4, max_position_embeddings=512,
 )  # fmt: skip
 CONFIGS: dict[str, ModelConfig] = {
     "gqa5_d128": _BASE,
-    "gqa5_one_kv_head_d128_tied": replace(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
-    "mha_d64": replace(_BASE, num_heads=3, KVShape(3, 64)),
-    "gqa2_d256_tied": replace(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
+    "gqa5_one_kv_head_d128_tied": resized(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
+    "mha_d64": resized(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
+    "gqa2_d256_tied": resized(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
 }
 """Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
 SMALL = CONFIGS["gqa5_d128"]
@@ -66,7 +106,7 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         final_norm=norm(raw.final_norm),
         lm_head=embedding if config.tied else matrix(raw.lm_head),
     )
-    return DecoderModel(config, weights, RopeTable(config))
+    return DecoderModel.of(config, weights)
 
 
 def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
@@ -118,11 +158,16 @@ def prefill(
 ) -> Tensor:
     """Logits [B, vocab] after the next tokens of some sequences, in one ragged forward."""
     batch = paging.batch(sequences, [len(t) for t in tokens])
-    return executor.prefill(torch.tensor([t for row in tokens for t in row]), batch, cache)
+    return executors.prefill(executor, torch.tensor([t for row in tokens for t in row]), batch, cache)
 
 
 def decode(
     executor: Executor, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], tokens: Sequence[int]
 ) -> Tensor:
     """Logits [B, vocab] after one more token of each sequence."""
-    return executor.decode(torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
+    return executors.verify(executor, torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
+
+
+def table_of(config: ModelConfig) -> RopeTable:
+    """The rotary table of a model whose layers are all alike."""
+    return RopeTable(config.common.attention.rope, config.max_position_embeddings)

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from haarkv.engine.generation import prefill_in_chunks
+from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -70,5 +71,5 @@ def worst_error(theirs, ours, kv, prompt):
         worst = max(worst, (mine - logits).abs().max().item())
         tokens = logits.argmax(-1)[None]
         if paging.length(sequence) < prompt.shape[1] + STEPS:
-            mine = executor.decode(tokens[0], paging.batch([sequence], [1]), cache)
+            mine = verify(executor, tokens[0], paging.batch([sequence], [1]), cache)
     return worst, reference

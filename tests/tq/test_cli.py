@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from checkpoints import (
     shard_name,
     write_checkpoint,
 )
+from small_models import resized
 from terminal import AS_IN_A_TERMINAL
 
 from haarkv.engine.text import GrowingText
@@ -591,7 +592,7 @@ def test_an_output_that_cannot_show_a_character_does_not_fail(checkpoint, tmp_pa
 
 
 def test_random_models_of_a_named_size_run(tq, monkeypatch):
-    small = replace(
+    small = resized(
         qwen3_config.QWEN3_14B, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=32, vocab_size=300, max_position_embeddings=256,
     )  # fmt: skip

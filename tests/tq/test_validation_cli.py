@@ -14,6 +14,7 @@ import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
 from machines import has_only
 from refusals import assert_refused
+from small_models import resized
 
 import tq
 from haarkv.executors import catalog
@@ -270,7 +271,7 @@ def test_no_model_and_no_prompt_to_cut_are_refused(run):
 def test_without_a_prompt_everything_is_exercised(run, monkeypatch):
     """Blocks, sequences, chunks, and scales of a second run; on two layers of the model that ships."""
     config, model = catalog_of_models.read_config("tiny"), catalog_of_models.load_model("tiny")
-    two = replace(config, num_layers=2)
+    two = resized(config, num_layers=2)
     shortened = replace(model, config=two, weights=replace(model.weights, layers=model.weights.layers[:2]))
     monkeypatch.setattr(catalog_of_models, "read_config", lambda *_: two)
     monkeypatch.setattr(catalog_of_models, "load_model", lambda *_: shortened)

@@ -18,13 +18,14 @@ from small_models import (
     prefill,
     random_tokens,
     small_model,
+    table_of,
     weights_as_numpy,
 )
 
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.engine.generation import generate
+from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats.rotated import choose_levels
 from haarkv.validation import bounds
@@ -322,7 +323,7 @@ def test_a_wrong_batch_shows_in_logits(healthy, fault):
         "block table": {"block_table": batch.block_table.flip(1)},
         "sequence length": {"seq_lens": batch.seq_lens - 5},  # ends with the block before: 16 tokens
     }
-    logits = run.executor.decode(torch.tensor(random_tokens(SMALL, 1, 2)), replace(batch, **wrong[fault]), run.cache)
+    logits = verify(run.executor, torch.tensor(random_tokens(SMALL, 1, 2)), replace(batch, **wrong[fault]), run.cache)
     assert np.abs(logits[0].numpy() - healthy).max() > bounds.ORACLE_FAULT
 
 
@@ -453,7 +454,7 @@ def test_linear(out, dtype):
 def test_rope(config):
     positions = torch.tensor([0, 1, 2, 17, 100, 511])
     x = normal(len(positions), 3, config.heads.head_dim)
-    ours = reference.rope(x, *RopeTable(config).at(positions))
+    ours = reference.rope(x, *table_of(config).at(positions))
     expected = [
         [oracles.rope(head, position, config.rope_theta) for head in token]
         for token, position in zip(x.double().numpy(), positions.tolist(), strict=True)

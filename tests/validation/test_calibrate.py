@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.codebooks.learned import expected_cost
 from haarkv.models.rope import inverse_frequencies
@@ -18,7 +18,7 @@ from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.candidates import learned_anchors, places, predicted
 from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions, recording
 
-MODEL = small_model(replace(SMALL, num_layers=2))
+MODEL = small_model(resized(SMALL, num_layers=2))
 CONFIG = MODEL.config
 WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
 RUN = {"model": "m", "text": "t"}
@@ -211,7 +211,7 @@ def test_moments_over_positions_are_those_of_vectors_that_stand_there(turned):
 
 def test_what_is_learned_for_a_context_serves_keys_at_its_end():
     """Windows of 40 tokens; keys of the same text 1,000 tokens later cost more, but not if that was asked for."""
-    inv_freq, shift = inverse_frequencies(CONFIG), 1000
+    inv_freq, shift = inverse_frequencies(CONFIG.common.attention.rope), 1000
     cost = {}
     for context in (40, 1040):
         (basis, _), *_ = learn_model(MODEL, reference, WINDOWS[:3], (), context=context).layers
@@ -260,7 +260,7 @@ def test_every_window_is_laid_through_the_context():
         own, here = Sums(metric_of(0)), slice(begin, begin := begin + len(window))
         own.add_kv(seen["k"][here], seen["v"][here])
         own.add_q(seen["q"][here])
-        sums.add(own.over_context(inverse_frequencies(CONFIG), context))
+        sums.add(own.over_context(inverse_frequencies(CONFIG.common.attention.rope), context))
     pair, *_ = learn_model(MODEL, reference, windows, (), context=context).layers
     for found, expected in zip(pair, calibrate.bases_of(sums, 0), strict=True):
         assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(found))

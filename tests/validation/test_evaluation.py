@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import FINAL_NORM, saying, write_checkpoint
 
+from haarkv.executors.base import prefill
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
@@ -45,7 +46,7 @@ def plain_logits(side, tokens):
     for end in range(1, len(tokens) + 1):
         cache, paging = side.new_cache(1, end)
         batch = paging.batch([paging.add()], [end])
-        rows.append(side.executor.prefill(torch.tensor(tokens[:end]), batch, cache)[0].double().numpy())
+        rows.append(prefill(side.executor, torch.tensor(tokens[:end]), batch, cache)[0].double().numpy())
     return np.stack(rows)
 
 
@@ -181,7 +182,7 @@ def plain_continuation(side, prompt, count):
     for _ in range(count):
         cache, paging = side.new_cache(1, len(tokens))
         batch = paging.batch([paging.add()], [len(tokens)])
-        tokens.append(int(side.executor.prefill(torch.tensor(tokens), batch, cache)[0].argmax()))
+        tokens.append(int(prefill(side.executor, torch.tensor(tokens), batch, cache)[0].argmax()))
     return tokens[len(prompt) :]
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.reference import ReferenceExecutor
@@ -24,12 +24,12 @@ from haarkv.validation.layers.faults import table_with
 from haarkv.validation.layers.report import joined
 from haarkv.validation.layers.scales import with_extreme_scales
 
-CONFIG = replace(
+CONFIG = resized(
     SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=32, intermediate_size=48,
     max_position_embeddings=1024,
 )  # fmt: skip
 MODEL = small_model(CONFIG)
-ONE_LAYER = small_model(replace(CONFIG, num_layers=1))
+ONE_LAYER = small_model(resized(CONFIG, num_layers=1))
 STEPS = 2
 
 

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 from browser import chromium, opened
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.layers.faults import planted, reordered
 from haarkv.validation.layers.page import About, page
 
-CONFIG = replace(SMALL, num_layers=2, num_heads=2, KVShape(1, 64))
+CONFIG = resized(SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64)
 MODEL = small_model(CONFIG)
 ABOUT = About(
     model="/models/a-folder-with-a-very-long-name-of-which-nothing-can-be-broken-anywhere/Qwen3-0.6B",

@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 import torch
 from bases import calibration
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
@@ -100,7 +99,7 @@ def test_what_needs_a_third_block_keeps_it():
         return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    model = small_model(replace(SMALL, num_layers=1, num_heads=2, KVShape(1, 64)))
+    model = small_model(resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
     run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
     assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
@@ -147,7 +146,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_can_be_cut_and_written(model_type):
-    model = small_model(replace(SMALL, model_type=model_type, **FAMILIES[model_type]))
+    model = small_model(resized(SMALL, model_type=model_type, **FAMILIES[model_type]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
     file = written(failed(model, make, [random_tokens(SMALL, 6)]))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
@@ -217,7 +216,7 @@ def test_a_file_that_does_not_fit_together_is_refused():
         replace(file.case, batch=replace(batch, block_table=batch.block_table + 7)),
         replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
-        replace(file.case, config=replace(file.case.config, num_layers=10**8)),
+        replace(file.case, config=resized(file.case.config, num_layers=10**8)),
         replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):

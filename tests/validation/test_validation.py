@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bases import calibration, vectors_of
-from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, random_tokens, small_model
+from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.runner as runner
+from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
@@ -266,22 +267,22 @@ def test_a_wrong_scale_is_found_in_every_format(kv, factor):
 
 # -- Fused executors -------------------------------------------------------------------------------------------------------
 def test_a_fused_executor_with_a_wrong_head_is_found():
-    report = run(Whole(prefill=lambda e, *args: e.prefill(*args).roll(1, -1)))
+    report = run(Whole(prefill=lambda e, *args: prefill(e, *args).roll(1, -1)))
     assert where(report) == (None, "head")
-    report = run(Whole(decode=lambda e, *args: e.decode(*args) * torch.linspace(0.9, 1.1, SMALL.vocab_size)))
+    report = run(Whole(decode=lambda e, *args: verify(e, *args) * torch.linspace(0.9, 1.1, SMALL.vocab_size)))
     assert where(report) == (None, "head")
     assert report.first_divergence.phase == "decode"
 
 
 def test_a_whole_forward_that_is_not_that_of_the_op_table_is_found():
     lying = ReferenceExecutor(MODEL)
-    lying.decode = lambda token_ids, batch, cache: ReferenceExecutor(MODEL).decode(token_ids.flip(0), batch, cache)
+    lying.decode = lambda token_ids, batch, cache: verify(ReferenceExecutor(MODEL), token_ids.flip(0), batch, cache)
     assert where(run(lying)) == (None, "forward")
 
 
 def test_a_whole_forward_that_stores_something_else_or_elsewhere_is_found():
     def consistently_wrong(e, token_ids, batch, cache):
-        logits = e.prefill(token_ids, batch, cache)
+        logits = prefill(e, token_ids, batch, cache)
         for layer in range(SMALL.num_layers):
             cache.v_fields(layer)["scale"].mul_(2)
         return logits
@@ -289,7 +290,7 @@ def test_a_whole_forward_that_stores_something_else_or_elsewhere_is_found():
     assert where(run(Whole(prefill=consistently_wrong), steps=0)) == (None, "head")
 
     def stray(e, token_ids, batch, cache):
-        logits = e.prefill(token_ids, batch, cache)
+        logits = prefill(e, token_ids, batch, cache)
         cache.k_fields(2)["codes"][0, 0, 5] ^= 1
         return logits
 
@@ -458,7 +459,7 @@ def test_nan_anywhere_fails(bad):
 
 def test_nan_logits_fail():
     def nan(e, *args):
-        logits = e.prefill(*args).clone()
+        logits = prefill(e, *args).clone()
         logits[0, 3] = math.nan
         return logits
 
@@ -540,7 +541,7 @@ def test_what_is_wrong_when_left_to_itself_is_named(spoil):
         return out
 
     def prefill(e, token_ids, batch, cache):
-        e.prefill(token_ids, batch, cache)
+        prefill(e, token_ids, batch, cache)
         return MODEL.head(last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
 
     report = run(Whole(layers=layers, prefill=prefill), steps=0)
@@ -581,7 +582,7 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
 
 
 def test_a_long_prompt_is_prefilled_in_chunks():
-    config = replace(SMALL, max_position_embeddings=1024, num_layers=1)
+    config = resized(SMALL, max_position_embeddings=1024, num_layers=1)
     model = small_model(config)
     report = run(ReferenceExecutor(model), model, [random_tokens(config, 515), [1, 2]], 1)
     assert report.passed

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, small_model
+from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.forward as forward
@@ -32,7 +32,7 @@ from haarkv.validation.layers.window_edges import LONG, SHORT, edges, with_tail
 from haarkv.validation.layers.window_faults import WINDOWED, window_faults
 from haarkv.validation.layers.window_merges import Parts, merging
 
-CONFIG = replace(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 AT = 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import prefill_in_chunks
+from haarkv.executors.base import verify
 from haarkv.engine.session import Session
 from haarkv.tq_ops.errors import NonFiniteError
 
@@ -237,7 +238,7 @@ def _steps(
             return
         batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
         token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
-        logits = side.executor.decode(token_ids, batch, cache)
+        logits = verify(side.executor, token_ids, batch, cache)
 
 
 def summarize(scored: Sequence[Scored]) -> Fidelity:

@@ -18,8 +18,9 @@ from haarkv.models.text import Tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.validation.layers.forward import Schedule
 
 TINY, HUGE = 0.01, 1000.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks import haar_rotation
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.codebooks.haar import SEED
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -23,7 +24,6 @@ from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.parts import Stored, load, put, tensors_of
 

@@ -16,8 +16,9 @@ from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, blocks_for
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.parts import Stored, load, new_cache_like, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import KVShape
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""

@@ -21,8 +21,8 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import with_ops
 
 _SHORTEST, _LONGEST = 2.0**-8, 2.0**13

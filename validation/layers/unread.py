@@ -14,6 +14,7 @@ from torch import Tensor
 from haarkv.tq_ops.formats.base import by_token, lengths_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.validation.layers.parts import Part, Stored, parts_of
 
 _LONGER, _LONGEST = 64.0, 2.0**15
@@ -58,7 +59,7 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
     return changed
 
 
-def _unread(window: Window, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+def _unread(window: Kept, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
     """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
     # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
     # before the queries is first seen by the first of them, any other by its own.

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.table import OpTable
 
 SHORT, LONG = "a window one token short", "a window one token long"
 
 
-def with_tail(window: Window, tail: int) -> Window:
+def with_tail(window: Kept, tail: int) -> Kept:
     """The same tokens, of which queries see another number in BF16; at least 0."""
     other = copy(window)
     other.tail = max(tail, 0)

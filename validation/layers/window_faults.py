@@ -14,6 +14,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.validation.layers.faults import Fault
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, take, token_rows
 from haarkv.validation.layers.slips import OUT, Layer
@@ -22,8 +23,8 @@ from haarkv.validation.layers.window_merges import merge_faults
 
 WINDOWED = KVSpec("tq4", tail=16, sink=4)
 """A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
-Read = Callable[[Window, Batch, int], Tensor]
-Seen = Callable[[Window, Tensor, int], Tensor]
+Read = Callable[[Kept, Batch, int], Tensor]
+Seen = Callable[[Kept, Tensor, int], Tensor]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
@@ -56,7 +57,7 @@ def _keeping(at: Layer, name: str, stage: str, keep: Keep, head: int | None = No
     return Fault(name, at.index, stage, stage, {"store_kv": store_kv}, head=head, also=also)
 
 
-def _moving(at: Layer, name: str, stage: str, move: Callable[[Window, Batch, Tensor], None]) -> Fault:
+def _moving(at: Layer, name: str, stage: str, move: Callable[[Kept, Batch, Tensor], None]) -> Fault:
     """A layer that packs what is right, and writes its windows in another way."""
 
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
@@ -131,27 +132,27 @@ def _stored(at: Layer) -> Iterator[Fault]:
     yield Fault("tokens are packed when they leave the window", at.index, "store_kv.k", "store_kv.k", {"store_kv": _late(at)})
 
 
-def _write(window: Window, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
+def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
     if window.ring:
         window.vectors[rows, :, places] = x
     first = batch.positions < window.sink
     window.vectors[rows[first], :, batch.positions[first]] = x[first]
 
 
-def _over_sinks(window: Window, batch: Batch, x: Tensor) -> None:
+def _over_sinks(window: Kept, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), batch.positions % max(window.ring, 1))
 
 
-def _short_ring(window: Window, batch: Batch, x: Tensor) -> None:
+def _short_ring(window: Kept, batch: Batch, x: Tensor) -> None:
     _write(window, batch, x, token_rows(batch), window.sink + batch.positions % max(window.ring - 1, 1))
 
 
-def _to_another_row(window: Window, batch: Batch, x: Tensor) -> None:
+def _to_another_row(window: Kept, batch: Batch, x: Tensor) -> None:
     rows = (token_rows(batch) + 1) % len(window.vectors)
     _write(window, batch, x, rows, window.sink + batch.positions % max(window.ring, 1))
 
 
-def _sinks_of_chunks(window: Window, batch: Batch, x: Tensor) -> None:
+def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
     window.write(x, batch)
     starts = batch.query_start_loc.long()
     index = torch.arange(len(x)) - torch.repeat_interleave(starts[:-1], starts.diff())
@@ -159,7 +160,7 @@ def _sinks_of_chunks(window: Window, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[first], :, index[first]] = x[first]
 
 
-def _one_sink_too_few(window: Window, batch: Batch, x: Tensor) -> None:
+def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
     gone = batch.positions == window.sink - 1
     kept = window.vectors[token_rows(batch)[gone], :, batch.positions[gone]]
     window.write(x, batch)
@@ -186,10 +187,10 @@ def _late(at: Layer) -> Callable[..., None]:
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
-class _Other(Window):
+class _Other(Kept):
     """A window that is read in another way."""
 
-    def __init__(self, of: Window, seen: Seen | None, read: Read | None) -> None:
+    def __init__(self, of: Kept, seen: Seen | None, read: Read | None) -> None:
         vars(self).update(vars(of))
         self._of, self._seen, self._read = of, seen, read
 
@@ -223,31 +224,31 @@ def _seen(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Seen:
         return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
 
-    def sinks_alone(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def sinks_alone(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
-    def no_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def no_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
-    def last_of_sinks(window: Window, positions: Tensor, tokens: int) -> Tensor:
+    def last_of_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
         gone = torch.arange(tokens) == window.sink - 1
         return window.seen(positions, tokens) & ~(gone & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
-    def one_place_on(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def one_place_on(window: Kept, batch: Batch, tokens: int) -> Tensor:
         rolled = _Other(window, None, None)
         ring = window.vectors[:, :, window.sink :].roll(-1, 2)
         rolled.vectors = torch.cat([window.vectors[:, :, : window.sink], ring], 2)
-        return Window.read(rolled, batch, tokens)
+        return Kept.read(rolled, batch, tokens)
 
-    def without_sinks(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def without_sinks(window: Kept, batch: Batch, tokens: int) -> Tensor:
         shifted = _Other(window, None, None)
         shifted.vectors = window.vectors.roll(window.sink, 2)
-        return Window.read(shifted, batch, tokens)
+        return Kept.read(shifted, batch, tokens)
 
-    def another_row(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def another_row(window: Kept, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=batch.rows.roll(1)), tokens)
 
-    def by_number(window: Window, batch: Batch, tokens: int) -> Tensor:
+    def by_number(window: Kept, batch: Batch, tokens: int) -> Tensor:
         return window.read(replace(batch, rows=torch.arange(len(batch.rows))), tokens)
 
     yield _looking(at, "the window is one token short", longer(-1))

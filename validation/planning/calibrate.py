@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
 from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
@@ -34,9 +35,10 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.planning.learning import Learning
@@ -100,11 +102,11 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     config, blocks = model.config, blocks_for(len(hidden))
     plan = KVSpec("bf16").plan(config.num_layers)
     shapes = config.kv_shapes
-    page = round(
-        BLOCK_SIZE * sum(f.bytes_per_vector(config.heads.head_dim) for f in plan.layers[layer]) * config.heads.num_kv_heads
-    )
+    page = round(BLOCK_SIZE * sum(f.bytes_per_vector(config.heads.head_dim) for f in plan.layers[layer]) * config.heads.num_kv_heads)
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = PagedKVCache(plan, KVShape(shape[0], shape[1]), num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages)
+    cache = PagedKVCache(
+        plan, shapes, num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages
+    )
     paging = PagedSequences(blocks, cache.block_size, num_rows=1)
     batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)

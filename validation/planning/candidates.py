@@ -15,8 +15,9 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
 from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""

@@ -7,6 +7,7 @@ import torch
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import Unordered
+from small_models import resized
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
@@ -122,7 +123,7 @@ def test_prefill_leaves_no_access_unordered_that_matters():
 
 def learned_plan():
     """Of a layer of `tiny`, K of two stages."""
-    return learned_spec(replace(read_config("tiny"), num_layers=1)).plan(1)
+    return learned_spec(resized(read_config("tiny"), num_layers=1)).plan(1)
 
 
 @pytest.mark.npu_long

@@ -1,7 +1,6 @@
 """ONNX graphs: that they check, how they are named, what their cache takes, and that no history is ever rotated back."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from onnx_graphs import (
     small_model,
     weights_of,
 )
-from small_models import CONFIGS
+from small_models import CONFIGS, resized
 
 from haarkv.codebooks import haar_rotation
 from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET
@@ -156,7 +155,7 @@ def test_memory_behind_the_end_may_hold_anything():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_quantize_stores_what_the_format_stores(head_dim):
     """Ordinary, tiny, huge and zero vectors."""
-    config = replace(CONFIG, head_dim=head_dim, num_kv_heads=2)
+    config = resized(CONFIG, head_dim=head_dim, num_kv_heads=2)
     g = Graph(23)
     codes, scale = g.call("q", "Quantize", Qwen3Scopes(config).quantize, x="x", rotation="rotation")
     x = torch.randn(24, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))

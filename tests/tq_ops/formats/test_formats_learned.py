@@ -7,7 +7,7 @@ import pytest
 import torch
 from bases import calibration, vectors_of
 from learned_slow import GOLDEN_NIBBLES, ROWS, golden_basis, slow
-from small_models import SMALL
+from small_models import SMALL, resized
 
 from haarkv.codebooks import haar_rotation
 from haarkv.codebooks.learned import Basis, errors, stages
@@ -181,7 +181,7 @@ def test_the_cache_stores_each_head_in_its_own_coordinates():
 
 def test_a_rank_stores_its_heads_as_the_whole_does():
     whole, x = calibration(heads=4, seed=9), vectors_of(calibration(heads=4, seed=9), 1, "v", 30)
-    spec, config = KVSpec("k=lr128,v=lr64", calibration=whole), replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=4)
+    spec, config = KVSpec("k=lr128,v=lr64", calibration=whole), resized(SMALL, num_layers=2, num_heads=8, num_kv_heads=4)
     stored = whole.format("v", 64).quantize(x, 1)
     for rank in range(2):
         split = Split(config, rank, 2)

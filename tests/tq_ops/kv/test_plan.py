@@ -1,12 +1,23 @@
 """Formats by layer, tokens that stay in BF16, keys that are stored in groups: one cache holds them all."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from small_models import CONFIGS, SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import (
+    CONFIGS,
+    SMALL,
+    cache_tensors,
+    decode,
+    new_cache,
+    new_paging,
+    prefill,
+    random_tokens,
+    resized,
+    small_model,
+)
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
@@ -72,8 +83,8 @@ def expected_attention(plan, q, k, v, queries=slice(None)):
     return out[queries]
 
 
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def normal(shapes, seed):
+    return torch.randn(shapes, generator=torch.Generator().manual_seed(seed))
 
 
 def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=False, dim=DIM, block=64):
@@ -176,13 +187,13 @@ def test_bytes_are_what_is_allocated(name, config):
     plan = replace(SPECS[name], skip_layers=(0,)).plan(config.num_layers)
     cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2)
     shapes = config.kv_shapes
-    assert cache.nbytes == cache.num_slots * plan.bytes_per_token(*shape) + 2 * plan.kept_bytes(*shape)
-    one = PagedKVCache(plan, KVShape(shape[0], shape[1]), num_blocks=3, num_rows=1).nbytes
-    assert cache_bytes(plan, 300, *shape) == one
-    assert cache_bytes(plan, 384, *shape, sequences=2) == 2 * one
-    assert tokens_that_fit(plan, 2 * one, *shape, sequences=2) == 384
-    assert tokens_that_fit(plan, one - 1, *shape) == 256
-    assert tokens_that_fit(plan, -5, *shape) == 0
+    assert cache.nbytes == cache.num_slots * plan.bytes_per_token(shapes) + 2 * plan.kept_bytes(shapes)
+    one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1).nbytes
+    assert cache_bytes(plan, 300, shapes) == one
+    assert cache_bytes(plan, 384, shapes, sequences=2) == 2 * one
+    assert tokens_that_fit(plan, 2 * one, shapes, sequences=2) == 384
+    assert tokens_that_fit(plan, one - 1, shapes) == 256
+    assert tokens_that_fit(plan, -5, shapes) == 0
     windows = [w.vectors for layer in range(config.num_layers) for w in cache.kept(layer) if w]
     assert cache.nbytes == sum(t.nbytes for t in windows) + sum(tensor.nbytes for *_, tensor in cache_tensors(cache))
     assert all(window is None for window in cache.kept(0))  # a layer in bf16 keeps nothing twice
@@ -208,7 +219,7 @@ def test_what_is_described_can_be_read():
             "kivi2 quantizes 32 tokens together, which blocks of 48 cut apart",
         ),
         (
-            lambda: new_cache(replace(SMALL, head_dim=96), "tbq4_0"),
+            lambda: new_cache(resized(SMALL, head_dim=96), "tbq4_0"),
             "tbq4_0 stores blocks of 128 values and cannot hold head_dim 96",
         ),
     ],
@@ -298,7 +309,7 @@ def broken(**changes):
     [
         "", "[]", "{", "3", broken(layers="gone"), broken(haarkv_plan=2), broken(layers=["tq4"]), broken(layers=[1, 2, 3]),
         broken(layers=["tq4", "tq4", "tq9"]), broken(tail="many"), broken(sink=-1), broken(sink=None),
-        broken(model={"layers": 3}), broken(model={**asdict(SHAPE), "num_layers": "x"}), broken(model=[]),
+        broken(model={"layers": 3}), broken(model={**SHAPE.as_json(), "num_layers": "x"}), broken(model=[]),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_plan_is_refused_in_one_line(text):

@@ -2,13 +2,12 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from npu_layers import layer_call
 from planted_programs import Unordered
-from small_models import SMALL, small_model
+from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.tq_ops.npu.aicore.emission import emit
@@ -25,7 +24,7 @@ FEW = 20
 def call():
     """Three sequences, one of them with a second step of keys: a small layer and short steps, quick to run many times."""
     model = small_model(
-        replace(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
+        resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
     )
     program = programs.decode_program(model.config, step_tokens=128)
     return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
