@@ -126,7 +126,7 @@ def test_another_device_and_another_isa_are_refused():
 
 def test_a_weight_that_is_not_a_number_is_named():
     model = load_model("tiny", "float32")
-    model.weights.layers[1].v_proj[3, 5] = float("nan")
+    model.weights.layers[1]["v_proj"][3, 5] = float("nan")
     cache = new_cache(model.config, num_blocks=1, block_size=16)
     paging = new_paging(cache)
     with pytest.raises(InputError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight holds nan at \[3, 5\]"):

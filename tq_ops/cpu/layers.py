@@ -26,8 +26,8 @@ class Dense:
     """One layer as a call runs it: attention, window and all, with RoPE on whole heads, and a gated MLP.
 
     Attributes:
-        weights: tensors by the fields of `library.DENSE_WEIGHTS`, contiguous. Those that end in `norm` are all BF16 or all FP32,
-            the others of the model's dtype. Norms of heads, biases and norms behind the mixer and the MLP may be missing.
+        weights: tensors by the fields of `library.DENSE_WEIGHTS`, contiguous. Norms are all BF16 or all FP32, others of the
+            model's dtype. Norms of heads, biases and norms behind the mixer and the MLP may be missing.
         num_heads: query heads Hq.
         eps: of all its norms.
         softmax_scale: of the logits.

@@ -119,7 +119,8 @@ class CpuOps:
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         """GeGLU's product `gelu(gate) * up`, gelu by its tanh; arguments, result and rounding points as the reference's.
 
-        Where the gate is negative, `1 + tanh` is made without a difference: the reference's has lost its digits there.
+        `1 + tanh` is made without a difference, which leaves few digits where a gate is negative. Of a gate far below zero,
+        1e-38 of it is left where the reference has zero.
         """
         return self._gated_mul(gate, up, dtype, gelu=True)
 

@@ -13,59 +13,6 @@ void exponentials(int rows, const float* before, const float* block, const float
     }
 }
 
-// One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the weights
-// of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum in this
-// block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits become p.
-// `SEEN` says that every row sees all n keys.
-template <class Simd, int R, bool SEEN>
-inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep, int n, const Seen* seen, bool round,
-                                                       int stride, const float* scale, int segments, float* weights,
-                                                       float* maxima, float* totals, float* shrink) {
-    using F = typename Simd::F;
-    auto seen_of = [&](int r, int i, F x, F other)
-                       __attribute__((always_inline)) { return SEEN ? x : shown<Simd>(seen[r], i, x, other); };
-    const F lowest = Simd::set1(-INFINITY);
-    F most[R], sum[R];
-    for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
-    for (int i = 0; i < n; i += Simd::width)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) most[r] = Simd::max(seen_of(r, i, Simd::load(logits + r * stride + i), lowest), most[r]);
-    float block_max[R], new_max[R], factor[R];
-    for (int r = 0; r < R; ++r) {
-        block_max[r] = Simd::reduce_max(most[r]);
-        new_max[r] = block_max[r] > maxima[r] ? block_max[r] : maxima[r];
-    }
-    exponentials<Simd>(R, maxima, block_max, new_max, shrink, factor);
-    for (int i = 0; i < n; i += Simd::width)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const F logit = Simd::load(logits + r * stride + i);
-            F value = round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
-            value = seen_of(r, i, value, Simd::zero());
-            sum[r] = Simd::add(sum[r], value);
-            value = Simd::mul(value, Simd::set1(factor[r]));
-            if (keep) Simd::store(logits + r * stride + i, value);
-            for (int s = 0; s < segments; ++s)
-                Simd::store(weights + (s * R + r) * stride + i, Simd::mul(value, Simd::load(scale + s * stride + i)));
-        }
-    for (int r = 0; r < R; ++r) {
-        // One of the products is rounded; a compiler might choose another one for another R.
-        totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
-        maxima[r] = new_max[r];
-    }
-}
-
-// The same; it looks whether every row sees all keys.
-template <class Simd, int R>
-void soften(float* logits, bool keep, int n, const Seen* seen, bool round, int stride, const float* scale, int segments,
-            float* weights, float* maxima, float* totals, float* shrink) {
-    bool all = n % Simd::width == 0;  // whether every row sees every key, so that nothing is masked
-    for (int r = 0; r < R; ++r) all = all && seen[r].all(n);
-    if (all && round && segments == 1 && !keep)
-        return soften_seen<Simd, R, true>(logits, false, n, seen, true, stride, scale, 1, weights, maxima, totals, shrink);
-    soften_seen<Simd, R, false>(logits, keep, n, seen, round, stride, scale, segments, weights, maxima, totals, shrink);
-}
-
 // Scales that weights are multiplied by, a vector: numbers hold theirs already.
 inline int segments_of(const Side& side) { return side.cell == kNibble ? side.scales_per_vector : 1; }
 
@@ -210,10 +157,57 @@ template <class Simd, class P, int R> struct Attend {
         return most;
     }
 
+    // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the
+    // weights of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum
+    // in this block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits
+    // become p. `SEEN` says that every row sees all n keys, and that one scale and BF16 activations are all there is to do.
+    template <bool SEEN> __attribute__((always_inline)) void soften(bool keep, int n, const Seen* seen) {
+        using F = typename Simd::F;
+        float *const x = logits, *const to = weights;
+        const float* const scale = v_scale;
+        const int apart = stride, count = SEEN ? 1 : segments;
+        const bool round = SEEN || tile.bf16;
+        auto seen_of = [&](int r, int i, F value, F other)
+                           __attribute__((always_inline)) { return SEEN ? value : shown<Simd>(seen[r], i, value, other); };
+        const F lowest = Simd::set1(-INFINITY);
+        F most[R], sum[R];
+        for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
+        for (int i = 0; i < n; i += Simd::width)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) most[r] = Simd::max(seen_of(r, i, Simd::load(x + r * apart + i), lowest), most[r]);
+        float block_max[R], new_max[R], factor[R];
+        for (int r = 0; r < R; ++r) {
+            block_max[r] = Simd::reduce_max(most[r]);
+            new_max[r] = block_max[r] > tile.maxima[r] ? block_max[r] : tile.maxima[r];
+        }
+        exponentials<Simd>(R, tile.maxima, block_max, new_max, shrink, factor);
+        for (int i = 0; i < n; i += Simd::width)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F logit = Simd::load(x + r * apart + i);
+                F value = round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
+                value = seen_of(r, i, value, Simd::zero());
+                sum[r] = Simd::add(sum[r], value);
+                value = Simd::mul(value, Simd::set1(factor[r]));
+                if (!SEEN && keep) Simd::store(x + r * apart + i, value);
+                for (int s = 0; s < count; ++s)
+                    Simd::store(to + (s * R + r) * apart + i, Simd::mul(value, Simd::load(scale + s * apart + i)));
+            }
+        for (int r = 0; r < R; ++r) {
+            // One of the products is rounded; a compiler might choose another one for another R.
+            tile.totals[r] = __builtin_fmaf(tile.totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
+            tile.maxima[r] = new_max[r];
+        }
+    }
+
     // With `keep`, where there are values in BF16, the sums of those are left to `weigh`.
     void soften_block(bool keep, int n, const Seen* seen) {
-        soften<Simd, R>(logits, keep, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals,
-                        shrink);
+        bool all = n % Simd::width == 0 && tile.bf16 && segments == 1 && !keep;
+        for (int r = 0; r < R; ++r) all = all && seen[r].all(n);
+        if (all)
+            soften<true>(false, n, seen);
+        else
+            soften<false>(keep, n, seen);
         if (met_kept && !keep) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
     }
 

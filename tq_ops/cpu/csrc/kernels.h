@@ -186,7 +186,7 @@ struct GatedMul {
 struct Kernels {
     // Floats of scratch that `attend` needs, for any activations.
     int64_t (*scratch_floats)(const Cache&);
-    // Of tiles that share their KV head, sequence and blocks, up to `tiles` of them.
+    // Of up to kMaxTiles tiles that share their KV head, sequence and blocks.
     void (*attend)(const Cache&, const Tile*, int count, float* scratch);
     // Vectors key ... key + n - 1 of a block as numbers [n, N], scales included; of kChannels [N, 16]. n <= 16, and scratch
     // `bytes` [16, N].
@@ -216,7 +216,6 @@ struct Kernels {
     void (*narrow)(const float* x, int64_t n, uint16_t* y);
     // sum [n] = `share` times the sum of rows x[i * apart], each times factors[i]. Of a factor of 0 none is read.
     void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
-    int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 
 const Kernels& portable_kernels();

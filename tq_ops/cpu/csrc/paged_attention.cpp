@@ -16,6 +16,7 @@ namespace {
 
 // Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
+constexpr int64_t kPassRows = kMaxTiles * kMaxRows;
 // Of rotated queries and partial sums that are kept at a time: for each thread, at least, and at most.
 constexpr int64_t kBytesPerThread = 1 << 20, kLeastBytes = 4 << 20, kMostBytes = 16 << 20;
 
@@ -75,9 +76,8 @@ struct Keys {
 // Cuts the rows of every sequence and KV head into passes, and their contexts into splits, a wave at a time.
 class Cutter {
   public:
-    Cutter(const HaarkvAttention& a, int tiles)
+    explicit Cutter(const HaarkvAttention& a)
         : a_(a),
-          most_rows_(tiles * kMaxRows),
           query_floats_(kMaxRows * a.cache.k.levels),
           partial_floats_(Partials::size_of(a.cache)),
           most_floats_(std::clamp(kBytesPerThread * a.threads, kLeastBytes, kMostBytes) / 4) {}
@@ -86,7 +86,7 @@ class Cutter {
     bool next(Wave& wave) {
         wave.clear();
         for (; sequence_ < a_.sequences; ++sequence_, row_ = 0)
-            for (; row_ < rows(); row_ += most_rows_, head_ = 0)
+            for (; row_ < rows(); row_ += kPassRows, head_ = 0)
                 for (; head_ < a_.cache.num_kv_heads; ++head_) {
                     const int64_t floats = wave.partials * partial_floats_ + wave.tiles.size() * query_floats_;
                     if (floats >= most_floats_) return true;
@@ -97,7 +97,7 @@ class Cutter {
 
   private:
     const HaarkvAttention& a_;
-    const int64_t most_rows_, query_floats_, partial_floats_, most_floats_;
+    const int64_t query_floats_, partial_floats_, most_floats_;
     int64_t row_ = 0;
     int sequence_ = 0, head_ = 0;
 
@@ -111,7 +111,7 @@ class Cutter {
         pass.first_partial = wave.partials;
         pass.kv_head = head_;
         Keys keys{std::numeric_limits<int>::max(), 0};
-        for (int64_t end = std::min(rows(), row_ + most_rows_), row = row_; row < end; row += kMaxRows, ++pass.tiles)
+        for (int64_t end = std::min(rows(), row_ + kPassRows), row = row_; row < end; row += kMaxRows, ++pass.tiles)
             add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row)), keys);
         // Splits begin at fixed places of a sequence. What lies before all windows is left out of the first.
         const int first = keys.begin / a_.cache.block_size;
@@ -176,8 +176,8 @@ float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first
 }
 
 // Floats of scratch that `merge` needs.
-int64_t merged_floats(const Cache& cache, int tiles) {
-    return static_cast<int64_t>(tiles) * kMaxRows * (cache.v.levels + 2 * cache.head_dim);
+int64_t merged_floats(const Cache& cache) {
+    return kPassRows * (cache.v.levels + 2 * cache.head_dim);
 }
 
 // The output of a pass, from what its splits left.
@@ -185,7 +185,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
            float* scratch) {
     const int64_t dim = a.cache.head_dim, most = pass.tiles * kMaxRows;
     float *merged = scratch, *out = merged + most * of.levels, *exact = out + most * dim;
-    float share[kMaxTiles * kMaxRows];
+    float share[kPassRows];
     std::vector<float> factors(pass.splits);
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t)
@@ -266,12 +266,12 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache, kernels.tiles));
+    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;
     float* const scratch = own_scratch.of(a->threads * scratch_size);
-    Cutter cutter(*a, kernels.tiles);
+    Cutter cutter(*a);
     Wave wave;
     while (cutter.next(wave)) {
         const Partials partials(cache, numbers.of(wave.partials * Partials::size_of(cache)));
