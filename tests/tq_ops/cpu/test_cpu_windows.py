@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 
 BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
@@ -65,27 +66,47 @@ def test_a_query_sees_its_window_alone(table, kv, dtype):
 @DTYPES
 @pytest.mark.parametrize("kv", [KINDS[0], KINDS[1], KINDS[3]], ids=str)
 def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
-    ops, window, tokens = table.open(), 300, 1200
+    """Of tokens whose windows reach over the end of a split of 1,024 keys."""
+    ops, first, tokens = table.open(), 15 * CHUNK, 1160
     k, v = torch.randn(2, tokens, 2, 128, generator=torch.Generator().manual_seed(0))
     q = torch.randn(tokens, 10, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
     found, before = [], torch.get_num_threads()
     try:
         for threads, sizes, companion in ((1, (64,), False), (2, (64, 1, 7, 30), True), (5, (13,), True)):
             torch.set_num_threads(threads)
-            cache, paging = rings(kv, window, block_size=128)
-            ids, outs, begin, step = [paging.add(), paging.add()], [], 0, 0
-            while begin < tokens:
-                end = min(tokens, begin + sizes[step % len(sizes)])
-                if companion:
-                    stored(cache, paging.batch(ids[:1], [1]), step)
-                batch = paging.batch(ids[1:], [end - begin])
-                reference.store_kv(k[begin:end], v[begin:end], cache, LAYER, batch)
-                outs.append(ops.paged_attention(q[begin:end], cache, LAYER, batch, 0.1))
-                begin, step = end, step + 1
+            cache, paging = rings(kv, 300, block_size=128)
+            ids, outs, begin = [paging.add(), paging.add()], [], 0
+            for step in range(tokens):
+                size = CHUNK if begin < first else sizes[step % len(sizes)]
+                batch = paging.batch(ids[1:], [min(tokens, begin + size) - begin])
+                reference.store_kv(k[begin : begin + size], v[begin : begin + size], cache, LAYER, batch)
+                if begin >= first:
+                    outs.append(attended(ops, cache, batch, q[begin : begin + size], paging, ids[0] if companion else None))
+                begin += size
+                if begin >= tokens:
+                    break
             found.append(torch.cat(outs))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in pairwise(found))
+
+
+def attended(
+    ops: OpTable, cache: PagedKVCache, batch: Batch, q: Tensor, paging: PagedSequences, companion: int | None
+) -> Tensor:
+    """Attention of a batch of one sequence, beside a token of a companion where there is one."""
+    if companion is None:
+        return ops.paged_attention(q, cache, LAYER, batch, 0.1)
+    other = paging.batch([companion], [1])
+    stored(cache, other, 0)
+    blocks = max(batch.block_table.shape[1], other.block_table.shape[1])
+    tables = (torch.nn.functional.pad(x.block_table, (0, blocks - x.block_table.shape[1]), value=-1) for x in (other, batch))
+    both = Batch(
+        torch.cat([other.positions, batch.positions]), torch.cat([other.slot_mapping, batch.slot_mapping]),
+        torch.cat(list(tables)), torch.cat([other.seq_lens, batch.seq_lens]),
+        torch.cat([other.query_start_loc, batch.query_start_loc[1:] + 1]), torch.cat([other.rows, batch.rows]),
+    )  # fmt: skip
+    return ops.paged_attention(torch.cat([q[:1], q]), cache, LAYER, both, 0.1)[1:]
 
 
 @every_table
