@@ -158,9 +158,10 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the
-    // weights of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum
-    // in this block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits
-    // become p. `SEEN` says that every row sees all n keys, and that one scale and BF16 activations are all there is to do.
+    // weights of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its
+    // maximum in this block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the
+    // logits become p. `SEEN` says that every row sees all n keys, and that one scale and BF16 activations are all there is to
+    // do.
     template <bool SEEN> __attribute__((always_inline)) void soften(bool keep, int n, const Seen* seen) {
         using F = typename Simd::F;
         float *const x = logits, *const to = weights;
@@ -185,7 +186,8 @@ template <class Simd, class P, int R> struct Attend {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const F logit = Simd::load(x + r * apart + i);
-                F value = round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
+                F value =
+                    round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
                 value = seen_of(r, i, value, Simd::zero());
                 sum[r] = Simd::add(sum[r], value);
                 value = Simd::mul(value, Simd::set1(factor[r]));

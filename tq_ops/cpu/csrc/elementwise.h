@@ -95,8 +95,8 @@ inline void rope(const Rope& o, int64_t begin, int64_t end) {
     }
 }
 
-// gate / (1 + exp(-z)) * up, with exp of what is not positive: 1 / (1 + exp(-z)) is exp(z) / (1 + exp(z)) where z is negative. z
-// is the gate, or by GELU twice what its tanh is taken of: (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 * t)).
+// gate / (1 + exp(-z)) * up, with exp of what is not positive: 1 / (1 + exp(-z)) is exp(z) / (1 + exp(z)) where z is negative.
+// z is the gate, or by GELU twice what its tanh is taken of: (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 * t)).
 template <class Simd> void gated_mul(const GatedMul& o, int64_t begin, int64_t end) {
     constexpr float kTwice = 1.5957691216f;  // 2 * sqrt(2 / pi)
     alignas(64) float e[kPiece], y[kPiece];

@@ -84,8 +84,8 @@ struct Cache {
 struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
-    int64_t kept_row;           // of the sequence, in `Kept`
-    int32_t starts[kMaxRows];   // row r sees keys starts[r] ... limits[r] - 1 of its sequence
+    int64_t kept_row;          // of the sequence, in `Kept`
+    int32_t starts[kMaxRows];  // row r sees keys starts[r] ... limits[r] - 1 of its sequence
     int32_t limits[kMaxRows];
     const float* q[kMaxRows];   // [k.levels] rotated, word order
     const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32

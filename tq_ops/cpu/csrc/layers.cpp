@@ -51,8 +51,8 @@ struct Between {
             float** part;
             int64_t size;
         } parts[] = {
-            {&normed, l.hidden_size}, {&q, q_size},         {&k, kv_size},           {&v, kv_size},
-            {&turned_q, q_size},      {&turned_k, kv_size}, {&attended, q_size},     {&update, l.hidden_size},
+            {&normed, l.hidden_size}, {&q, q_size},         {&k, kv_size},       {&v, kv_size},
+            {&turned_q, q_size},      {&turned_k, kv_size}, {&attended, q_size}, {&update, l.hidden_size},
             {&gate, inner},           {&up, inner},         {&product, inner},
         };
         static thread_local Scratch scratch;

@@ -176,9 +176,7 @@ float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first
 }
 
 // Floats of scratch that `merge` needs.
-int64_t merged_floats(const Cache& cache) {
-    return kPassRows * (cache.v.levels + 2 * cache.head_dim);
-}
+int64_t merged_floats(const Cache& cache) { return kPassRows * (cache.v.levels + 2 * cache.head_dim); }
 
 // The output of a pass, from what its splits left.
 void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const Wave& wave, const Pass& pass,

@@ -75,8 +75,8 @@ inline void put_weight_bytes(const float* weights, float inverse, int8_t* bytes)
 // Turns logits [R, kStretch] of a block, of which row r sees seen[r], into weights `scale * p`, and those into bytes: row r's
 // at `bytes + r * kChunk`. `SEEN` says that every row sees all keys. Returns the steps of the integers.
 template <int R, bool SEEN>
-inline void soften_to_bytes(float* logits, const Seen* seen, const float* scale, float most_total, float* maxima, float* totals,
-                            float* shrink, float* steps, int8_t* bytes) {
+inline void soften_to_bytes(float* logits, const Seen* seen, const float* scale, float most_total, float* maxima,
+                            float* totals, float* shrink, float* steps, int8_t* bytes) {
     static_assert(R == 8);
     constexpr int kRegisters = kStretch / 16;
     auto seen_of = [&](int r, int i, __m512 x, __m512 other)
