@@ -15,7 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import folder_of, load_model, read_config
+from haarkv.models.catalog import load_model, path_of, read_config
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
@@ -166,7 +166,7 @@ class Workbench:
     def first_layer(self) -> DecoderModel:
         """The model with its first layer alone."""
         weights = replace(self.model.weights, layers=self.model.weights.layers[:1])
-        return DecoderModel(replace(self.config, num_layers=1), weights, self.model.rope)
+        return replace(self.model, config=self.config.with_layers(1), weights=weights)
 
     def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
         """The executor on trial, for the whole model or its first layer; one serves every plan that it supports."""
@@ -230,7 +230,7 @@ _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 @cache
 def _model_digest(name: str, layers: int | None) -> str:
     """A digest of a model's files by name, size and date, and of the small ones' contents."""
-    folder = folder_of(name)
+    folder = path_of(name)
     if folder is None:
         return f"{name} {layers}"
     parts: list[bytes] = []
