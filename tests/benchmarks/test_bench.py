@@ -7,16 +7,14 @@ from functools import partial
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resized, small_model, without_numbers
 
 from haarkv.benchmarks import attention, cases, decode_peers, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.executors.base import verify
-from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -25,22 +23,11 @@ from tq.commands.bench import request_of
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
 
-def qwen3_14b():
-    """The true shapes without the numbers."""
-    return without_numbers(QWEN3_14B)
-
-
-def without_numbers(config):
-    shapes = checkpoint_shapes(config)
-    weights = assemble(config, lambda name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta"))
-    return DecoderModel(config, weights, {})
-
-
 @pytest.mark.parametrize(("kv", "gigabytes"), [("bf16", 5.37), ("tq4", 1.384)])
 def test_a_step_of_the_14b_must_move_what_arithmetic_says(kv, gigabytes):
     """29.5 GB of weights but for the embedding, of which a step reads rows only; 163,840 bytes a token in bf16."""
     plan = KVSpec(kv).plan(40)
-    cost = step_cost(qwen3_14b(), Case(1, 32768), cases.token_bytes(plan, QWEN3_14B))
+    cost = step_cost(without_numbers(QWEN3_14B), Case(1, 32768), cases.token_bytes(plan, QWEN3_14B))
     assert math.isclose(cost.weights + 2 * 151936 * 5120, 29.5e9, rel_tol=2e-3)
     assert math.isclose(cost.kv, gigabytes * 1e9, rel_tol=2e-3)
     assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(QWEN3_14B, Case(1, 32768), 0, 0).flops
@@ -255,7 +242,7 @@ def test_a_step_and_a_layers_call_are_timed_and_named(run):
 
 def test_a_layers_share_of_a_step():
     """40 layers and the head make the step; a layer reads its own K and V."""
-    model, case = qwen3_14b(), Case(2, 1000)
+    model, case = without_numbers(QWEN3_14B), Case(2, 1000)
     step, layer = step_cost(model, case, [1056] * 40), layer_cost(model, case, 1056)
     head = 151936 * 5120
     assert math.isclose(40 * layer.weights + 2 * head, step.weights)
