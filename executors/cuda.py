@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import Experts, ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
-from haarkv.tq_ops.cuda.layout import NO_FAULT, READS
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
+from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -34,6 +34,14 @@ class _Run(NamedTuple):
     forward: Callable[[Tensor, Batch, PagedKVCache], Tensor]
     head: Callable[[Tensor], Tensor]
     layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
+
+
+class _Forward(NamedTuple):
+    """The last forward, should its head find that it went wrong; it keeps no cache alive."""
+
+    token_ids: Tensor
+    batch: Batch
+    cache: ReferenceType[PagedKVCache]
 
 
 class CudaExecutor:
@@ -83,7 +91,7 @@ class CudaExecutor:
         else:
             self._model = model.to(self.device)
             self._run = _bound(self._model, self.step_ops)
-        self._rerun: Callable[[OpTable], object] = lambda _: None  # the last forward, should its head find that it went wrong
+        self._last: _Forward | None = None
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -112,7 +120,7 @@ class CudaExecutor:
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """As `Executor.forward`; nothing waits for the device, and `head` finds what went wrong. Of one new token a sequence
         the result is a graph's own memory, valid until the next forward."""
-        self._rerun = partial(self._model.forward, token_ids, batch, cache)
+        self._last = _Forward(token_ids, batch, ref(cache))
         with self._current():
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
@@ -127,19 +135,40 @@ class CudaExecutor:
         with self._current():
             logits = self._run.head(hidden)
             # The one wait for the device of a step.
-            if bool((self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()):
+            if bool(self._sound(logits)):
                 return logits
+            key = int(self._fault)
             self._fault.fill_(NO_FAULT)
             if self._model.ranks.size > 1:
                 raise not_finite_among_ranks()
-            raise blame(self._model.weights, self.ops, self._again)
+            raise self._blame(key)
+
+    def _sound(self, logits: Tensor) -> Tensor:
+        """Whether nothing went wrong since the last time: a scalar on the device."""
+        return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
-        return lambda token_ids, batch: self._run.forward(token_ids, batch, cache)
+        of = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
+        return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, of()))
 
-    def _again(self, ops: OpTable) -> object:
-        """The last forward and its head, op by op."""
-        return self._model.head(cast(Tensor, self._rerun(ops)), ops)
+    def _blame(self, key: int) -> NonFiniteError:
+        """Which weight it was: the last forward and its head again, op by op."""
+        last = self._last
+        cache = last.cache() if last else None
+        if last is None or cache is None:
+            return NonFiniteError("the head made values that are not finite, and no forward came before it")
+        finished = False
+
+        def again(ops: OpTable) -> None:
+            nonlocal finished
+            self._model.head(self._model.forward(last.token_ids, last.batch, cache, ops), ops)
+            finished = True
+
+        error = blame(self._model.weights, self.ops, again)
+        if finished and key != NO_FAULT:  # of a forward before, whose head was not asked for
+            layer, side, *_ = fault_place(key)
+            return NonFiniteError(f"layer {layer}: {side} of an earlier forward was not finite or too large for its format")
+        return error
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:

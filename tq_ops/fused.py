@@ -14,7 +14,6 @@ from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,17 @@ class Heads:
 
 
 class FusedOps(Protocol):
-    """What a fused layer calls. `rms_norm`, `linear` and `silu_mul` are those of an op table."""
+    """What a fused layer calls. All but `attention` and `add_norm` are those of an op table."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     def attention(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rope: tuple[Tensor, Tensor],
-        cache: PagedKVCache,
-        layer: int,
-        batch: Batch,
+        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Store K and V, and attend: from the packed projections to what the output projection is given.
 
         Args:
@@ -65,53 +59,17 @@ class FusedOps(Protocol):
         Rounding points: those of the ops; queries once after RoPE, the output once.
         """
 
-    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float, behind: tuple[Tensor, float] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The hidden state after a residual, and its RMS norm.
 
         Args:
             hidden: [T, hidden] bf16 or fp32.
             update: [T, hidden] fp32.
             weight: [hidden], of the norm.
+            behind: weight [hidden] and eps of a norm of the update, before it is added.
         Returns:
             `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
         Rounding points: the sum once; the norm is taken of the rounded sum, in FP32, and rounded once.
         """
-
-
-class Composed:
-    """What the fused ops mean, in the ops of a table: the spec that a backend's own are held against.
-
-    Args:
-        ops: the table.
-    """
-
-    def __init__(self, ops: OpTable) -> None:
-        self._ops = ops
-        self.rms_norm, self.linear, self.silu_mul = ops.rms_norm, ops.linear, ops.silu_mul
-
-    def attention(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rope: tuple[Tensor, Tensor],
-        cache: PagedKVCache,
-        layer: int,
-        batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:
-        if heads.bias is not None:
-            qkv = qkv + heads.bias
-        shape = cache.shape(layer)
-        split = [heads.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        q, k, v = torch.split(qkv.view(len(qkv), -1, shape.head_dim), split, dim=1)
-        if heads.q_norm is not None:
-            q = self._ops.rms_norm(q, heads.q_norm, heads.eps)
-        if heads.k_norm is not None:
-            k = self._ops.rms_norm(k, heads.k_norm, heads.eps)
-        q, k = self._ops.rope(q, *rope), self._ops.rope(k, *rope)
-        self._ops.store_kv(k, v, cache, layer, batch)
-        return self._ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
-
-    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        hidden = (hidden.float() + update).to(hidden.dtype)
-        return hidden, self._ops.rms_norm(hidden, weight, eps)

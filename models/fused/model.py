@@ -64,9 +64,11 @@ class FusedModel:
             mixer, eps = declared.attention, declared.norm.eps
             qkv = ops.linear(x, packed.qkv_proj)
             attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
-            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer["o_proj"]), layer["post_norm"], eps)
+            behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
+            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer["o_proj"]), layer["post_norm"], eps, behind[0])
             gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
-            product = ops.silu_mul(gate, up, hidden.dtype)
+            gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
+            update = ops.linear(gated(gate, up, hidden.dtype), layer["down_proj"])
             next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
-            hidden, x = ops.add_norm(hidden, ops.linear(product, layer["down_proj"]), norms[index + 1], next_eps)
+            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, behind[1])
         return hidden

@@ -14,7 +14,7 @@ from haarkv.models.fused.model import FusedModel, Packed
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.fused import Heads
 
-_KNOWS = ("head_norms", "bias")
+_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
 
 

@@ -58,10 +58,12 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
         "spilled": vars(machine_code.spilled(text)),
     }  # fmt: skip
     constants = asked.named_constants()
+
+    def number(name: str) -> int:
+        return int(getattr(constants[name], "value", constants[name]))
+
     if asked.source.fn.__name__ == "attend_kernel":
-        row |= _of_loop(
-            machine_code.hottest_loop(text), constants["TOKENS"] * (constants["K_N"] + constants["V_N"]), row["warps"]
-        )
+        row |= _of_loop(machine_code.hottest_loop(text), constants["TOKENS"] * (number("k.N") + number("v.N")), row["warps"])
         row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
 
@@ -85,7 +87,11 @@ def _of_loop(loop: machine_code.Code, coordinates: int, warps: int) -> dict:
     }
 
 
-def named(capability: int, head_dim: int) -> dict[str, Asked]:
+_LEARNED_POINTERS = {"gains", "mean", "k_mean"}
+"""Arguments that are None of a rotation."""
+
+
+def named(capability: int, head_dim: int | str) -> dict[str, Asked]:
     """A launch of each kernel of a BF16 model of two layers, by a name such as `decode 128`."""
     with recorded(capability) as asked:
         of_head_dim = partial(learned, LEARNED[head_dim], head_dim, 2)
@@ -94,16 +100,20 @@ def named(capability: int, head_dim: int) -> dict[str, Asked]:
     found = {}
     for one in asked.values():
         kernel, constants = one.source.fn.__name__, one.named_constants()
+        constants = {key: getattr(value, "value", value) for key, value in constants.items()}
+        one_each = constants.get("tokens.ONE_EACH")
         name = {
-            "attend_kernel": "decode" if constants.get("ONE_EACH") else "prefill",
+            "attend_kernel": "decode" if one_each else "prefill",
             "quantize_kernel": "store" if constants.get("WRITE") else "look for faults",
             "merge_kernel": "merge" if constants.get("ROWS") == 1 else "merge of one part",
-            "window_kernel": "tail of one token" if constants.get("ONE_EACH") else "tail of a chunk",
+            "kept_kernel": "tail of one token" if one_each else "tail of a chunk",
         }.get(kernel, kernel.removesuffix("_kernel"))
-        if any(constants.get(name) for name in ("LEARNED", "K_LEARNED", "GAINS", "CENTERS")):
+        if constants.get("k.LEARNED") or _LEARNED_POINTERS & one.pointers():
             name += " of learned nibbles"
-        if kernel != "window_kernel" and (constants.get("TAIL") or constants.get("RING")):
+        if kernel != "kept_kernel" and (constants.get("tokens.TAIL") or constants.get("keeping.RING")):
             name += " beside a tail"
+        if constants.get("tokens.WINDOW"):
+            name += " in a window"
         found[f"{name} {head_dim}"] = one
     return found
 
@@ -123,7 +133,12 @@ def main() -> None:
     parser.add_argument("capabilities", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("kernels", nargs="*")
     parser.add_argument("--everything", action="store_true")
-    parser.add_argument("--head-dim", type=int, choices=tuple(SHAPES), help="with --everything: of these models alone")
+    parser.add_argument(
+        "--head-dim",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        choices=tuple(SHAPES),
+        help="with --everything: of these models alone",
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the cubins")
     given = parser.parse_args()
     for capability in given.capabilities:

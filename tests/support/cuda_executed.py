@@ -61,11 +61,11 @@ class _Executed(Nothing):
         source, memory = self.asked.source, Memory()
         name, args = source.fn.__name__, []
         for (parameter, kind), value in zip(source.signature.items(), values, strict=True):
-            if kind == "constexpr":
-                continue
-            args.append(place(memory, parameter, value) if isinstance(value, torch.Tensor) else value)
-            if kind == "fp32":
-                args[-1] = float(value)
+            of_tuple = isinstance(kind, tuple)
+            for one, given in zip(kind, value, strict=True) if of_tuple else ((kind, value),):
+                if one != "constexpr":
+                    at = place(memory, parameter, given) if isinstance(given, torch.Tensor) else given
+                    args.append(float(at) if one == "fp32" else at)
         self.launches.names.append(name)
         args += [0, 0]  # scratch memory, which no kernel here asks for
         text, how = self.launches.edit(self.text), {"order": self.launches.order, "together": self.launches.together}

@@ -18,15 +18,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import triton
+from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
 from cuda_faults import FAULTS
-from op_tables import LAYER, Case, cache_tensors, everything_in, filled, relative
+from op_tables import LAYER, Case, cache_tensors, filled, relative
 from ptx import far
-from small_models import SMALL, decode, new_cache, new_paging, prefill, resized, small_model
+from small_models import decode, gemma_config, new_cache, new_paging, prefill, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderModel
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.formats import made_up
@@ -34,6 +35,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.cases import Attention, OpCase, Plain, Store
@@ -63,15 +65,14 @@ def contract(case: OpCase, chosen_for: int | None = None) -> Check:
 
 def far_cache(blocks: list[int]) -> tuple[PagedKVCache, PagedSequences]:
     """A cache of `FAR_BLOCKS` in pages that take memory only where they are touched, its blocks handed out as listed."""
-    plan, shape = KVSpec("tq4").plan(LAYER + 1), {"num_kv_heads": 2, "head_dim": 128, "block_size": FAR_BLOCK}
-    size = page_bytes(plan.layers[LAYER], **shape)
+    plan = TQ4.plan(LAYER + 1)
+    size = page_bytes(plan.layers[LAYER], 2, 128, FAR_BLOCK)
     assert size * FAR_BLOCKS > 2**31
     pages = torch.from_numpy(far(size * FAR_BLOCKS)).view(FAR_BLOCKS, size)
     for block in blocks:
         pages[block] = 255
-    return PagedKVCache(plan, num_blocks=FAR_BLOCKS, pages={LAYER: pages}, **shape), PagedSequences(
-        FAR_BLOCKS, FAR_BLOCK, order=blocks, num_rows=8
-    )
+    made = PagedKVCache(plan, KVShape(2, 128), num_blocks=FAR_BLOCKS, block_size=FAR_BLOCK, pages={LAYER: pages})
+    return made, PagedSequences(FAR_BLOCKS, FAR_BLOCK, order=blocks, num_rows=8)
 
 
 def far_batch(tokens: int) -> tuple[PagedKVCache, Batch, torch.Tensor]:
@@ -112,30 +113,24 @@ def far_store(capability: int) -> str | None:
     return None if not any(different) else f"{different} bytes differ"
 
 
-def dead_sequences(capability: int, tail: int = 0, sink: int = 0) -> str | None:
+def dead_sequences(capability: int, **kept: int) -> str | None:
     """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
-    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), tail=tail, sink=sink))
-    pad = torch.nn.functional.pad
-    padded = replace(
-        batch, positions=pad(batch.positions, (0, 2)), slot_mapping=pad(batch.slot_mapping, (0, 2), value=-1),
-        block_table=pad(batch.block_table, (0, 3, 0, 2), value=-1), seq_lens=pad(batch.seq_lens, (0, 2)),
-        query_start_loc=torch.arange(5, dtype=torch.int32), rows=pad(batch.rows, (0, 2)),
-    )  # fmt: skip
+    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **kept))
+    dead = padded(batch, 2, table=-1, width=3)
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
-    before = [tensor.clone() for tensor in everything_in(made)]
+    before = as_bytes(made)
     with executed(capability):
-        ours = ops.paged_attention(q, made, LAYER, padded, 128**-0.5)
+        ours = ops.paged_attention(q, made, LAYER, dead, 128**-0.5)
         fault = ops.new_fault(CPU)
         kv = torch.full((4, 2, 128), float("nan"))
-        ops.append(kv, kv, made, LAYER, replace(padded, slot_mapping=torch.full((4,), -1)), fault)
-        ops.raise_fault(fault, made, padded)
+        ops.append(kv, kv, made, LAYER, replace(dead, slot_mapping=torch.full((4,), -1)), fault)
+        ops.raise_fault(fault, made, dead)
     error = relative(ours[:2], reference.paged_attention(q[:2], made, LAYER, batch, 128**-0.5))
     if error > bounds.LAYER_BF16.attention:
         return f"error {error}"
     if not (ours[2:] == 0).all():
         return "a dead sequence's output is not 0"
-    same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, everything_in(made), strict=True))
-    return None if same else "a dead sequence was stored"
+    return None if same(before, as_bytes(made)) else "a dead sequence was stored"
 
 
 def in_any_order(case: OpCase) -> Check:
@@ -155,11 +150,11 @@ def in_any_order(case: OpCase) -> Check:
     return f"{case} in any order of programs", check
 
 
-def executor(dtype: torch.dtype, layers: int, spec: KVSpec) -> Check:
+def executor(dtype: torch.dtype, layers: int, spec: KVSpec, config: ModelConfig | None = None) -> Check:
     """Logits of a ragged prefill and two decode steps that are padded."""
-    config = resized(SMALL, hidden_size=64, num_layers=layers, num_heads=10, num_kv_heads=2, head_dim=128)
+    config = config or small_config(hidden_size=64, num_layers=layers)
 
-    def run(one: object, model: DecoderModel) -> torch.Tensor:
+    def run(one: object) -> torch.Tensor:
         cache = new_cache(config, spec, num_blocks=6)
         paging = new_paging(cache, order=range(5, -1, -1))
         ids = [paging.add() for _ in range(3)]
@@ -168,14 +163,15 @@ def executor(dtype: torch.dtype, layers: int, spec: KVSpec) -> Check:
 
     def check(capability: int) -> str | None:
         model = small_model(config, dtype=dtype)
-        theirs = run(ReferenceExecutor(model), model)
+        theirs = run(ReferenceExecutor(model))
         with executed(capability):
-            ours = run(CudaExecutor(model, interpreted=True), model)
+            ours = run(CudaExecutor(model, interpreted=True))
         error = float(((ours - theirs).abs().amax(-1) / theirs.std(dim=-1)).max())
         bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
         return None if error <= bound else f"error {error}, bound {bound}"
 
-    return f"prefill and decode of a model of {layers} layers in {dtype} with {spec.plan(layers).describe()}", check
+    what = f"a {config.model_type} of {layers} layers in {dtype} with {spec.plan(layers).describe()}"
+    return f"prefill and decode of {what}", check
 
 
 def planted(name: str) -> Check:
@@ -227,7 +223,6 @@ GROUPS: dict[str, list[Check]] = {
     "rest": [
         in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
         contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
-        *(contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"),
     ],
     "short tail": [
         contract(Attention(Case("tq4", 64, 2, 1, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
@@ -242,6 +237,20 @@ GROUPS: dict[str, list[Check]] = {
         contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
         in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), tail=9, sink=4), BF16)),
     ],
+    "short window": [
+        contract(Attention(Case("tq4", 64, 2, 1, 16, (60, 3), (1, 1), window=20), BF16)),
+        contract(Attention(Case("tq4", 64, 2, 1, 16, (60, 3), (3, 2), tail=9, sink=4, window=20), BF16)),
+        ("dead sequences in a window", partial(dead_sequences, window=70)),
+    ],
+    "window": [
+        executor(BF16, 2, TQ4, gemma_config(window=4)),
+        contract(Attention(Case("tq4", 256, 4, 1, 128, (600, 3, 0), (1, 1, 1), window=512), BF16)),
+        contract(Attention(Case("tq4", 256, 4, 1, 128, (530, 0), (9, 3), window=512), BF16)),
+        contract(Attention(Case("tq3", 64, 8, 1, 16, (60, 30), (9, 8), window=20), BF16)),
+        contract(Attention(Case("k=lr80,v=lr48", 64, 2, 2, 16, (60, 3), (2, 1), tail=5, window=20), BF16)),
+        contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1), window=140), BF16), 100),
+        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (90, 0), (2, 9), window=40), BF16)),
+    ],
     "short learned": [contract(Attention(Case("k=lr48,v=lr80", 64, 2, 2, 16, (30, 3), (1, 1), tail=9, sink=4), BF16))],
     "learned": [
         contract(Store(Case("k=lr80,v=lr48", 64, 1, 2, 8, (0,), (5,)))),
@@ -251,17 +260,21 @@ GROUPS: dict[str, list[Check]] = {
         contract(Attention(Case("k=tq4,v=lr96", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
         in_any_order(Store(Case("k=lr112,v=tq4", 128, 1, 2, 128, (0, 0), (1, 9)))),
     ],
-    "planted": [],  # `rows` fills it by capability
+    "planted": [],  # `rows` fills it, and `contract`
     "step": [executor(BF16, 1, TQ4)],
     "executor": [executor(BF16, 2, TQ4), executor(FP32, 2, TQ4)],
-    "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
+    "contract": [],
 }
 
 
 def rows(capability: int, group: str) -> Iterator[dict]:
-    checks = GROUPS[group]
+    checks = GROUPS[group].copy()
+    if group == "rest":
+        checks += [contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"]
+    if group == "contract":
+        checks += [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"]
     if group == "planted":
-        checks = [planted(name) for name, fault in FAULTS.items() if getattr(fault, "capability", 0) in (0, capability)]
+        checks += [planted(name) for name, fault in FAULTS.items() if getattr(fault, "capability", 0) in (0, capability)]
     for name, check in checks:
         began = time.perf_counter()
         try:

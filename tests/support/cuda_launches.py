@@ -17,23 +17,23 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from small_models import SMALL, resized, small_model
+from small_models import gemma_config, small_config, small_model
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.driver import driver
 
-from haarkv.executors.base import prefill, verify
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import choices, nvrtc, ops
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.shapes import KVShape
 
 _PROCESSORS = 132  # of an H100 or H200
 
@@ -47,13 +47,24 @@ class Asked:
     options: dict
 
     def named_constants(self) -> dict[str, object]:
-        """Arguments that became constants, by name."""
-        return {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
+        """Arguments that became constants, by name, those of a tuple as `k.BITS`."""
+        return {self._name(path): value for path, value in self.source.constants.items()}
+
+    def pointers(self) -> set[str]:
+        """Arguments that are tensors, by name."""
+        return {name for name, kind in self.source.signature.items() if isinstance(kind, str) and kind.startswith("*")}
+
+    def _name(self, path: tuple[int, ...]) -> str:
+        name = self.source.fn.arg_names[path[0]]
+        return f"{name}.{self.source.signature[name]._fields[path[1]]}" if path[1:] else name
 
     def __str__(self) -> str:
-        constants = self.named_constants()
-        types = {name: constants.get(name, kind) for name, kind in self.source.signature.items()}
-        divisible = [self.source.fn.arg_names[path[0]] for path, attributes in self.source.attrs.items() if attributes]
+        constants, types = {name: str(value) for name, value in self.named_constants().items()}, {}
+        for name, kind in self.source.signature.items():
+            of_tuple = kind._asdict().items() if isinstance(kind, tuple) else ()
+            parts = {f"{name}.{field}": one for field, one in of_tuple} or {name: kind}
+            types |= {part: constants.get(part, one) for part, one in parts.items()}
+        divisible = [self._name(path) for path, attributes in self.source.attrs.items() if attributes]
         return f"{self.source.fn.__name__} {types}, divisible by 16: {divisible}"
 
     def lower(self) -> None:
@@ -126,58 +137,64 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
 
 
 def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int], steps: int) -> None:
-    """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer."""
+    """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer; op by op as well."""
     executor = CudaExecutor(model, interpreted=True)
-    executor._checked = lambda logits, *_: logits  # nothing was computed, so nothing is sound
     config, plan = model.config, spec.plan(model.config.num_layers)
     blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)
     cache = PagedKVCache(
-        plan, config.kv_shapes, num_blocks=blocks, block_size=block_size,
-        chunk=max(prompts),
+        plan, config.kv_shapes, num_blocks=blocks, num_rows=len(prompts), block_size=block_size, chunk=max(prompts),
+        ring_chunk=max(prompts),
     )  # fmt: skip
     paging = PagedSequences(blocks, block_size)
     ids = [paging.add() for _ in prompts]
-    tokens, batch = torch.zeros(sum(prompts), dtype=torch.int64), paging.batch(ids, prompts)
-    prefill(executor, tokens, batch, cache)
-    # As a model does whose layers are not fused.
-    executor._model.prefill(tokens, batch, cache, executor.step_ops)
+
+    def forward(batch: Batch) -> None:
+        tokens = torch.zeros(len(batch.positions), dtype=torch.int64)
+        executor._run.head(executor.forward(tokens, batch, cache))
+        executor._model.forward(tokens, batch, cache, executor.step_ops)
+
+    forward(paging.batch(ids, prompts))
     for step in range(steps):
         some = ids[: max(1, len(ids) - step)]
-        tokens, batch = torch.zeros(len(some), dtype=torch.int64), paging.batch(some, [1] * len(some))
-        verify(executor, tokens, batch, cache)
-        executor._model.decode(tokens, batch, cache, executor.step_ops)
+        forward(paging.batch(some, [1] * len(some)))
     executor.ops.store_kv(
         *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache, 1, paging.batch(ids[:1], [1])
     )
 
 
-SHAPES = {64: (3, 3), 128: (10, 2), 256: (4, 2)}
-"""head_dim: query heads and KV heads."""
+GEMMA = "gemma"
+SHAPES = {64: (3, 3), 128: (10, 2), 256: (4, 2), GEMMA: (4, 1)}
+"""By head_dim: query heads and KV heads. Gemma's head_dim is 256, with windows of 512 in all layers but one."""
 PROMPTS = ([5, 16, 130], [1], [7] * 17)
 """Batches whose sizes are small, 1, and more than 16; token counts that 16 divides and others."""
 
 
-def shaped_model(head_dim: int, dtype: torch.dtype, layers: int) -> DecoderModel:
+def shaped_model(shape: int | str, dtype: torch.dtype, layers: int) -> DecoderModel:
     """A small model of a shape of `SHAPES`."""
-    heads, kv_heads = SHAPES[head_dim]
-    config = resized(SMALL, hidden_size=64, num_layers=layers, max_position_embeddings=4096)
-    return small_model(resized(config, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads), dtype=dtype)
+    heads, kv_heads = SHAPES[shape]
+    if shape == GEMMA:
+        return small_model(gemma_config(num_layers=layers, hidden_size=64, num_heads=heads, window=512), dtype=dtype)
+    config = small_config(
+        num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=shape, hidden_size=64, max_position_embeddings=4096
+    )
+    return small_model(config, dtype=dtype)
 
 
 FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
-LEARNED = {64: "k=lr80,v=lr48", 128: "k=lr128,v=lr64", 256: "k=lr256,v=lr160"}
+LEARNED = {64: "k=lr80,v=lr48", 128: "k=lr128,v=lr64", 256: "k=lr256,v=lr160", GEMMA: "k=lr256,v=lr160"}
 """By head_dim: nibbles that fill their columns and that do not."""
 WIDER = ("k=lr240,v=lr32", "k=tq4,v=lr96", "k=lr112,v=tq3")
 OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
 
 
-def learned(kv: str, head_dim: int, layers: int, **kept: int) -> KVSpec:
+def learned(kv: str, shape: int | str, layers: int, **kept: int) -> KVSpec:
     """Learned nibbles of made-up coordinates, for a model of `shaped_model`."""
-    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[head_dim][1], head_dim), **kept)
+    head_dim = 256 if shape == GEMMA else shape
+    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **kept)
 
 
-def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> dict[str, Asked]:
+def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, Asked]:
     """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
     Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
@@ -186,12 +203,12 @@ def everything(capability: int, head_dims: Collection[int] = tuple(SHAPES)) -> d
     """
     with recorded(capability) as asked:
         for head_dim in head_dims:
-            widest = head_dim == 128
+            widest, width = head_dim == 128, 256 if head_dim == GEMMA else head_dim
             for spec in (TQ4, TAIL):
                 for prompts in PROMPTS if widest else PROMPTS[:1]:
                     serve(shaped_model(head_dim, torch.bfloat16, 17), spec, 128, prompts, 3)
                 serve(shaped_model(head_dim, torch.float32, 17), spec, 128, PROMPTS[0], 3)
-            readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), head_dim) is None]
+            readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), KVShape(1, width)) is None]
             learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
             if widest:
@@ -210,7 +227,7 @@ def because(error: BaseException) -> str:
     return " ".join(str(error).split())[-400:]
 
 
-def main(capability: int, head_dim: int) -> None:
+def main(capability: int, head_dim: int | str) -> None:
     """Lower every launch of a head_dim; print each refusal as JSON, and how many there were of each kernel."""
     counts: dict[str, int] = {}
     for name, one in everything(capability, [head_dim]).items():
@@ -224,4 +241,4 @@ def main(capability: int, head_dim: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), GEMMA if sys.argv[2] == GEMMA else int(sys.argv[2]))

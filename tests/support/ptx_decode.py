@@ -17,9 +17,9 @@ from haarkv.tq_ops.cuda import decode, nvrtc
 
 
 @cache
-def ptx_of(*shape: int, target: str = "compute_90") -> str:
-    """The kernel's PTX for the values of `decode.DEFINED`, in order."""
-    return decode.compiled(target, *shape).decode().rstrip("\0")
+def ptx_of(shape: decode.Shape) -> str:
+    """The kernel's PTX."""
+    return decode.compiled("compute_90", *shape).decode().rstrip("\0")
 
 
 class Executed:
@@ -43,9 +43,9 @@ def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iter
         kept.append(tensor)
         return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
 
-    def kernel(*shape: int, device: torch.device) -> Executed:
+    def kernel(shape: decode.Shape, device: torch.device) -> Executed:
         launched.append("decode")
-        return Executed(edit(ptx_of(*shape)), decode.shared_bytes_of(shape), memory, order)
+        return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.v_levels), memory, order)
 
     with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield launched

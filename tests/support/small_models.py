@@ -14,7 +14,7 @@ from haarkv.executors import base as executors
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Experts, ModelConfig, Norm, RopeScaling, dense_layers
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling, dense_layers
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -65,6 +65,39 @@ def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
     return replace(made, layers=tuple(replace(layer, mlp=mlps) for layer in made.layers))
 
 
+def small_config(
+    model_type: str = "qwen3", *, num_layers: int = 3, num_heads: int = 10, num_kv_heads: int = 2, head_dim: int = 128,
+    intermediate_size: int = 80, rope_theta: float = 1e4, head_norms: bool = True, bias: bool = False,
+    hidden_size: int = 48, vocab_size: int = 61, max_position_embeddings: int = 512, tied: bool = False,
+    windows: Sequence[int | None] | None = None,
+) -> ModelConfig:  # fmt: skip
+    """A small declaration; hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another."""
+    layers = dense_layers(
+        num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=intermediate_size,
+        rope_theta=rope_theta, head_norms=head_norms, bias=bias, windows=windows,
+    )  # fmt: skip
+    return ModelConfig(
+        model_type, layers, hidden_size, vocab_size, Norm(1e-6), tied=tied, max_position_embeddings=max_position_embeddings
+    )
+
+
+def gemma_config(
+    *, num_layers: int = 2, hidden_size: int = 48, num_heads: int = 4, head_dim: int = 256, window: int = 12
+) -> ModelConfig:
+    """A small declaration as Gemma 3's: each second layer with a window and a RoPE of its own, one KV head, 1 + w, norms
+    behind, GELU, scaled embeddings."""
+    attention = Attention(num_heads, 1, head_dim, Rope(1e6, head_dim), head_dim**-0.5, head_norms=True)
+    local = replace(attention, window=window, rope=Rope(1e4, head_dim))
+    norm = Norm(1e-6, plus_one=True)
+    layers = tuple(
+        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, norms_behind=True)
+        for index in range(num_layers)
+    )
+    return ModelConfig(
+        "gemma3_text", layers, hidden_size, 61, norm, embedding_scale=hidden_size**0.5, tied=True, max_position_embeddings=4096
+    )
+
+
 # hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
 _BASE = dense_config(
     model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
@@ -90,7 +123,8 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         return (weight * (weight.shape[1] ** -0.5 / 0.02)).to(dtype)
 
     def norm(weight: Tensor, low: float = 0.5, high: float = 1.5) -> Tensor:
-        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(dtype)
+        kept = torch.float32 if config.final_norm.plus_one else dtype  # as 1 + w is
+        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(kept)
 
     def layer(weights: LayerWeights) -> LayerWeights:
         new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named()}

@@ -1,42 +1,178 @@
-"""What launches are given that several kernels share: how many programs, and what says how a side is quantized."""
+"""What launches hand to kernels: tuples of pointers and constants that belong together, named once for both sides of a cache.
+
+A kernel takes a tuple as one parameter, and hands it on as one. What changes from batch to batch stands beside them: inside a
+tuple a number would be a reason to compile anew.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda.kept import Kept
 from haarkv.tq_ops.cuda.layout import Layout
+from haarkv.tq_ops.kv.batch import Batch
 
 ROWS = 16
 """Vectors of a program: a tile of the tensor cores."""
 
 
-def quantized_by(k: Layout, v: Layout, x: Tensor, head_dim: int) -> dict[str, Any]:
-    """What `quantize.append` needs of both sides' arguments, by name; x says where it runs."""
-    named: dict[str, Any] = {}
-    for side, of in (("k", k), ("v", v)):
-        learned, upper = of.learned, side.upper()
-        named |= {
-            f"{side}_forward": of.forward, f"{side}_mean": learned.mean if learned else None,
-            f"{side}_numbers": learned.numbers if learned else None,
-            f"{side}_centroids": of.centroids, f"{side}_boundaries": of.boundaries,
-            f"{upper}_BITS": of.bits, f"{upper}_N": of.levels, f"{upper}_W": of.width, f"{upper}_ROUNDS": of.rounds_unit,
-            f"{upper}_SMALLEST": of.smallest, f"{upper}_SATURATES": of.saturates, f"{upper}_LEARNED": learned is not None,
-            f"{upper}_TYPE": choices.rotation_operand(x, of.rounds_unit),
-        }  # fmt: skip
-    types, widest = (named["K_TYPE"], named["V_TYPE"]), max(head_dim, k.width, v.width)
-    return named | {"num_warps": choices.store_warps(widest, types, max(k.bits, v.bits), bool(k.learned or v.learned))}
+class Read(NamedTuple):
+    """K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
+
+    Attributes:
+        codes, scales: the fields; both begin a block's tokens of one head after another's.
+        codes_stride, scales_stride: from a block to the next, in bytes and in scales.
+        centroids: [2**BITS] fp32.
+        words: of `layout.words_of`; None where they are not looked up, or are K's.
+        BITS, N, W: of a level; levels of a vector, and the columns in which they lie.
+        PERMUTE: whether centroids are looked up in registers.
+    """
+
+    codes: Any
+    scales: Any
+    codes_stride: Any
+    scales_stride: Any
+    centroids: Any
+    words: Any
+    BITS: Any
+    N: Any
+    W: Any
+    PERMUTE: Any
+
+
+class Write(NamedTuple):
+    """K or V of one layer, as it is quantized and stored.
+
+    Attributes:
+        codes … W: as in `Read`.
+        forward: `layout.Layout.forward`.
+        mean, numbers: of `layout.Learned`; None of a rotation.
+        boundaries: [2**BITS - 1] fp32.
+        kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
+        ROUNDS, SMALLEST, SATURATES: `Layout.rounds_unit`, `smallest` and `saturates`.
+        LEARNED: of learned coordinates.
+        TYPE: operands of the product with `forward`.
+    """
+
+    codes: Any
+    scales: Any
+    codes_stride: Any
+    scales_stride: Any
+    centroids: Any
+    forward: Any
+    mean: Any
+    numbers: Any
+    boundaries: Any
+    kept: Any
+    BITS: Any
+    N: Any
+    W: Any
+    ROUNDS: Any
+    SMALLEST: Any
+    SATURATES: Any
+    LEARNED: Any
+    TYPE: Any
+
+
+class Keeping(NamedTuple):
+    """Where new tokens are kept in BF16, for `in_bf16.keep`; of nothing kept all but SINK and RING, 0, are None.
+
+    Attributes:
+        rows, positions, query_start_loc: of the batch.
+        SINK, RING: places of first tokens and of newest ones.
+        SEQUENCE_BITS: loads that find a token's sequence; 0 where each has one token.
+    """
+
+    rows: Any
+    positions: Any
+    query_start_loc: Any
+    SINK: Any
+    RING: Any
+    SEQUENCE_BITS: Any
+
+
+class Tokens(NamedTuple):
+    """The new tokens of a batch, as attention sees them: tensors of `Batch`, and which of those before they see packed.
+
+    Attributes:
+        TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
+        WINDOW: tokens that a query sees; 0 for all.
+        ONE_EACH: every sequence has one new token.
+        SIZE: a power of two, at least as many as there are sequences.
+    """
+
+    positions: Any
+    query_start_loc: Any
+    seq_lens: Any
+    TAIL: Any
+    SINK: Any
+    WINDOW: Any
+    ONE_EACH: Any
+    SIZE: Any
+
+
+def constant(value: Any) -> Any:
+    """A value that a kernel is compiled for, inside of a tuple."""
+    return tl.constexpr(value)
+
+
+def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: bool) -> Read:
+    """One side of a layer for attention."""
+    codes, scales = fields["codes"], fields["scale"]
+    return Read(
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, words,
+        *map(constant, (of.bits, of.levels, of.width, permutes)),
+    )  # fmt: skip
+
+
+def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
+    """One side of a layer for `quantize.append`; x says where it runs."""
+    codes, scales, learned = fields["codes"], fields["scale"], of.learned
+    return Write(
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, learned.mean if learned else None,
+        learned.numbers if learned else None, of.boundaries, kept,
+        BITS=constant(of.bits), N=constant(of.levels), W=constant(of.width), ROUNDS=constant(of.rounds_unit),
+        SMALLEST=constant(of.smallest), SATURATES=constant(of.saturates), LEARNED=constant(learned is not None),
+        TYPE=constant(choices.rotation_operand(x, of.rounds_unit)),
+    )  # fmt: skip
+
+
+def both_written(
+    fields: tuple[dict[str, Tensor], dict[str, Tensor]], of: tuple[Layout, Layout], kept: Kept | None, x: Tensor, head_dim: int
+) -> dict[str, Any]:
+    """K and V of a layer for a kernel that stores them, and its warps, by name."""
+    in_bf16 = (kept.k, kept.v) if kept else (None, None)
+    k, v = (written(side, layout, vectors, x) for side, layout, vectors in zip(fields, of, in_bf16, strict=True))
+    types, widest = (k.TYPE.value, v.TYPE.value), max(head_dim, *(one.width for one in of))
+    learned = any(one.learned for one in of)
+    return {"k": k, "v": v, "num_warps": choices.store_warps(widest, types, max(one.bits for one in of), learned)}
+
+
+def keeping(kept: Kept | None, batch: Batch) -> Keeping:
+    """Where a batch's tokens stay in BF16."""
+    if kept is None:
+        return Keeping(None, None, None, *map(constant, (0, 0, 0)))
+    sequences = batch.seq_lens.shape[0]
+    bits = 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
+    of_batch = batch.rows, batch.positions, batch.query_start_loc
+    return Keeping(*of_batch, *map(constant, (kept.sink, kept.ring, bits)))
+
+
+def tokens_of(batch: Batch, kept: Kept | None, window: int | None, size: int) -> Tokens:
+    """The new tokens of a placed batch; `size` as `Tokens.SIZE`."""
+    one_each = len(batch.positions) == batch.seq_lens.shape[0]
+    of_kept = (kept.tail, kept.sink) if kept else (0, 0)
+    return Tokens(
+        batch.positions, batch.query_start_loc, batch.seq_lens, *map(constant, (*of_kept, window or 0, one_each, size))
+    )
 
 
 def tiles_of(tokens: int, heads: int, of: Layout) -> int:
     """How many tiles of `rotate.vectors_of` there are."""
     tiles: int = of.matrices * triton.cdiv(tokens * heads // of.matrices, ROWS)
     return tiles
-
-
-def strides_of(k_fields: dict[str, Tensor], v_fields: dict[str, Tensor]) -> list[int]:
-    """From a block to the next: in K's codes, V's, K's scales and V's."""
-    return [fields[name].stride(0) for name in ("codes", "scale") for fields in (k_fields, v_fields)]

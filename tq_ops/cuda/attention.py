@@ -3,10 +3,12 @@
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
 attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge.merge_kernel` adds them
 up and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
-`window.window_kernel` makes of the others is one more partial result.
+`in_bf16.kept_kernel` makes of the others is one more partial result.
+
+In a layer with a sliding window a context begins with the tile that the first new token still sees something of.
 
 Learned coordinates change nothing but how many levels a vector has. What a query makes of K's mean is the same for all packed
-tokens: it is left out of their logits, and where others are beside them, of those as well (`window`). V's mean is added last.
+tokens: it is left out of their logits, and where others are beside them, of those as well (`in_bf16`). V's mean is added last.
 """
 
 import triton
@@ -15,42 +17,49 @@ import triton.language as tl
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
 from haarkv.tq_ops.cuda.planes import load_codes
 from haarkv.tq_ops.cuda.rotate import dot
-from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, share_of, tiles_of
+from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, origin_of, share_of, tiles_of
 
 
 @triton.jit
-def entries_of(table, begin, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+def entries_of(table, begin, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
     """The blocks of stored tokens begin … begin + TOKENS - 1: one where a block holds them all, else one of each token."""
     if BLOCK % TOKENS == 0:
         block = tl.load(table + begin // BLOCK, begin < end, 0)
     else:
         token = begin + tl.arange(0, TOKENS)
-        block = tl.load(table + token // BLOCK, token < end, 0)
+        there = (token >= first) & (token < end) if LOWER else token < end
+        block = tl.load(table + token // BLOCK, there, 0)
     return block
 
 
 @triton.jit
-def rows_of(begin, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SINK: tl.constexpr):
-    """Stored tokens begin … begin + TOKENS - 1, which of them exist and are no sinks, and their rows in their blocks."""
+def rows_of(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
+    """Stored tokens begin … begin + TOKENS - 1, which of them lie in first … end - 1, and their rows in their blocks.
+
+    Without LOWER none lies before `first`.
+    """
     token = begin + tl.arange(0, TOKENS)
     # A tile within one block is so for the compiler to see, too: it then copies 16 bytes at a time.
-    first = begin % BLOCK + tl.arange(0, TOKENS) if BLOCK % TOKENS == 0 else token % BLOCK
+    row = begin % BLOCK + tl.arange(0, TOKENS) if BLOCK % TOKENS == 0 else token % BLOCK
     live = token < end
-    if SINK > 0:
-        live = live & (token >= SINK)
-    return token, live, kv_head * BLOCK + first
+    if LOWER:
+        live = live & (token >= first)
+    return token, live, kv_head * BLOCK + row
+
+
+@triton.jit
+def codes_of(side, block, row):
+    """Tiles of codes of the rows of some blocks, of K or of V."""
+    return load_codes(side.codes, block * side.codes_stride + row * (side.N * side.BITS // 8), side.N, side.W, side.BITS)
 
 
 @triton.jit
 def attend_tile(
-    q_low, q_high, gain, position, state,
-    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr, K_W: tl.constexpr, V_W: tl.constexpr,
-    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr,
+    q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
+    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, CAUSAL: tl.constexpr,
+    LOWER: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those before `end` exist.
+    """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those in first … end - 1 count.
 
     Codes are the left operand of both products; queries and probabilities are the right one. The few query heads of a group
     thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
@@ -58,30 +67,34 @@ def attend_tile(
     Args:
         q_low, q_high: [K_W/2, columns], rotated queries.
         gain: [columns], by which logits are multiplied with GAINS.
-        position: [columns], the last stored token that a query may see; without CAUSAL all see all before `end`.
+        position: [columns], the last packed token that a query may see; without CAUSAL all see all of first … end - 1.
         state: peak [columns], total [columns], widest scalar, low and high [V_W/2, columns]: maximum in units of log2, sum of
-            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest.
-        k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride: from a block to the next, in bytes and in scales.
+            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest;
+            and the blocks of this tile.
+        k, v: of `arguments.Read`.
         scale: softmax_scale * log2(e).
+        SPAN: packed tokens that a query sees at most, up to `position`; None for all.
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS, SINK)
+    token, live, row = rows_of(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
-    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
+    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
-    k_scale = tl.load(k_scales + block * k_scales_stride + row, live, 0.0)
-    v_scale = tl.load(v_scales + block * v_scales_stride + row, live, 0.0)
-    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (K_N * K_BITS // 8), K_N, K_W, K_BITS)
-    k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
+    k_scale = tl.load(k.scales + block * k.scales_stride + row, live, 0.0)
+    v_scale = tl.load(v.scales + block * v.scales_stride + row, live, 0.0)
+    k_low, k_high = centroids_of(codes_of(k, block, row), k.centroids, k_words, k.BITS, TYPE, k.PERMUTE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
     if GAINS:
         logits = logits * gain[None, :]
-    # A lone new token sees every stored one. Adding the mask per row fuses with the multiplication into one instruction.
+    # A lone new token sees every one that counts. Adding the mask per row fuses with the multiplication into one instruction.
     hidden = tl.where(live, 0.0, -float("inf"))[:, None]
     logits = logits * (k_scale.to(tl.float32) * scale)[:, None] + hidden
     if CAUSAL:
-        logits = tl.where(token[:, None] <= position[None, :], logits, -float("inf"))
+        sees = token[:, None] <= position[None, :]
+        if SPAN is not None:
+            sees = sees & (token[:, None] > position[None, :] - SPAN)
+        logits = tl.where(sees, logits, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 0))
     finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(logits - finite[None, :])
@@ -93,8 +106,7 @@ def attend_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
     shrink = (shrink * (widest * unit))[None, :]
-    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (V_N * V_BITS // 8), V_N, V_W, V_BITS)
-    v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
+    v_low, v_high = centroids_of(codes_of(v, block, row), v.centroids, v_words, v.BITS, TYPE, v.PERMUTE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -102,12 +114,9 @@ def attend_tile(
 
 @triton.jit
 def attend_wide_tile(
-    q_low, q_high, gain, position, state,
-    begin, end, table, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr, K_W: tl.constexpr, V_W: tl.constexpr,
-    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, MASKED: tl.constexpr, SINK: tl.constexpr,
+    q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
+    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr,
+    LOWER: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
 
@@ -116,27 +125,30 @@ def attend_wide_tile(
 
     Args:
         q_low, q_high: [columns, K_W/2], rotated queries; state's low and high likewise.
-        MASKED: whether tokens from `end` on, and those after `position`, are hidden; without, every column sees all of them
-            but the sinks.
+        MASKED: whether tokens from `end` on, and those that `position` and SPAN hide, are hidden; without, every column sees
+            all of them but those before `first`.
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, end, kv_head, BLOCK, TOKENS, SINK)
+    token, live, row = rows_of(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
-    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, end, BLOCK, TOKENS)
-    k_scale, v_scale = k_scales + block * k_scales_stride + row, v_scales + block * v_scales_stride + row
+    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
+    # Slots past the end, or before a window, hold leftovers: a scale may be NaN.
+    k_scale, v_scale = k.scales + block * k.scales_stride + row, v.scales + block * v.scales_stride + row
     if MASKED:
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
     else:
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
-    k_tiles = load_codes(k_codes, block * k_codes_stride + row * (K_N * K_BITS // 8), K_N, K_W, K_BITS)
-    k_low, k_high = centroids_of(k_tiles, k_centroids, k_words, K_BITS, TYPE, K_PERMUTE)
+    k_low, k_high = centroids_of(codes_of(k, block, row), k.centroids, k_words, k.BITS, TYPE, k.PERMUTE)
     logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
     logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
     if GAINS:
         logits = logits * gain[:, None]
     if MASKED:
-        logits = tl.where((token[None, :] <= position[:, None]) & live[None, :], logits, -float("inf"))
-    elif SINK > 0:
+        sees = (token[None, :] <= position[:, None]) & live[None, :]
+        if SPAN is not None:
+            sees = sees & (token[None, :] > position[:, None] - SPAN)
+        logits = tl.where(sees, logits, -float("inf"))
+    elif LOWER:
         logits = tl.where(live[None, :], logits, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -148,8 +160,7 @@ def attend_wide_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[None, :]).to(TYPE)
     shrink = (shrink * (widest * unit))[:, None]
-    v_tiles = load_codes(v_codes, block * v_codes_stride + row * (V_N * V_BITS // 8), V_N, V_W, V_BITS)
-    v_low, v_high = centroids_of(v_tiles, v_centroids, v_words, V_BITS, TYPE, V_PERMUTE)
+    v_low, v_high = centroids_of(codes_of(v, block, row), v.centroids, v_words, v.BITS, TYPE, v.PERMUTE)
     out_low = dot(p, v_low, out_low * shrink, TYPE)
     out_high = dot(p, v_high, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -157,130 +168,119 @@ def attend_wide_tile(
 
 @triton.jit
 def attend_piece(
-    q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
-    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    k_centroids, v_centroids, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
-    K_W: tl.constexpr, V_W: tl.constexpr, GAINS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
-    TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
+    q, gains, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend with column tile `own` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
 
     Args:
+        table: of this sequence.
+        begin, end: counted from `schedule.origin_of`; with WHOLE all of the context.
         place: of the partial result among those of pieces; with WHOLE it goes by the vectors instead.
     """
-    start = tl.load(query_start_loc + sequence)
+    start, stop = tl.load(tokens.query_start_loc + sequence), tl.load(tokens.query_start_loc + sequence + 1)
     column = own * COLUMNS + tl.arange(0, COLUMNS)
     token = start + column // GROUP
-    live = token < tl.load(query_start_loc + sequence + 1)
-    position = tl.load(positions + token, live, -1).to(tl.int32)
-    if TAIL > 0:
-        position -= TAIL
-    end = tl.minimum(end, tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1))
+    live = token < stop
+    position, length = tl.load(tokens.positions + token, live, -1).to(tl.int32), tl.load(tokens.seq_lens + sequence)
+    LOWER: tl.constexpr = tokens.SINK + tokens.WINDOW > 0
+    SPAN: tl.constexpr = tokens.WINDOW - tokens.TAIL if tokens.WINDOW > 0 else None
+    if tokens.TAIL > 0:
+        position -= tokens.TAIL
+    first = tokens.SINK
+    if tokens.WINDOW > 0:
+        if not WHOLE:
+            origin = origin_of(length, stop - start, tokens.WINDOW, TOKENS)
+            begin, end = begin + origin, end + origin
+        first = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - SPAN, tokens.SINK)
+        begin = tl.maximum(begin, first // TOKENS * TOKENS)
+    end = tl.minimum(end, tl.minimum(length, tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
-    gain = tl.load(gains + vector, live, 1.0) if GAINS else 1.0
-    k_dims, v_dims, lives = tl.arange(0, K_W // 2), tl.arange(0, V_W // 2), live
+    gain = tl.load(gains + vector, live, 1.0) if gains is not None else 1.0
+    k_dims, v_dims, lives = tl.arange(0, k.W // 2), tl.arange(0, v.W // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
-    table = block_table + sequence.to(tl.int64) * table_width
     part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
         vector, part_row, lives = vector[:, None], part[:, None], live[:, None]
         k_dims, v_dims = k_dims[None, :], v_dims[None, :]
-        low, high = tl.zeros((COLUMNS, V_W // 2), tl.float32), tl.zeros((COLUMNS, V_W // 2), tl.float32)
+        low, high = tl.zeros((COLUMNS, v.W // 2), tl.float32), tl.zeros((COLUMNS, v.W // 2), tl.float32)
     else:
         vector, part_row, lives = vector[None, :], part[None, :], live[None, :]
         k_dims, v_dims = k_dims[:, None], v_dims[:, None]
-        low, high = tl.zeros((V_W // 2, COLUMNS), tl.float32), tl.zeros((V_W // 2, COLUMNS), tl.float32)
-    at = q + vector * K_W + k_dims
-    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + K_W // 2, lives, 0.0)
-    masked, ahead = begin, entries_of(table, begin, end, BLOCK, TOKENS)
-    if WIDE:
-        # Tiles that the first new token of the columns sees whole need no mask.
+        low, high = tl.zeros((v.W // 2, COLUMNS), tl.float32), tl.zeros((v.W // 2, COLUMNS), tl.float32)
+    at = q + vector * k.W + k_dims
+    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + k.W // 2, lives, 0.0)
+    masked, ahead = begin, entries_of(table, begin, first, end, BLOCK, TOKENS, LOWER)
+    if WIDE and SPAN is None:
+        # Tiles that the first new token of the columns sees whole need no mask. With a window most tiles need one.
         seen = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
         masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
         for tile in tl.range(begin, masked, TOKENS):
             peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
-                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, False, SINK,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale, gains is not None, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
             )  # fmt: skip
     for tile in tl.range(masked, end, TOKENS):
         if WIDE:
             peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
-                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, True, SINK,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale, gains is not None, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
             )  # fmt: skip
         else:
             peak, total, widest, low, high, ahead = attend_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, end, table,
-                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, k_words, v_words, kv_head, scale,
-                K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, TOKENS, TYPE, K_PERMUTE, V_PERMUTE, not ONE_EACH, SINK,
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale,
+                gains is not None, BLOCK, TOKENS, TYPE, not tokens.ONE_EACH, LOWER, SPAN,
             )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
-        out = parts + part_row * V_W + v_dims
+        out = parts + part_row * v.W + v_dims
         tl.store(out, low * widest, lives)
-        tl.store(out + V_W // 2, high * widest, lives)
+        tl.store(out + v.W // 2, high * widest, lives)
 
 
 # What changes from batch to batch is no reason to compile anew.
 @triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
 def attend_kernel(
-    q, gains, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, block_table, table_width,
-    k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    k_centroids, v_centroids, k_words, v_words, scale, programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
-    K_W: tl.constexpr, V_W: tl.constexpr, GAINS: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    ONE_EACH: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr, K_PERMUTE: tl.constexpr, V_PERMUTE: tl.constexpr,
-    TAIL: tl.constexpr, SINK: tl.constexpr,
+    q, gains, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
         q: [T, HEADS * GROUP, K_W], rotated, of TYPE.
-        gains: [T, HEADS * GROUP] fp32 of `rotate.gains_of`; not read without GAINS.
+        gains: [T, HEADS * GROUP] fp32 of `rotate.gains_of`; None of a rotation.
         parts: [places, HEADS, COLUMNS, V_W] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, V_W], sums of
             exp2(logit - maximum) * v, rotated.
         maxima, sums: the same without V_W; a part without tokens has maximum -inf and sum 0, its sums of v unset.
-        v_words: None where they are K's.
-        SIZE: a power of two, at least `sequences`.
+        tokens: of `arguments.Tokens`; k, v: of `arguments.Read`, v's words None where they are K's.
         WIDE: whether `attend_wide_tile` does it.
-        ONE_EACH: every sequence has one new token: a column tile is a sequence.
-        TAIL, SINK: the newest and the first tokens, which a query sees in BF16.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
-    of_k = load_words(k_words, K_BITS, K_PERMUTE)
-    of_v = of_k if v_words is None else load_words(v_words, V_BITS, V_PERMUTE)
+    stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
+    of_k = load_words(k.words, k.BITS, k.PERMUTE)
+    of_v = of_k if v.words is None else load_words(v.words, v.BITS, v.PERMUTE)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
         sequence, own = find_column_tile(columns, programs - 1 - program)
         if sequence < sequences:
+            table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
-                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, of_k, of_v, scale, sequence, own, 0, 2147483647, 0, kv_head,
-                HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
-                K_PERMUTE, V_PERMUTE, TAIL, SINK,
+                q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                0, 2147483647, 0, kv_head, HEADS, GROUP, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
         _, place, stop = share_of(stored, columns, program, programs)
         while place < stop:
             sequence, column_tile, own, length, first = find_piece(stored, columns, place)
             count = tl.minimum(length - first, stop - place)
+            table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, parts, maxima, sums, positions, query_start_loc, seq_lens, block_table, table_width,
-                k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-                k_centroids, v_centroids, of_k, of_v, scale, sequence, own,
+                q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
-                HEADS, GROUP, K_BITS, V_BITS, K_N, V_N, K_W, V_W, GAINS, BLOCK, COLUMNS, TOKENS, WIDE, ONE_EACH, WHOLE, TYPE,
-                K_PERMUTE, V_PERMUTE, TAIL, SINK,
+                HEADS, GROUP, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
             place += count

@@ -21,8 +21,8 @@ _ALL_REGISTERS = 255  # that a thread can have; said so, ptxas does not spill fo
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
-WINDOW_WIDTH = 32
-"""Columns of the rotated sums of `window.window_kernel` that are made at once."""
+KEPT_WIDTH = 32
+"""Columns of the rotated sums of `in_bf16.kept_kernel` that are made at once."""
 _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
@@ -108,7 +108,7 @@ def words_of_v(of_k: Layout, of_v: Layout, capability: int) -> Tensor | None:
     return None if of_k is of_v and capability >= _BLACKWELL else of_v.words
 
 
-def window_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+def kept_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
     """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on.
 
     Args:
@@ -150,6 +150,17 @@ def merge_tile(whole: bool, head_dim: int, columns: int) -> MergeTile:
         return MergeTile(16, 1, 32, 1)
     width = min(head_dim, _MATRIX_TILE // columns)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
+
+
+def most_seen(stored: int, window: int | None, new: int, tokens: int) -> int:
+    """Stored tokens that a sequence's new ones walk through at most, in whole tiles but for the last.
+
+    Args:
+        stored: that the block table has room for.
+        new: tokens of a sequence at most.
+        tokens: of a tile.
+    """
+    return stored if window is None else min(stored, window + new - 1 + tokens - 1)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:

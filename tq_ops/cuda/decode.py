@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import nvrtc
 from haarkv.tq_ops.cuda.available import capability, processors
-from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in, seen_in_bf16
+from haarkv.tq_ops.cuda.kept import Part, kept_in
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, width_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -27,6 +27,7 @@ SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256
 TILE = 256
 """Tokens that a thread block takes at a time."""
+_SPAN = 32  # of those a warp's; a window begins within one
 MOST_BLOCKS = 128
 """Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
 _MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times a vector's levels: more would spill
@@ -53,11 +54,26 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-DEFINED = (
-    "HEADS", "GROUP", "HEAD_DIM", "K_BITS", "V_BITS", "BLOCK", "ROTATION_FP32", "PROCESSOR_BLOCKS", "TAIL", "SINK",
-    "K_LEVELS", "V_LEVELS", "GAINS", "MEAN",
-)  # fmt: skip
-"""What the source asks its caller to define."""
+class Shape(NamedTuple):
+    """What the kernel is compiled for; the source asks its caller to define these, in capitals."""
+
+    heads: int
+    group: int
+    head_dim: int
+    k_bits: int
+    v_bits: int
+    block: int
+    rotation_fp32: int
+    processor_blocks: int
+    tail: int
+    sink: int
+    k_levels: int
+    v_levels: int
+    gains: int
+    mean: int
+    window: int = 0
+
+
 _BITS = (2, 3, 4)
 _RESERVED = 1024
 """Bytes of shared memory that each thread block takes beside its own."""
@@ -76,17 +92,19 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
-    return q.device.type != "cuda" or _is_usable(*shape_of(q, cache, layer, k, v, kept_in(cache, layer)), device=q.device)
+    return q.device.type != "cuda" or _is_usable(shape_of(q, cache, layer, k, v), device=q.device)
 
 
-def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout, kept: Kept | None) -> tuple[int, ...]:
-    """What is compiled for a call, in the order of `DEFINED`."""
-    heads, head_dim = cache.shape(layer).num_kv_heads, q.shape[2]
-    group, fp32 = q.shape[1] // heads, int(v.rotation.dtype == torch.float32)
-    at_once = blocks_a_processor(group, k.levels, v.levels, nvrtc.processor_shared_bytes(q.device))
-    learned = k.learned is not None, v.learned is not None
-    of_cache = k.bits, v.bits, cache.block_size, fp32, at_once, *seen_in_bf16(kept).values()
-    return heads, group, head_dim, *of_cache, k.levels, v.levels, *map(int, learned)
+def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> Shape:
+    """What is compiled for a call."""
+    of, kept = cache.shape(layer), kept_in(cache, layer)
+    group = q.shape[1] // of.num_kv_heads
+    return Shape(
+        of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size, int(v.rotation.dtype == torch.float32),
+        blocks_a_processor(group, k.levels, v.levels, nvrtc.processor_shared_bytes(q.device)),
+        kept.tail if kept else 0, kept.sink if kept else 0, k.levels, v.levels,
+        int(k.learned is not None), int(v.learned is not None), of.window or 0,
+    )  # fmt: skip
 
 
 def _is_aligned(codes: Tensor) -> bool:
@@ -95,10 +113,10 @@ def _is_aligned(codes: Tensor) -> bool:
 
 
 @cache
-def _is_usable(*shape: int, device: torch.device) -> bool:
+def _is_usable(shape: Shape, device: torch.device) -> bool:
     """Whether it can be compiled and loaded; if not, a warning says why, once, and the Triton kernels run."""
     try:
-        _kernel(*shape, device=device)
+        _kernel(shape, device)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         warn(f"decode attention runs in Triton: CUDA C++ cannot be used on {device}: {reason}")
@@ -127,31 +145,27 @@ def shared_bytes(group: int, levels: int) -> int:
     return 65536 + 4 * columns * levels * 4 + 2 * 8 * columns * 4
 
 
-def shared_bytes_of(shape: tuple[int, ...]) -> int:
-    """Those of a shape, in the order of `DEFINED`."""
-    return shared_bytes(shape[DEFINED.index("GROUP")], shape[DEFINED.index("V_LEVELS")])
-
-
 def _columns(group: int) -> int:
     return -(-group // 8) * 8
 
 
-def compiled(target: str, *shape: int) -> bytes:
-    """What NVRTC makes of `csrc/decode.cu` for a shape, in the order of `DEFINED`."""
-    macros = dict(zip(DEFINED, shape, strict=True))
+def compiled(target: str, *values: int) -> bytes:
+    """What NVRTC makes of `csrc/decode.cu` for the values of a `Shape`."""
+    shape = Shape(*values)
+    macros = {name.upper(): value for name, value in shape._asdict().items()}
     # What is written down here and there is compared as it is compiled.
     macros |= {
-        "K_WIDTH": width_of(macros["K_LEVELS"]), "V_WIDTH": width_of(macros["V_LEVELS"]),
-        "SHARED_BYTES": shared_bytes_of(shape), "ARGUMENT_BYTES": ctypes.sizeof(Arguments), "BLOCK_THREADS": THREADS,
-        "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
+        "K_WIDTH": width_of(shape.k_levels), "V_WIDTH": width_of(shape.v_levels),
+        "SHARED_BYTES": shared_bytes(shape.group, shape.v_levels), "ARGUMENT_BYTES": ctypes.sizeof(Arguments),
+        "BLOCK_THREADS": THREADS, "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
     }  # fmt: skip
     return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
 
 
 @cache
-def _kernel(*shape: int, device: torch.device) -> nvrtc.Kernel:
-    """Of a shape, in the order of `DEFINED`."""
-    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared_bytes_of(shape), device)
+def _kernel(shape: Shape, device: torch.device) -> nvrtc.Kernel:
+    shared = shared_bytes(shape.group, shape.v_levels)
+    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
@@ -178,7 +192,7 @@ def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, dev
 
 def attend(
     q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
-    rotate_back: bool, in_bf16: Part | None = None,
+    in_bf16: Part | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token a sequence, in one launch and without waiting for the device.
 
@@ -188,21 +202,21 @@ def attend(
     Args:
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: the same, from `ops.rotate`.
+        batch: placed.
         scale: softmax_scale * log2(e).
         in_bf16: what `attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
-        [B, Hq, D] bf16; without `rotate_back` in V's rotated domain, in layout.kernel_order.
+        [B, Hq, D] bf16.
 
     Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
     before a graph is captured, as a warm-up does.
     """
-    (sequences, q_heads, _), heads = q.shape, cache.shape(layer).num_kv_heads
-    group, device = q_heads // heads, q.device
-    table = batch.block_table.contiguous()
-    shape = shape_of(q, cache, layer, k, v, kept_in(cache, layer))
-    at_once = shape[DEFINED.index("PROCESSOR_BLOCKS")]
-    blocks = count_blocks(sequences, heads, table.shape[1] * cache.block_size, at_once, device)
-    columns = _columns(group)
+    shape, sequences, device = shape_of(q, cache, layer, k, v), len(q), q.device
+    heads, table = shape.heads, batch.block_table.contiguous()
+    stored = table.shape[1] * cache.block_size
+    most_tokens = min(stored, shape.window + _SPAN) if shape.window else stored
+    blocks = count_blocks(sequences, heads, most_tokens, shape.processor_blocks, device)
+    columns = _columns(shape.group)
     slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
     sums = torch.empty(slots * columns * v.levels, dtype=torch.float32, device=device)
     maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
@@ -213,8 +227,8 @@ def attend(
         return _Side(nvrtc.address(codes), nvrtc.address(scales), codes.stride(0), scales.stride(0))
 
     pointers = (
-        rotated.queries, out, v.rotation if rotate_back else None, sums, maxima, totals,
-        _counters_of(cache, sequences, heads, device), batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
+        rotated.queries, out, v.rotation, sums, maxima, totals, _counters_of(cache, sequences, heads, device), batch.positions,
+        batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         rotated.gains, v.learned.mean if v.learned else None,
     )  # fmt: skip
@@ -222,6 +236,5 @@ def attend(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
-    kernel = _kernel(*shape, device=device)
-    kernel.launch((blocks, heads), THREADS, arguments)
+    _kernel(shape, device).launch((blocks, heads), THREADS, arguments)
     return out

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and SwiGLU: what a layer does between its products."""
+"""Norms, rotary embedding and gated products: what a layer does between its products."""
 
 import triton
 import triton.language as tl
@@ -32,22 +32,33 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def silu_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr):
-    """out [T, width] = silu(gate) * up, both fp32 of row stride `stride`. Grid: [T, width / SIZE]."""
+def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, GELU: tl.constexpr):
+    """out [T, width] = act(gate) * up, both fp32 of row stride `stride`; act is SiLU or, by its tanh, GELU.
+
+    Grid: [T, width / SIZE]. Both are x times a sigmoid, since (1 + tanh(z)) / 2 is that of 2z.
+    """
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
     g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
-    tl.store(out + row * width + column, rounded(g / (1.0 + tl.exp(-g)) * u, out.dtype.element_ty), inside)
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g  # twice the root of 2 / pi
+    tl.store(out + row * width + column, rounded(g / (1.0 + tl.exp(-z)) * u, out.dtype.element_ty), inside)
 
 
 @triton.jit
-def add_norm_kernel(hidden, update, weight, out, normed, width, eps, SIZE: tl.constexpr):
-    """out = hidden + update, normed = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width."""
+def add_norm_kernel(hidden, update, behind, weight, out, normed, width, behind_eps, eps, SIZE: tl.constexpr):
+    """out = hidden + update, normed = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width.
+
+    Where `behind` is a weight and not None, the update is normed by it before it is added.
+    """
     column = tl.arange(0, SIZE)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
-    total = tl.load(hidden + at, inside, 0.0).to(tl.float32) + tl.load(update + at, inside, 0.0)
+    change = tl.load(update + at, inside, 0.0)
+    if behind is not None:
+        change *= tl.rsqrt(tl.sum(change * change, 0) / width + behind_eps)
+        change *= tl.load(behind + column, inside, 0.0).to(tl.float32)
+    total = tl.load(hidden + at, inside, 0.0).to(tl.float32) + change
     # The norm is of the rounded sum.
     total = rounded(total, out.dtype.element_ty)
     tl.store(out + at, total, inside)

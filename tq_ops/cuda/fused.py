@@ -20,12 +20,9 @@ class CudaFused:
 
     Attributes:
         fault: from `ops.new_fault`; a K or V that is not finite, or too large for its format, is left out and noted there.
-        rotate_back: False leaves attention's output in V's rotated domain, in the order of the bytes, for output projections
-            that contain the rotation.
     """
 
     fault: Tensor
-    rotate_back: bool = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps)
@@ -36,27 +33,26 @@ class CudaFused:
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.silu_mul(gate, up, dtype)
 
+    def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.gelu_mul(gate, up, dtype)
+
     def attention(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rope: tuple[Tensor, Tensor],
-        cache: PagedKVCache,
-        layer: int,
-        batch: Batch,
+        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """As `FusedOps.attention`: the launch of `ops.rotate_and_append`, and those of `ops.attend`."""
         q, rotated = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        attended = ops.attend(q, rotated, cache, layer, batch, softmax_scale, rotate_back=self.rotate_back)
-        return attended.flatten(1)
+        return ops.attend(q, rotated, cache, layer, batch, softmax_scale).flatten(1)
 
-    def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float, behind: tuple[Tensor, float] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `FusedOps.add_norm`, one launch."""
         hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
         out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
+        of_update, its_eps = behind or (None, 0.0)
         elementwise.add_norm_kernel[(rows,)](
-            hidden, update, weight, out, normed, width, eps, SIZE=size, num_warps=choices.row_warps(size),
+            hidden, update, of_update, weight, out, normed, width, its_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
             **choices.COMPILED,
         )  # fmt: skip
         return out, normed

@@ -1,13 +1,11 @@
-"""The tokens of a layer that stay in BF16, as kernels are given them (`window`)."""
+"""The tokens of a layer that stay in BF16, as launches are given them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 
@@ -16,7 +14,7 @@ class Kept:
     """The tokens in BF16 of one layer.
 
     Attributes:
-        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `Window.vectors`.
+        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `tq_ops.kv.kept.Kept.vectors`.
         tail: tokens that a query sees in BF16, itself among them; packed it sees those from `sink` to `tail` before it.
         sink: first tokens that every query sees in BF16.
         ring: newest tokens there is room for.
@@ -39,24 +37,6 @@ def kept_in(cache: PagedKVCache, layer: int) -> Kept | None:
     assert v is not None
     assert (k.tail, k.sink, k.ring) == (v.tail, v.sink, v.ring)
     return Kept(k.vectors, v.vectors, k.tail, k.sink, k.ring)
-
-
-def seen_in_bf16(kept: Kept | None) -> dict[str, int]:
-    """The constants TAIL and SINK of a kernel; both 0 where nothing is kept."""
-    return {"TAIL": kept.tail if kept else 0, "SINK": kept.sink if kept else 0}
-
-
-def storing(kept: Kept | None, batch: Batch) -> dict[str, Any]:
-    """What `window.keep` needs of a kernel's arguments, by name; nothing but constants where nothing is kept."""
-    sequences, one_each = batch.seq_lens.shape[0], len(batch.positions) == batch.seq_lens.shape[0]
-    if kept is None:
-        nothing = dict.fromkeys(("k_window", "v_window", "rows", "positions", "query_start_loc"))
-        return nothing | {"sequences": sequences, "SINK": 0, "RING": 0, "SEQUENCE_BITS": 0, "ONE_EACH": True}
-    return {
-        "k_window": kept.k, "v_window": kept.v, "rows": batch.rows, "positions": batch.positions,
-        "query_start_loc": batch.query_start_loc, "sequences": sequences, "SINK": kept.sink, "RING": kept.ring,
-        "SEQUENCE_BITS": 0 if one_each else (sequences - 1).bit_length(), "ONE_EACH": one_each,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)

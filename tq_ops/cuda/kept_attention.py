@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices, window
-from haarkv.tq_ops.cuda.kept import Kept, Part, seen_in_bf16
+from haarkv.tq_ops.cuda import choices, in_bf16
+from haarkv.tq_ops.cuda.arguments import tokens_of
+from haarkv.tq_ops.cuda.kept import Kept, Part
 from haarkv.tq_ops.cuda.layout import into_rotated, layout_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -21,22 +22,22 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
+        batch: placed.
         scale: softmax_scale * log2(e).
     """
     (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
-    group, one_each, operand = q_heads // heads, tokens == sequences, choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
-    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
+    group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
+    tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
     of_k, of_v = (layout_of(of, layer, head_dim, q.device) for of in (cache.k_format(layer), cache.v_format(layer)))
     matrix = None if of_v.learned else into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    window.window_kernel[(column_tiles, heads)](
-        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences,
-        batch.seq_lens, matrix, of_k.learned.mean if of_k.learned else None, scale,
-        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens,
-        SIZE=triton.next_power_of_2(sequences), ONE_EACH=one_each, RING=kept.ring, TYPE=operand, WIDTH=choices.WINDOW_WIDTH,
-        ROTATES=matrix is not None, CENTERS=of_k.learned is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **seen_in_bf16(kept), **choices.COMPILED,
+    new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))
+    in_bf16.kept_kernel[(column_tiles, heads)](
+        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
+        of_k.learned.mean if of_k.learned else None, scale,
+        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=kept.ring, TYPE=operand,
+        WIDTH=choices.KEPT_WIDTH, num_warps=tile.warps, num_stages=tile.stages, **choices.COMPILED,
     )  # fmt: skip
     return Part(parts, maxima, sums)

@@ -55,11 +55,17 @@ def _learned(head_dim: int) -> range:
 
 READS = Reads(
     "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
-    in_one_order=lambda described: kernel_order(described) is not None, kept=True, learned=_learned,
+    in_one_order=lambda described: kernel_order(described) is not None, kept=True, windows=True,
+    learned=_learned,
 )  # fmt: skip
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
+
+
+def fault_place(key: int) -> tuple[int, str, int, int]:
+    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
+    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
 
 
 @dataclass(frozen=True)

@@ -7,60 +7,60 @@ from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded, vectors_of
 from haarkv.tq_ops.cuda.schedule import pieces_of, share_of, tiles_of
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "programs"])
+@triton.jit(do_not_specialize=["count", "sequences", "programs"])
 def merge_kernel(
-    parts, maxima, sums, out, rotation, mean, tokens, query_start_loc, sequences, seq_lens, programs,
-    in_bf16, in_bf16_maxima, in_bf16_sums,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, LEARNED: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr, ONE_EACH: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, ROTATES_BACK: tl.constexpr,
-    TAIL: tl.constexpr, SINK: tl.constexpr,
+    parts, maxima, sums, out, rotation, mean, count, tokens, sequences, programs, in_bf16, in_bf16_maxima, in_bf16_sums,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, HEADS * GROUP, D] of the parts of `attention.attend_kernel`, rotated back with ROTATES_BACK.
+    """out [count, HEADS * GROUP, D] of the parts of `attention.attend_kernel`, rotated back.
 
     Grid: [tiles of `vectors_of`, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time,
-    and writes PIECES times WIDTH of their columns. Without ROTATES_BACK the grid is [tiles, 1]. ROWS is 1 unless WHOLE.
+    and writes PIECES times WIDTH of their columns. ROWS is 1 unless WHOLE.
 
     Args:
-        rotation: [D, W]; with LEARNED [HEADS, D, W], and mean [HEADS, D] fp32.
-        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `window.window_kernel`, with LEARNED not rotated; only
-            with TAIL or SINK.
+        rotation: [D, W]; of learned coordinates [HEADS, D, W], and mean [HEADS, D] fp32, else None.
+        tokens: of `arguments.Tokens`.
+        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `in_bf16.kept_kernel`, beside learned coordinates not
+            rotated; None where nothing is kept.
     """
-    beside: tl.constexpr = LEARNED and TAIL + SINK > 0
+    LEARNED: tl.constexpr = mean is not None
+    KEPT: tl.constexpr = in_bf16 is not None
+    beside: tl.constexpr = LEARNED and KEPT
     begin = tl.program_id(1) * (WIDTH * PIECES)
     if WHOLE:
-        token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS * GROUP, HEADS if LEARNED else 1, ROWS)
-        row, live, count = token * (HEADS * GROUP) + head, token < tokens, 1
+        token, head, matrix = vectors_of(tl.program_id(0), count, HEADS * GROUP, HEADS if LEARNED else 1, ROWS)
+        row, live, pieces = token * (HEADS * GROUP) + head, token < count, 1
         base = row.to(tl.int64)
     else:
         vector = tl.program_id(0)
         row = vector + tl.arange(0, ROWS)
-        live = row < tokens * (HEADS * GROUP)
+        live = row < count * (HEADS * GROUP)
         token, head = vector // (HEADS * GROUP), vector % (HEADS * GROUP)
         matrix = head // GROUP if LEARNED else 0
         sequence, column = token, head % GROUP
-        if not ONE_EACH:
-            index = tl.arange(0, SIZE)
-            ends = tl.load(query_start_loc + index + 1, index < sequences, 2147483647)
+        if not tokens.ONE_EACH:
+            index = tl.arange(0, tokens.SIZE)
+            ends = tl.load(tokens.query_start_loc + index + 1, index < sequences, 2147483647)
             sequence = tl.sum((ends <= token).to(tl.int32), 0)
-            column += (token - tl.load(query_start_loc + sequence)) * GROUP
-        stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH, TAIL)
+            column += (token - tl.load(tokens.query_start_loc + sequence)) * GROUP
+        stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
         unit, _, _ = share_of(stored, columns, 0, programs)
-        first, count = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
+        first, pieces = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
         base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
     dims = tl.arange(0, W // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, W // 2), tl.float32), tl.zeros((ROWS, W // 2), tl.float32)
     kept = total + 1.0
-    if TAIL + SINK > 0:
+    if KEPT:
         peak = tl.load(in_bf16_maxima + row, live, -float("inf"))
         if not beside:
             total = tl.load(in_bf16_sums + row, live, 0.0)
             of_kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
             low, high = tl.load(of_kept, live[:, None], 0.0), tl.load(of_kept + D // 2, live[:, None], 0.0)
-    for first in range(0, count, AT_ONCE):
+    for first in range(0, pieces, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
-        there = live[:, None] & (split < count)
+        there = live[:, None] & (split < pieces)
         part = base[:, None] + split * (HEADS * COLUMNS)
         peaks = tl.load(maxima + part, there, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
@@ -81,19 +81,13 @@ def merge_kernel(
     total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
     at = out + row[:, None].to(tl.int64) * D
-    if ROTATES_BACK:
-        for piece in tl.static_range(PIECES):
-            column = begin + piece * WIDTH
-            back = rotate_columns(low, high, rotation + matrix * (D * W), column, ROWS, W, D, WIDTH, tl.float32, True)
-            column += tl.arange(0, WIDTH)[None, :]
-            if LEARNED:
-                back += packed[:, None] / total * tl.load(mean + matrix * D + column)
-            if beside:
-                of_kept = tl.load(in_bf16 + row[:, None].to(tl.int64) * D + column, live[:, None], 0.0)
-                back += kept[:, None] / total * of_kept
-            tl.store(at + column, rounded(back, out.dtype.element_ty), live[:, None])
-    else:
-        tl.static_assert(not LEARNED, "only a rotation can be left to the projection")
-        column = tl.arange(0, D // 2)[None, :]
-        tl.store(at + column, rounded(low, out.dtype.element_ty), live[:, None])
-        tl.store(at + D // 2 + column, rounded(high, out.dtype.element_ty), live[:, None])
+    for piece in tl.static_range(PIECES):
+        column = begin + piece * WIDTH
+        back = rotate_columns(low, high, rotation + matrix * (D * W), column, ROWS, W, D, WIDTH, tl.float32, True)
+        column += tl.arange(0, WIDTH)[None, :]
+        if LEARNED:
+            back += packed[:, None] / total * tl.load(mean + matrix * D + column)
+        if beside:
+            of_kept = tl.load(in_bf16 + row[:, None].to(tl.int64) * D + column, live[:, None], 0.0)
+            back += kept[:, None] / total * of_kept
+        tl.store(at + column, rounded(back, out.dtype.element_ty), live[:, None])

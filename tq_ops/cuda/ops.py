@@ -13,11 +13,11 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize
-from haarkv.tq_ops.cuda.arguments import ROWS, quantized_by, strides_of, tiles_of
+from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of
 from haarkv.tq_ops.cuda.available import capability
-from haarkv.tq_ops.cuda.kept import kept_in, seen_in_bf16, storing
+from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, layout_of, unset_queries
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
@@ -61,12 +61,21 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, gelu=False)
+
+
+def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.gelu_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, gelu=True)
+
+
+def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, *, gelu: bool) -> Tensor:
     if gate.stride(-1) != 1 or gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    elementwise.silu_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, **choices.COMPILED)
+    elementwise.gated_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, GELU=gelu, **choices.COMPILED)
     return out
 
 
@@ -85,21 +94,21 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
         return
     fault.fill_(NO_FAULT)
     layer, side, token, head = fault_place(key)
+    batch = cache.placed(layer, batch)
     kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
     where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
     raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
 
 
-def fault_place(key: int) -> tuple[int, str, int, int]:
-    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
-    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
-
-
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
+    head_dim = cache.shape(layer).head_dim
     return (
-        layout_of(cache.k_format(layer), layer, cache.shape(layer).head_dim, device),
-        layout_of(cache.v_format(layer), layer, cache.shape(layer).head_dim, device),
-    )
+        layout_of(cache.k_format(layer), layer, head_dim, device), layout_of(cache.v_format(layer), layer, head_dim, device)
+    )  # fmt: skip
+
+
+def _fields(cache: PagedKVCache, layer: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return cache.k_fields(layer), cache.v_fields(layer)
 
 
 def append(
@@ -123,34 +132,23 @@ def append(
         stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
             stay in BF16.
     """
-    kept = kept_in(cache, layer)
+    kept, shape, batch = kept_in(cache, layer), cache.shape(layer), cache.placed(layer, batch)
     assert not (kept and stand_in)
-    k, v = k.contiguous(), v.contiguous()
-    (of_k, of_v), head_dim, heads = (
-        _layouts(cache, layer, k.device),
-        cache.shape(layer).head_dim,
-        cache.shape(layer).num_kv_heads,
-    )
-    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    tokens = k.shape[0]
-    quantize.quantize_kernel[(max(tiles_of(tokens, heads, of) for of in (of_k, of_v)), 2)](
-        k, v, k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
-        batch.slot_mapping, tokens, fault=fault, layer=layer,
-        **quantized_by(of_k, of_v, k, head_dim), **storing(kept, batch), **choices.COMPILED,
-        HEADS=heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write, STAND_IN=stand_in,
+    k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
+    layouts = _layouts(cache, layer, k.device)
+    quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, of) for of in layouts), 2)](
+        k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, tokens=tokens,
+        fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
+        STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
-
-
-def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """GeGLU's product; arguments, result and rounding points as the reference's."""
-    return reference.gelu_mul(gate, up, dtype)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
     """As `tq_ops.reference.store_kv`: one launch looks for faults, and if there are none, another writes."""
+    batch, most = cache.placed(layer, batch), cache.num_slots_of(layer)
     slots = batch.slot_mapping
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cache.num_slots:
-        raise IndexError(f"slots must lie in 0 … {cache.num_slots - 1}")
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
+        raise IndexError(f"slots must lie in 0 … {most - 1}")
     cache.require_room(batch)
     fault = new_fault(k.device)
     append(k, v, cache, layer, batch, fault, write=False)
@@ -165,22 +163,13 @@ def rotate(q: Tensor, layout: Layout) -> Rotated:
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
     rotate_kernel[(tiles_of(tokens, heads, layout), width // _WIDTH)](
         q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim, W=width,
-        LEARNED=largest is not None,
         TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
     )  # fmt: skip
     return out
 
 
 def attend(
-    q: Tensor,
-    rotated: Rotated,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
-    softmax_scale: float,
-    *,
-    rotate_back: bool = True,
-    cuda_cpp: bool = True,
+    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool = True
 ) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
@@ -189,73 +178,62 @@ def attend(
     Args:
         q: [T, Hq, D], for its dtype and device; where tokens stay in BF16 also for its numbers, in the model's domain.
         rotated: the same, from `rotate`.
-        rotate_back: False leaves the result in V's rotated domain, in the kernels' order, for a projection that already
-            contains the rotation; learned coordinates of V cannot be left out.
         cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
-    (of_k, of_v), head_dim, heads = (
-        _layouts(cache, layer, q.device),
-        cache.shape(layer).head_dim,
-        cache.shape(layer).num_kv_heads,
-    )
-    tokens, group, sequences = q.shape[0], q.shape[1] // heads, batch.seq_lens.shape[0]
-    one_each, operand, table = tokens == sequences, choices.attention_operand(q), batch.block_table.contiguous()
-    kept, scale = kept_in(cache, layer), softmax_scale * LOG2_E
+    batch, kept, scale = cache.placed(layer, batch), kept_in(cache, layer), softmax_scale * LOG2_E
+    layouts = _layouts(cache, layer, q.device)
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
-    if cuda_cpp and one_each and decode.takes(q, cache, layer, of_k, of_v):
-        return decode.attend(q, rotated, cache, layer, batch, of_k, of_v, scale, rotate_back, in_bf16)
-    bits, widest = max(of_k.bits, of_v.bits), max(of_k.width, of_v.width)
-    gpu, gains = capability(q.device), rotated.gains is not None
+    if cuda_cpp and len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
+        return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
+    return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, kept, in_bf16)
+
+
+def _attend_in_parts(
+    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
+    kept: Kept | None, in_bf16: Part | None,
+) -> Tensor:  # fmt: skip
+    """The Triton kernels: partial results by `attention`, added up by `merge`."""
+    (of_k, of_v), shape, gpu = layouts, cache.shape(layer), capability(q.device)
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
+    group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
+    table = batch.block_table.contiguous()
     v_words = choices.words_of_v(of_k, of_v, gpu)
-    crowded = gains or v_words is not None
-    tile = choices.attention_tile(triton.cdiv(tokens, sequences), group, widest, operand, gpu, bits, crowded)
+    crowded = rotated.gains is not None or v_words is not None
+    tile = choices.attention_tile(
+        triton.cdiv(tokens, sequences), group, max(of_k.width, of_v.width), operand, gpu, max(of_k.bits, of_v.bits), crowded
+    )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    most_tiles = column_tiles * triton.cdiv(table.shape[1] * cache.block_size, tile.tokens)
-    programs = choices.count_programs(heads, most_tiles, q.device)
+    seen = choices.most_seen(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile.tokens)
+    programs = choices.count_programs(heads, column_tiles * triton.cdiv(seen, tile.tokens), q.device)
     # Column tiles enough for all programs are not cut.
     whole = not one_each and tokens * group >= programs * tile.columns
     programs = column_tiles if whole else programs
-    shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
-    parts = torch.empty(*shape, of_v.width, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
+    parts = torch.empty(*parts_shape, of_v.width, dtype=torch.float32, device=q.device)
+    maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    new = tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
     same = {
-        "HEADS": heads, "GROUP": group, "COLUMNS": tile.columns, "TOKENS": tile.tokens,
-        "SIZE": choices.schedule_size(sequences, gpu), "ONE_EACH": one_each, "WHOLE": whole,
-        **seen_in_bf16(kept), **choices.COMPILED,
+        "HEADS": heads, "GROUP": group, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole, **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
-        *rotated, parts, maxima, sums, batch.positions, batch.query_start_loc, sequences, batch.seq_lens, table,
-        table.shape[1], k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"],
-        *strides_of(k_fields, v_fields),
-        of_k.centroids, of_v.centroids, of_k.words, v_words, scale, programs,
-        K_BITS=of_k.bits, V_BITS=of_v.bits, K_N=of_k.levels, V_N=of_v.levels, K_W=of_k.width, V_W=of_v.width,
-        GAINS=gains, BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
-        K_PERMUTE=choices.permutes(q, of_k.words), V_PERMUTE=choices.permutes(q, of_v.words),
+        *rotated, parts, maxima, sums, new, sequences, table, table.shape[1],
+        read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k.words)),
+        read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v.words)), scale, programs,
+        BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **same,
     )  # fmt: skip
-    out = torch.empty_like(q)
-    of_merge = choices.merge_tile(whole, head_dim, of_v.width)
-    tiles = tiles_of(tokens, heads * group, of_v) if whole else tokens * heads * group
-    across = head_dim // (of_merge.width * of_merge.pieces) if rotate_back else 1
-    merge.merge_kernel[(tiles, across)](
-        parts, maxima, sums, out, of_v.rotation, of_v.learned.mean if of_v.learned else None, tokens, batch.query_start_loc,
-        sequences, batch.seq_lens, programs,
+    out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim, of_v.width)
+    tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
+    merge.merge_kernel[(tiles, head_dim // (merging.width * merging.pieces))](
+        parts, maxima, sums, out, of_v.rotation, of_v.learned.mean if of_v.learned else None, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        D=head_dim, W=of_v.width, LEARNED=of_v.learned is not None,
-        ROWS=of_merge.rows, AT_ONCE=of_merge.at_once, WIDTH=of_merge.width, PIECES=of_merge.pieces, ROTATES_BACK=rotate_back,
-        num_warps=of_merge.warps, **same,
+        D=head_dim, W=of_v.width, ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
+        num_warps=merging.warps, **same,
     )  # fmt: skip
     return out
-
-
-def attend_rotated(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` without the rotation back, for a projection that contains it; the result is in the kernels' order."""
-    of_k, _ = _layouts(cache, layer, q.device)
-    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, rotate_back=False)
 
 
 def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
@@ -284,23 +262,21 @@ def rotate_and_append(
         The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16, and the same
         in the domain of the codes, as `rotate` gives them.
     """
-    qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
-    tokens, head_dim, kv_heads = qkv.shape[0], cache.shape(layer).head_dim, cache.shape(layer).num_kv_heads
-    of_k, of_v = _layouts(cache, layer, qkv.device)
-    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
+    tokens, shape, kept = qkv.shape[0], cache.shape(layer), kept_in(cache, layer)
+    layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
+    of_k = layouts[0]
     rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
-    queries = torch.empty(tokens, heads.num_heads, head_dim, dtype=heads.dtype, device=qkv.device)
-    kept = kept_in(cache, layer)
+    queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
     width = choices.query_columns(tokens == batch.seq_lens.shape[0], of_k.width, q_type)
     of_q = tiles_of(tokens, heads.num_heads, of_k) * (of_k.width // width)
-    prologue.prologue_kernel[(tiles_of(tokens, kv_heads, of_k) + tiles_of(tokens, kv_heads, of_v) + of_q,)](
+    prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, of) for of in layouts) + of_q,)](
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
-        k_fields["codes"], v_fields["codes"], k_fields["scale"], v_fields["scale"], *strides_of(k_fields, v_fields),
-        batch.slot_mapping, of_k.rotation, of_k.learned.largest if of_k.learned else None, fault=fault, layer=layer,
-        **quantized_by(of_k, of_v, qkv, head_dim), **storing(kept, batch), **choices.COMPILED,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
-        BIASED=heads.bias is not None, NORMED=heads.q_norm is not None,
+        of_k.rotation, of_k.learned.largest if of_k.learned else None, keeping=keeping(kept, batch),
+        sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, fault=fault, layer=layer,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
+        **both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
     return queries, rotated

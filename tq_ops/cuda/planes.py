@@ -76,7 +76,7 @@ def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
     narrow: tl.constexpr = min(BITS & -BITS, 4)
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS  # bits of the first plane
     m: tl.constexpr = wide // narrow
-    level = (tiles[part % m].to(tl.int32) >> (wide * (part // m))) & (2**wide - 1)
+    level = (tiles[part - part // m * m].to(tl.int32) >> (wide * (part // m))) & (2**wide - 1)
     if wide != BITS:
         level = level | (((tiles[m].to(tl.int32) >> (narrow * part)) & (2**narrow - 1)) << wide)
     return level

@@ -7,9 +7,9 @@ chosen where it is stored: its column goes through its coordinate's stages up to
 import triton
 import triton.language as tl
 
+from haarkv.tq_ops.cuda.in_bf16 import keep
 from haarkv.tq_ops.cuda.planes import store_codes
 from haarkv.tq_ops.cuda.rotate import power_of_two, rotate_columns, rounded, vectors_of
-from haarkv.tq_ops.cuda.window import keep
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def levels(y, boundaries, BITS: tl.constexpr):
     else:
         # Bit by bit from the top: BITS loads for each coordinate, rather than a comparison with each of many boundaries.
         for bit in tl.static_range(BITS):
-            higher = level + (1 << (BITS - 1 - bit))
+            higher = level + 2 ** (BITS - 1 - bit)
             level = tl.where(y >= tl.load(boundaries + higher - 1), higher, level)
     return level
 
@@ -133,20 +133,18 @@ def by_coordinates(
 
 @triton.jit
 def append(
-    low, high, token, head, matrix, live, side: tl.constexpr,
-    codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
-    D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, LEARNED: tl.constexpr, TYPE: tl.constexpr,
-    WRITE: tl.constexpr, STAND_IN: tl.constexpr = False,
+    low, high, token, head, matrix, live, side: tl.constexpr, into, slots, fault, layer,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize vectors [ROWS, D], given as halves, and store them at BITS a level; K and V alike.
+    """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
 
     A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
-    order layer, side, token, head, is left in `fault` [1] int64 as `fault_key` packs it. A negative slot is skipped. With
-    STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
+    order layer, side, token, head, is left in `fault` [1] int64 as `layout.fault_place` reads it. A negative slot is skipped.
+    With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
     Args:
-        matrix: with LEARNED the head of all these vectors, whose coordinates `forward`, `mean` and `numbers` hold.
+        matrix: of learned coordinates the head of all these vectors.
+        into: of `arguments.Write`.
     Returns:
         [ROWS], which vectors are stored, or would be without WRITE.
     """
@@ -156,16 +154,16 @@ def append(
     if STAND_IN:
         low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
         left_out = tl.zeros(bad.shape, tl.int1)
-    if LEARNED:
+    if into.LEARNED:
         low, high, scale = by_coordinates(
-            low, high, mean + matrix * D, forward + matrix * (D * W), numbers + matrix * (4 * W + 5),
-            centroids, boundaries, D, W, BITS, ROWS, TYPE,
+            low, high, into.mean + matrix * D, into.forward + matrix * (D * into.W), into.numbers + matrix * (4 * into.W + 5),
+            into.centroids, into.boundaries, D, into.W, into.BITS, ROWS, into.TYPE,
         )  # fmt: skip
     else:
         low, high, scale = by_rotation(
-            low, high, forward, centroids, boundaries, D, BITS, ROWS, ROUNDS_UNIT, SMALLEST, TYPE
+            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, ROWS, into.ROUNDS, into.SMALLEST, into.TYPE
         )  # fmt: skip
-    if SATURATES:
+    if into.SATURATES:
         scale = tl.minimum(scale, 65504.0)
     else:
         bad, left_out = bad | (scale >= 65520.0), left_out | (scale >= 65520.0)
@@ -176,86 +174,66 @@ def append(
     live = live & (left_out == 0)
     if WRITE:
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
-        store_codes(codes, block * codes_stride + row * (N * BITS // 8), live, low, high, N, W, BITS)
-        tl.store(scales + block * scales_stride + row, scale.to(tl.float16), live)
+        at = block * into.codes_stride + row * (into.N * into.BITS // 8)
+        store_codes(into.codes, at, live, low, high, into.N, into.W, into.BITS)
+        tl.store(into.scales + block * into.scales_stride + row, scale.to(tl.float16), live)
     return live
 
 
 @triton.jit
-def finite_with_slot(low, high, token, slots, live):
-    """Which vectors [ROWS] `append` is going to store where its format saturates."""
-    finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
-    return live & finite & (tl.load(slots + token, live, -1) >= 0)
+def append_and_keep(
+    low, high, token, head, matrix, live, side: tl.constexpr, into, keeping, sequences, slots, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr,
+):  # fmt: skip
+    """`append`, and what it stores in BF16 as well, where `keeping` says so."""
+    keeps: tl.constexpr = WRITE and keeping.SINK + keeping.RING > 0
+    # Learned coordinates take registers: if they refuse nothing finite, the vectors need not wait until levels are chosen.
+    first: tl.constexpr = into.LEARNED and into.SATURATES
+    if keeps and first:
+        finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
+        there = live & finite & (tl.load(slots + token, live, -1) >= 0)
+        keep(low, high, token, head, there, into.kept, keeping, sequences, HEADS, D)
+    live = append(low, high, token, head, matrix, live, side, into, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN)
+    if keeps and not first:
+        keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, D)
 
 
 @triton.jit
 def store_side(
-    x, side: tl.constexpr, codes, scales, codes_stride, scales_stride, slots, tokens,
-    forward, mean, numbers, centroids, boundaries, fault, layer, window, rows, positions, query_start_loc, sequences,
-    HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr, SATURATES: tl.constexpr, LEARNED: tl.constexpr,
-    TYPE: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
-    SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr, ONE_EACH: tl.constexpr,
+    x, side: tl.constexpr, into, keeping, sequences, slots, tokens, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """What a program of `quantize_kernel` does of K or of V."""
-    token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if LEARNED else 1, ROWS)
+    token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
     live = token < tokens
     at = x + (token * HEADS + head)[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live[:, None], 0.0).to(tl.float32), tl.load(at + D // 2, live[:, None], 0.0).to(tl.float32)
-    # Learned coordinates take registers: if they refuse nothing finite, the vectors need not wait until levels are chosen.
-    kept_first: tl.constexpr = LEARNED and SATURATES
-    if WRITE and kept_first and SINK + RING > 0:
-        keep(
-            low, high, token, head, finite_with_slot(low, high, token, slots, live), window, rows, positions,
-            query_start_loc, sequences, HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
-        )  # fmt: skip
-    live = append(
-        low, high, token, head, matrix, live, side,
-        codes, scales, codes_stride, scales_stride, slots, forward, mean, numbers, centroids, boundaries, fault, layer,
-        D, BITS, N, W, BLOCK, ROWS, ROUNDS_UNIT, SMALLEST, SATURATES, LEARNED, TYPE, WRITE, STAND_IN,
+    append_and_keep(
+        low, high, token, head, matrix, live, side, into, keeping, sequences, slots, fault, layer,
+        HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
     )  # fmt: skip
-    if WRITE and not kept_first and SINK + RING > 0:
-        keep(
-            low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
-            HEADS, D, SINK, RING, SEQUENCE_BITS, ONE_EACH,
-        )  # fmt: skip
 
 
 # Not specialized by their values: Triton would make a constant of layer 1, compile anew for layers that 16 divides, and for
 # batches of one token.
 @triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
 def quantize_kernel(
-    k, v, k_codes, v_codes, k_scales, v_scales, k_codes_stride, v_codes_stride, k_scales_stride, v_scales_stride,
-    slots, tokens, k_forward, v_forward, k_mean, v_mean, k_numbers, v_numbers,
-    k_centroids, v_centroids, k_boundaries, v_boundaries, fault, layer,
-    k_window, v_window, rows, positions, query_start_loc, sequences,
-    HEADS: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_N: tl.constexpr, V_N: tl.constexpr,
-    K_W: tl.constexpr, V_W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    K_ROUNDS: tl.constexpr, V_ROUNDS: tl.constexpr, K_SMALLEST: tl.constexpr, V_SMALLEST: tl.constexpr,
-    K_SATURATES: tl.constexpr, V_SATURATES: tl.constexpr, K_LEARNED: tl.constexpr, V_LEARNED: tl.constexpr,
-    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr, ONE_EACH: tl.constexpr,
+    x_of_k, x_of_v, k, v, keeping, sequences, slots, tokens, fault, layer,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
+    STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """Store k, v [tokens, HEADS, D] fp32 at slots [tokens] int64, and in BF16 where SINK or RING says so, as `window.keep`.
+    """Store K and V [tokens, HEADS, D] at slots [tokens] int64, and in BF16 where `keeping` says so.
 
     Grid: [tiles of `vectors_of`, of the side that has more, 2], K's programs and V's.
 
     Args:
-        k_forward, v_forward: `layout.Layout.forward`; with LEARNED k_mean, k_numbers and V's as in `layout.Learned`.
+        x_of_k, x_of_v: K and V, bf16 or fp32.
+        k, v: of `arguments.Write`.
+        keeping: of `arguments.Keeping`.
     """
     if tl.program_id(1) == 0:
-        store_side(
-            k, 0, k_codes, k_scales, k_codes_stride, k_scales_stride, slots, tokens,
-            k_forward, k_mean, k_numbers, k_centroids, k_boundaries, fault, layer,
-            k_window, rows, positions, query_start_loc, sequences,
-            HEADS, D, K_BITS, K_N, K_W, BLOCK, ROWS, K_ROUNDS, K_SMALLEST, K_SATURATES, K_LEARNED, K_TYPE, WRITE, STAND_IN,
-            SINK, RING, SEQUENCE_BITS, ONE_EACH,
-        )  # fmt: skip
+        store_side(x_of_k, 0, k, keeping, sequences, slots, tokens, fault, layer, HEADS, D, BLOCK, ROWS, WRITE, STAND_IN)
     else:
-        store_side(
-            v, 1, v_codes, v_scales, v_codes_stride, v_scales_stride, slots, tokens,
-            v_forward, v_mean, v_numbers, v_centroids, v_boundaries, fault, layer,
-            v_window, rows, positions, query_start_loc, sequences,
-            HEADS, D, V_BITS, V_N, V_W, BLOCK, ROWS, V_ROUNDS, V_SMALLEST, V_SATURATES, V_LEARNED, V_TYPE, WRITE, STAND_IN,
-            SINK, RING, SEQUENCE_BITS, ONE_EACH,
-        )  # fmt: skip
+        store_side(x_of_v, 1, v, keeping, sequences, slots, tokens, fault, layer, HEADS, D, BLOCK, ROWS, WRITE, STAND_IN)

@@ -90,12 +90,13 @@ def gains_of(low, high, largest, D: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def rotate_kernel(
     q, out, gains, rotation, largest, tokens,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, LEARNED: tl.constexpr, TYPE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, HEADS, W] = q [tokens, HEADS, D] @ rotation [MATRICES, D, W], rounded to out's dtype.
 
-    With LEARNED they are divided by their gains [tokens, HEADS] fp32 of `gains_of`, which are stored as well.
+    Of learned coordinates they are divided by their gains [tokens, HEADS] fp32 of `gains_of`, which are stored as well; else
+    `gains` is None.
 
     Grid: [tiles of `vectors_of`, W / WIDTH].
     """
@@ -105,7 +106,7 @@ def rotate_kernel(
     at = q + vector * D + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
     rotated = rotate_columns(low, high, rotation + matrix * (D * W), first, ROWS, D, W, WIDTH, TYPE, False)
-    if LEARNED:
+    if gains is not None:
         gain = gains_of(low, high, largest + matrix * D, D)
         rotated = rotated / gain[:, None]
         tl.store(gains + token * HEADS + head, gain, token < tokens)

@@ -5,6 +5,7 @@ tiles of stored tokens. A fixed number of programs cut that line into equal piec
 whatever the lengths are and however wide the block table is:
 
     stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of stored tokens, those in BF16 apart
+                - origin_s / TOKENS                      and those before the first new token's sliding window
     columns_s = ceil(new_s * GROUP / COLUMNS)            column tiles; 1 where each sequence has one new token
     unit      = ceil(sum of stored * columns / programs) tiles of a program
     program i takes the places i * unit … (i + 1) * unit - 1 of the line
@@ -19,26 +20,32 @@ import triton.language as tl
 
 
 @triton.jit
-def tiles_of(
-    seq_lens, query_start_loc, sequences,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, ONE_EACH: tl.constexpr,
-    TAIL: tl.constexpr = 0,
-):  # fmt: skip
-    """stored and columns [SIZE] int32 of all sequences; 0 past the last. SIZE: a power of two, at least `sequences`.
+def origin_of(length, new, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the first tile begins of which any of a sequence's new tokens sees something, `length` with all of them."""
+    return tl.maximum(length - new + 1 - WINDOW, 0) // TOKENS * TOKENS
+
+
+@triton.jit
+def tiles_of(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """stored and columns [SIZE] int32 of all sequences; 0 past the last.
 
     Of the newest TAIL tokens, which the last query sees in BF16, no query sees a packed one.
+
+    Args:
+        tokens: of `arguments.Tokens`.
     """
-    sequence = tl.arange(0, SIZE)
+    sequence = tl.arange(0, tokens.SIZE)
     there = sequence < sequences
-    length = tl.load(seq_lens + sequence, there, 0)
-    if TAIL > 0:
-        length = tl.maximum(length - TAIL, 0)
-    stored = tl.cdiv(length, TOKENS)
-    if ONE_EACH:
-        columns = there.to(tl.int32)
+    length = tl.load(tokens.seq_lens + sequence, there, 0)
+    stored = tl.cdiv(tl.maximum(length - tokens.TAIL, 0) if tokens.TAIL > 0 else length, TOKENS)
+    if tokens.ONE_EACH:
+        new, columns = there.to(tl.int32), there.to(tl.int32)
     else:
-        new = tl.load(query_start_loc + sequence + 1, there, 0) - tl.load(query_start_loc + sequence, there, 0)
+        starts = tokens.query_start_loc + sequence
+        new = tl.load(starts + 1, there, 0) - tl.load(starts, there, 0)
         columns = tl.cdiv(new * GROUP, COLUMNS)
+    if tokens.WINDOW > 0:
+        stored = tl.maximum(stored - origin_of(length, new, tokens.WINDOW, TOKENS) // TOKENS, 0)
     return stored, columns
 
 

@@ -71,7 +71,7 @@ class PagedKVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk, self.device = chunk, torch.device(device)
-        self._row_blocks, self._ring_chunk = row_blocks or num_blocks, ring_chunk
+        self._row_blocks, self._ring_chunk, self._states = row_blocks or num_blocks, ring_chunk, states
         self.states: dict[int, LayerState] = {}
         self._kv: dict[int, LayerKV] = {}
         for layer in range(len(plan.layers)) if pages is None else pages:
@@ -84,6 +84,13 @@ class PagedKVCache:
         self.most_new_tokens = min(limits, default=None)
         self.most_undone = min((shape.versions - 1 for shape in (states or {}).values()), default=None)
 
+    def empty_like(self, device: torch.device | str) -> PagedKVCache:
+        """An empty cache of the same plan and sizes, on a device."""
+        return PagedKVCache(
+            self.plan, self.shapes, num_blocks=self.num_blocks, num_rows=self.num_rows, row_blocks=self._row_blocks,
+            chunk=self.chunk, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device, states=self._states,
+        )  # fmt: skip
+
     @classmethod
     def over(
         cls,
@@ -93,6 +100,7 @@ class PagedKVCache:
         kept: tuple[Kept | None, Kept | None],
         head_dim: int,
         window: int | None = None,
+        ring: int | None = None,
     ) -> PagedKVCache:
         """A cache of one layer over memory of another owner, for attention to read: nothing is allocated.
 
@@ -101,7 +109,8 @@ class PagedKVCache:
             layer: the only one that it holds; chooses the rotation.
             fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
             kept: the tokens of K and V in BF16, where some are.
-            window: the newest tokens that a query sees, of a layer with a sliding window; it has no ring here.
+            window: the newest tokens that a query sees, of a layer with a sliding window.
+            ring: blocks of a row's ring, where the memory is laid out so.
         """
         num_blocks, num_kv_heads, groups = next(iter(fields[0].values())).shape[:3]
         block_size, shape = groups * formats[0].group_tokens, KVShape(num_kv_heads, head_dim, window)
@@ -110,7 +119,7 @@ class PagedKVCache:
             block_size=block_size, device=next(iter(fields[0].values())).device, pages={},
         )  # fmt: skip
         k, v = map(Side, formats, fields, kept)
-        cache._kv[layer] = LayerKV(layer, shape, k, v, block_size)
+        cache._kv[layer] = LayerKV(layer, shape, k, v, block_size, ring)
         cache.states[layer] = cache._kv[layer]
         return cache
 
@@ -159,6 +168,10 @@ class PagedKVCache:
     def shape(self, layer: int) -> KVShape:
         """Of a layer's K and V."""
         return self._kv[layer].shape
+
+    def ring(self, layer: int) -> int | None:
+        """Blocks of a row's ring in a layer; None where its blocks are those of the bookkeeping."""
+        return self._kv[layer].ring
 
     def placed(self, layer: int, batch: Batch) -> Batch:
         """A forward's batch with the slots and the block table of a layer."""

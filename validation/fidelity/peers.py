@@ -38,9 +38,9 @@ from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.validation.fidelity.evaluation import CHUNK, FidelityRow, Setup, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup, run_fingerprint

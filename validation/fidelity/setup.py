@@ -16,9 +16,9 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats

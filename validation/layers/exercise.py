@@ -26,9 +26,8 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.forward import Schedule
 from haarkv.validation.layers.parts import new_cache

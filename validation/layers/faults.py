@@ -39,8 +39,8 @@ Keep = Callable[[Tensor, Tensor, PagedKVCache, int, Batch], Stored]
 """What a layer stores in place of what is right, by part; parts that it leaves out are right."""
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """K and V [T, Hkv, D] fp32 in place of the right ones."""
-Phase = Callable[["Mistaken", Tensor, Batch, PagedKVCache], Tensor]
-"""One of an executor's forwards."""
+Whole = Callable[["Mistaken", Tensor, Batch, PagedKVCache], Tensor]
+"""An executor's forward: hidden states [T, hidden]."""
 
 
 class Mistaken(ReferenceExecutor):
@@ -48,25 +48,18 @@ class Mistaken(ReferenceExecutor):
 
     Args:
         right: the model whose executor it says it is.
-        phases: prefill, decode or verify in place of the reference's.
+        whole: a forward in place of the reference's.
     Attributes:
         notes: what such a forward remembers of earlier ones.
     """
 
-    def __init__(
-        self, right: DecoderModel, model: DecoderModel, ops: OpTable, phases: Mapping[str, Phase] | None = None
-    ) -> None:
+    def __init__(self, right: DecoderModel, model: DecoderModel, ops: OpTable, whole: Whole | None = None) -> None:
         super().__init__(model, ops)
-        self.config, self.model, self.notes, self._phases = right.config, model, dict[int, int](), phases or {}
+        self.config, self.model, self.notes = right.config, model, dict[int, int]()
+        self._whole = whole or ReferenceExecutor.forward
 
-    def prefill(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._phases.get("prefill", ReferenceExecutor.prefill)(self, token_ids, batch, cache)
-
-    def decode(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._phases.get("decode", ReferenceExecutor.decode)(self, token_ids, batch, cache)
-
-    def verify(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._phases.get("verify", ReferenceExecutor.verify)(self, token_ids, batch, cache)
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._whole(self, token_ids, batch, cache)
 
 
 class WholeLayers:
@@ -78,7 +71,7 @@ class WholeLayers:
         self.name, self.config, self.device = executor.name, executor.config, executor.device
         self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
         self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
-        self.prefill, self.decode, self.verify = executor.prefill, executor.decode, executor.verify
+        self.forward, self.head = executor.forward, executor.head
         self.batches_alike, self.weights = executor.batches_alike, executor.weights
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
@@ -102,7 +95,7 @@ class Fault:
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
-        phases: as in `Mistaken`.
+        whole: as in `Mistaken`.
     """
 
     name: str
@@ -113,7 +106,7 @@ class Fault:
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
-    phases: Mapping[str, Phase] = field(default_factory=dict)
+    whole: Whole | None = None
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""
@@ -121,7 +114,7 @@ class Fault:
 
     def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
         """The reference of a model with this fault in it, driven as a key of `DRIVES` says."""
-        return DRIVES[drive](Mistaken(model, self.model or model, self.table(), self.phases))
+        return DRIVES[drive](Mistaken(model, self.model or model, self.table(), self.whole))
 
     def stages(self, drive: str) -> tuple[str, ...]:
         """The stages that may be named, the one that should be first."""

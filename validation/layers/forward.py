@@ -16,11 +16,10 @@ from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, load, new_cache, new_cache_like, put, snapshot, take, tensors_of
+from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
@@ -191,7 +190,7 @@ class Reference:
         self.ops: OpTable = table_of(executor) or spec
         self.recorder = Recorder(self.ops, model.weights)
         self._whole = Trial(executor, cache) if table_of(executor) is None else None
-        self._scratch = new_cache_like(cache, cache.device)
+        self._scratch = cache.empty_like(cache.device)
 
     @property
     def records(self) -> bool:
@@ -235,7 +234,7 @@ class Reference:
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
         changed = model or self.model
-        return Reference(ReferenceExecutor(changed, ops), changed, new_cache_like(self.cache, self.cache.device))
+        return Reference(ReferenceExecutor(changed, ops), changed, self.cache.empty_like(self.cache.device))
 
     def again(self, made: MadeLayer) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""

@@ -51,26 +51,25 @@ class _OneRope(DecoderModel):
     """A model one layer of which has other rotary tables."""
 
     layer: int = 0
-    other: RopeTable | None = None
+    other: Mapping[Rope, RopeTable] | None = None
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         for index in span:
-            rope = self.other if self.other and index == self.layer else self.rope
-            hidden = DecoderModel.layers(replace(self, rope=rope), hidden, range(index, index + 1), batch, cache, ops)
+            ropes = self.other if self.other and index == self.layer else self.ropes
+            hidden = DecoderModel.layers(replace(self, ropes=ropes), hidden, range(index, index + 1), batch, cache, ops)
         return hidden
 
 
 def _tables(model: DecoderModel, layer: int) -> Iterator[Fault]:
-    config = model.config
-    for name, table in {
-        "RoPE's cos and sin rounded to BF16": OtherRope(config, made=_rounded),
-        "RoPE's frequencies rounded to BF16": OtherRope(config, frequencies=_rounded),
-        "positions count on to the next sequence": OtherRope(config, lambda positions: torch.arange(len(positions))),
+    for name, how in {
+        "RoPE's cos and sin rounded to BF16": {"made": _rounded},
+        "RoPE's frequencies rounded to BF16": {"frequencies": _rounded},
+        "positions count on to the next sequence": {"positions": lambda positions: torch.arange(len(positions))},
     }.items():
-        yield Fault(name, 0, K, K, model=replace(model, rope=table))
+        yield Fault(name, 0, K, K, model=with_tables(model, **how))
     for words, factor in (("half", 0.5), ("1 % off", 1.01)):
-        rope = RopeTable(replace(config, rope_theta=config.rope_theta * factor))
-        one = _OneRope(config, model.weights, model.rope, model.ranks, layer, rope)
+        other = with_bases(model, factor)
+        one = _OneRope(model.config, model.weights, model.ropes, model.ranks, layer, other.ropes)
         yield Fault(f"RoPE's base {words} in one layer", layer, K, K, model=one)
 
 
@@ -138,9 +137,9 @@ def _cut_off(at: Layer) -> Iterator[Fault]:
 # -- In a long prompt ------------------------------------------------------------------------------------------------------
 def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
     """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `layer_faults`."""
-    rope = OtherRope(model.config, lambda positions: positions.bfloat16().long())  # exact up to 256
+    rounded = with_tables(model, lambda positions: positions.bfloat16().long())  # exact up to 256
     return [
-        Fault("positions rounded to BF16", 0, K, K, model=replace(model, rope=rope)),
+        Fault("positions rounded to BF16", 0, K, K, model=rounded),
         Layer(model, layer).attending("K's scales are read from the block before", _neighbours(0)),
         Layer(model, layer).attending("V's scales are read from the block before", _neighbours(1)),
     ]
@@ -152,7 +151,7 @@ def _neighbours(side: int) -> Attend:
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         pair = [cache.k_fields(layer), cache.v_fields(layer)]
         scales = pair[side]["scale"].clone()
-        for blocks in batch.block_table.long():
+        for blocks in cache.placed(layer, batch).block_table.long():
             owned = blocks[blocks >= 0]
             scales[owned[1:]] = pair[side]["scale"][owned[:-1]]
         pair[side] = pair[side] | {"scale": scales}
@@ -169,56 +168,57 @@ def forward_faults(model: DecoderModel) -> list[Fault]:
     def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, torch.ones_like(weight) if weight is final else weight, eps)
 
-    whole: dict[str, dict[str, Phase]] = {
-        "embeddings times the root of their size": {"prefill": _scaled},
-        "a prompt's logits are those of the token before its last": {"prefill": _token_before},
-        "a verify's logits are those after its last token": {"verify": _last_of_all},
-        "drafted tokens see those behind them": {"verify": _sees_drafts},
-        "a step counts on behind tokens that were taken back": {
-            "prefill": _counting(ReferenceExecutor.prefill), "verify": _counting(ReferenceExecutor.verify),
-            "decode": _counting(_counts_on),
-        },
-    }  # fmt: skip
+    whole: dict[str, Whole] = {
+        "embeddings times the root of their size": _scaled,
+        "a prompt's logits are those of the token before its last": _token_before,
+        "a verify's logits are those after its last token": _last_of_all,
+        "drafted tokens see those behind them": _sees_drafts,
+        "a step counts on behind tokens that were taken back": _counts_on,
+    }
     return [
         Fault("the last norm without its weight", None, "final_norm", "head", {"rms_norm": plain}),
-        *(Fault(name, None, "forward", "head", phases=phases) for name, phases in whole.items()),
+        *(Fault(name, None, "forward", "head", whole=forward) for name, forward in whole.items()),
     ]
 
 
 def _scaled(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     weights, factor = faulty.model.weights, math.sqrt(faulty.config.hidden_size)
     scaled = replace(weights, embedding=(weights.embedding * factor).to(weights.embedding.dtype))
-    return ReferenceExecutor(replace(faulty.model, weights=scaled), faulty.ops).prefill(token_ids, batch, cache)
+    return ReferenceExecutor(replace(faulty.model, weights=scaled), faulty.ops).forward(token_ids, batch, cache)
 
 
 def _token_before(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    return faulty.verify(token_ids, batch, cache)[(batch.query_start_loc[1:].long() - 2).clamp(min=0)]
+    hidden = ReferenceExecutor.forward(faulty, token_ids, batch, cache)
+    if not _begins(batch):
+        return hidden
+    last = batch.query_start_loc[1:].long() - 1
+    return hidden.index_copy(0, last, hidden[(last - 1).clamp(min=0)])
 
 
 def _last_of_all(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     last, counts = batch.query_start_loc[1:].long() - 1, batch.query_start_loc.diff()
-    return ReferenceExecutor.verify(faulty, token_ids, batch, cache)[torch.repeat_interleave(last, counts)]
+    return ReferenceExecutor.forward(faulty, token_ids, batch, cache)[torch.repeat_interleave(last, counts)]
 
 
 def _sees_drafts(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     def unmasked(q: Tensor, held: PagedKVCache, layer: int, given: Batch, scale: float) -> Tensor:
         return reference.paged_attention(q, held, layer, replace(given, positions=last_positions(batch)), scale)
 
+    if _begins(batch):
+        return ReferenceExecutor.forward(faulty, token_ids, batch, cache)
     ops = with_ops(faulty.ops, {"paged_attention": unmasked})
-    return ReferenceExecutor(faulty.model, ops).verify(token_ids, batch, cache)
+    return ReferenceExecutor(faulty.model, ops).forward(token_ids, batch, cache)
 
 
-def _counting(run: Callable[[Mistaken, Tensor, Batch, PagedKVCache], Tensor]) -> Phase:
-    """Keeps a count of each sequence's tokens, which never goes back."""
-
-    def phase(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
-            faulty.notes[row] = max(faulty.notes.get(row, 0), length)
-        return run(faulty, token_ids, batch, cache)
-
-    return phase
+def _begins(batch: Batch) -> bool:
+    """Whether these are the beginnings of prompts."""
+    return bool((batch.positions[batch.query_start_loc[:-1].long()] == 0).all())
 
 
 def _counts_on(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    positions = torch.tensor([faulty.notes[row] - 1 for row in batch.rows.tolist()])
-    return ReferenceExecutor.decode(faulty, token_ids, replace(batch, positions=positions), cache)
+    """Keeps a count of each sequence's tokens, which never goes back, and takes a step to be at its end."""
+    for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
+        faulty.notes[row] = max(faulty.notes.get(row, 0), length)
+    if len(token_ids) == len(batch.seq_lens):
+        batch = replace(batch, positions=torch.tensor([faulty.notes[row] - 1 for row in batch.rows.tolist()]))
+    return ReferenceExecutor.forward(faulty, token_ids, batch, cache)

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
-from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops import formats as kv_formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.plan import KVPlan
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …) and field name."""
@@ -81,7 +80,7 @@ def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
     """Every part of a layer: packed K and V, then their windows, then their sinks."""
 
     def slots(batch: Batch) -> Where:
-        slot = batch.slot_mapping
+        slot = cache.placed(layer, batch).slot_mapping
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
     pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
@@ -124,15 +123,7 @@ def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) ->
     Args:
         how: as `PagedKVCache` takes it: rows, chunk, block size, device.
     """
-    return PagedKVCache(plan, config.kv_shapes, num_blocks=num_blocks, **how)
-
-
-def new_cache_like(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
-    """An empty cache of the same shape on another device."""
-    return PagedKVCache(
-        cache.plan, KVShape(cache.shape(0).num_kv_heads, cache.shape(0).head_dim), num_blocks=cache.num_blocks,
-        num_rows=cache.num_rows, chunk=cache.chunk, block_size=cache.block_size, device=device,
-    )  # fmt: skip
+    return PagedKVCache(plan, config.kv_shapes, num_blocks=num_blocks, states=config.state_shapes, **how)
 
 
 def read_as(
@@ -143,7 +134,9 @@ def read_as(
     """A layer of a cache for attention to read, K's and V's formats, fields or windows being others."""
     formats = formats or (cache.k_format(layer), cache.v_format(layer))
     fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
-    return PagedKVCache.over(formats, layer, fields, windows or cache.kept(layer), cache.shape(0).head_dim)
+    shape = cache.shape(layer)
+    kept = windows or cache.kept(layer)
+    return PagedKVCache.over(formats, layer, fields, kept, shape.head_dim, shape.window, cache.ring(layer))
 
 
 def tensors_of(cache: PagedKVCache, layer: int) -> Stored:

@@ -63,7 +63,7 @@ class SelfTestRow:
 def first_layers(model: DecoderModel, count: int) -> DecoderModel:
     """A model of the first layers of another."""
     weights = replace(model.weights, layers=model.weights.layers[:count])
-    return replace(model, config=replace(model.config, num_layers=count), weights=weights)
+    return replace(model, config=model.config.with_layers(count), weights=weights)
 
 
 @dataclass(frozen=True)

@@ -208,10 +208,10 @@ class OtherRope(RopeTable):
     """
 
     def __init__(
-        self, config: ModelConfig, positions: Callable[[Tensor], Tensor] = torch.clone,
+        self, rope: Rope, limit: int, positions: Callable[[Tensor], Tensor] = torch.clone,
         made: Callable[[Tensor], Tensor] = torch.clone, frequencies: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:  # fmt: skip
-        super().__init__(config)
+        super().__init__(rope, limit)
         self._read, self._made, self._inv_freq = positions, made, frequencies(self._inv_freq)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,20 +219,35 @@ class OtherRope(RopeTable):
         return self._made(cos), self._made(sin)
 
 
+def with_tables(model: DecoderModel, *args: Any, **how: Any) -> DecoderModel:
+    """A model whose rotary tables are all made or read in another way; arguments as of `OtherRope`."""
+    limit = model.config.max_position_embeddings
+    return replace(model, ropes={rope: OtherRope(rope, limit, *args, **how) for rope in model.ropes})
+
+
+def with_bases(model: DecoderModel, factor: float = 1.0, theta: float | None = None) -> DecoderModel:
+    """A model whose RoPE has another base than its layers declare."""
+    limit = model.config.max_position_embeddings
+    ropes = {rope: RopeTable(replace(rope, theta=theta or rope.theta * factor), limit) for rope in model.ropes}
+    return replace(model, ropes=ropes)
+
+
 def _config(model: DecoderModel) -> Iterator[Fault]:
     """What is wrong in the whole model; a table of ops has no part in it."""
     config = model.config
 
-    def wrong(name: str, where: str, *also: str, **changed: Any) -> Fault:
-        return Fault(name, 0, where, where, model=replace(model, **changed), also=also)
+    def wrong(name: str, where: str, other: DecoderModel, *also: str) -> Fault:
+        return Fault(name, 0, where, where, model=other, also=also)
 
-    for theta in (1e4, 1e5, 5e5, 1e6, 1e7, config.rope_theta * 1.01, config.rope_theta * 0.99):
-        if theta != config.rope_theta:
-            table = RopeTable(replace(config, rope_theta=theta))
-            yield wrong(f"RoPE base {theta:g} for {config.rope_theta:g}", K, rope=table)
+    base = next(iter(model.ropes)).theta
+    for theta in (1e4, 1e5, 5e5, 1e6, 1e7, base * 1.01, base * 0.99):
+        if theta != base:
+            yield wrong(f"RoPE base {theta:g} for {base:g}", K, with_bases(model, theta=theta))
     for eps in (1e-5, 1e-6, 1e-8):
         if eps != config.final_norm.eps:
             # V's length shows it; in BF16 it tips so many inputs to their other neighbours that K's levels do, too.
-            yield wrong(f"norms' eps {eps:g} for {config.final_norm.eps:g}", V, K, config=replace(config, rms_norm_eps=eps))
+            layers = tuple(replace(layer, norm=replace(layer.norm, eps=eps)) for layer in config.layers)
+            other = replace(config, layers=layers, final_norm=replace(config.final_norm, eps=eps))
+            yield wrong(f"norms' eps {eps:g} for {config.final_norm.eps:g}", V, replace(model, config=other), K)
     # Q and K turn alike: what they are to each other stays.
-    yield wrong("positions off by one", K, rope=OtherRope(config, lambda positions: positions + 1))
+    yield wrong("positions off by one", K, with_tables(model, lambda positions: positions + 1))

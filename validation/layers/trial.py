@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
-from haarkv.validation.layers.parts import Part, Stored, load, new_cache_like, parts_of, put, stage_of, take, tensors_of
+from haarkv.validation.layers.parts import Part, Stored, load, parts_of, put, stage_of, take, tensors_of
 from haarkv.validation.layers.record import copied, unchanged
 from haarkv.validation.layers.report import Verdict
 
@@ -32,8 +32,7 @@ WITHIN_ROUNDING = "within rounding: sums that come in another order each time do
 
 def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     """Logits [N, vocab] fp32 of a whole forward: of a verify after every token, else after each sequence's last."""
-    logits: Tensor = getattr(executor, phase)(token_ids, batch, cache)
-    return logits
+    return (verify if phase == "verify" else prefill)(executor, token_ids, batch, cache)
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Trial:
 
     def __init__(self, executor: Executor, like: PagedKVCache) -> None:
         self.executor = executor
-        self.cache = new_cache_like(like, executor.device)
-        self._expected = new_cache_like(like, executor.device)
+        self.cache = like.empty_like(executor.device)
+        self._expected = like.empty_like(executor.device)
 
     def load(self, layer: int, stored: Stored) -> None:
         """Put a layer's K and V of earlier tokens there."""

@@ -14,8 +14,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import PACKED, Attend, Fault, K, Keep, Layer, Spoil, one_side, other
 from haarkv.validation.layers.machine_faults import cut_off
 from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, read_as, take, token_rows
@@ -290,7 +290,7 @@ def merging(merge: Merge) -> Attend:
         token, position, valid = reference.pad_queries(batch)
         heads, group = cache.shape(0).num_kv_heads, q.shape[1] // cache.shape(0).num_kv_heads
         rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
-        k, v = cache.read(layer, batch.block_table)
+        k, v = cache.read(layer, cache.placed(layer, batch).block_table)
         k_window, v_window = cache.kept(layer)
         if k_window is None or v_window is None:
             return reference.paged_attention(q, cache, layer, batch, softmax_scale)

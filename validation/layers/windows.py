@@ -55,7 +55,7 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
-                unit, offset = batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
+                unit, offset = placed.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
                 unread &= token >= length - window.ring
                 unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)

@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 LAYER = 1
 """Of every cache: not the first, so that a layer's own rotation counts."""
@@ -29,6 +30,7 @@ class CacheCase:
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
         tail, sink: tokens that stay in BF16.
+        window: tokens that a query sees, of a layer with a sliding window, whose cache keeps a ring; 0 for all.
     """
 
     kv: str
@@ -41,12 +43,23 @@ class CacheCase:
     pages: bool = False
     tail: int = 0
     sink: int = 0
+    window: int = 0
 
     def __str__(self) -> str:
         tokens = f"{len(self.new)}x{max(self.stored)}+{max(self.new)}"
         name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
         kept = f"-tail{self.tail}-sink{self.sink}" if self.tail + self.sink else ""
-        return name + "-pages" * self.pages + kept
+        return name + "-pages" * self.pages + kept + (f"-window{self.window}" if self.window else "")
+
+    @property
+    def shape(self) -> KVShape:
+        """Of its layers' K and V."""
+        return KVShape(self.kv_heads, self.head_dim, self.window or None)
+
+    @property
+    def ring_chunk(self) -> int:
+        """New tokens at a time where there is a window: few, so that a ring begins anew."""
+        return max(16, *self.new)
 
     @cached_property
     def plan(self) -> KVPlan:
@@ -90,14 +103,15 @@ def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> Paged
     So does every place in BF16: NaN. It takes everything that is stored in one batch.
     """
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
-    shape = {"num_kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size}
     # Another layer's pages lie between.
-    pages = torch.empty(blocks, 2, page_bytes(case.plan.layers[LAYER], **shape), dtype=torch.uint8, device=device)
+    size = page_bytes(case.plan.layers[LAYER], case.kv_heads, case.head_dim, case.block_size)
+    pages = torch.empty(blocks, 2, size, dtype=torch.uint8, device=device)
     owned = {LAYER: pages[:, 1]} if case.pages else None
     chunk = max(*case.stored, *case.new)
     made = PagedKVCache(
-        case.plan, num_blocks=blocks, num_rows=len(case.new) + 2, chunk=chunk, device=device, pages=owned, **shape
-    )
+        case.plan, case.shape, num_blocks=blocks, num_rows=len(case.new) + 2, chunk=chunk, ring_chunk=case.ring_chunk,
+        block_size=case.block_size, device=device, pages=owned,
+    )  # fmt: skip
     for vectors in windows_of(made):
         vectors.fill_(float("nan"))
     for layer, side, name, tensor in cache_tensors(made):
@@ -116,8 +130,12 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
     order = torch.randperm(made.num_blocks, generator=generator).tolist()
     paging = PagedSequences(made.num_blocks, case.block_size, order=order, num_rows=made.num_rows)
     ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
-    older = [(i, n) for i, n in zip(ids, case.stored, strict=True) if n]
-    for pairs in filter(None, [older, list(zip(ids, case.new, strict=True))]):
+    step = case.ring_chunk if case.window else max(*case.stored, 1)
+    older = [
+        [(i, min(step, n - done)) for i, n in zip(ids, case.stored, strict=True) if n > done]
+        for done in range(0, max(case.stored), step)
+    ]
+    for pairs in (*older, list(zip(ids, case.new, strict=True))):
         batch = paging.batch(*zip(*pairs, strict=True))
         k, v = case.vectors(len(batch.positions), generator)
         reference.store_kv(k, v, made, LAYER, batch)

@@ -25,9 +25,9 @@ from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
@@ -37,11 +37,10 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate

@@ -15,9 +15,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
 from haarkv.tq_ops.kv.cache import cache_bytes
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
 from haarkv.validation.fidelity.partial import Partial
 

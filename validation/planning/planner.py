@@ -25,9 +25,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     OnStep,

@@ -59,12 +59,8 @@ def narrowed(x: np.ndarray, kind: str) -> np.ndarray:
     return x.astype(DTYPES[kind])
 
 
-def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = "rn") -> np.ndarray:
-    """a * b + c in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there.
-
-    Args:
-        rounding: `rn` to nearest, `rm` down, `rp` up, `rz` to zero.
-    """
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there."""
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + wide
     part = total - product
@@ -75,12 +71,7 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = "rn") -> 
     if odd.any():
         away = (lost > 0) == (total > 0)
         total = np.where(odd, (bits + np.where(away, 1, -1)).view(np.float64), total)
-    nearest = total.astype(np.float32)
-    if rounding == "rn":
-        return nearest
-    down = np.where(nearest > total, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-    up = np.where(nearest < total, np.nextafter(nearest, np.float32(np.inf)), nearest)
-    return {"rm": down, "rp": up, "rz": np.where(total > 0, down, up)}[rounding]
+    return total.astype(np.float32)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str) -> np.ndarray:
@@ -96,11 +87,10 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, kind: str) -> np.ndarray:
 _PLAIN = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 
 
-def _approximate(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    return {
-        "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
-        "rcp": lambda x: np.float32(1) / x, "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
-    }[name]  # fmt: skip
+_APPROXIMATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ex2": np.exp2, "sqrt": np.sqrt, "rcp": lambda x: np.float32(1) / x,
+    "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
+}  # fmt: skip
 
 
 def _smaller(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -111,27 +101,13 @@ def _larger(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where((x == y) & ~np.signbit(x), x, np.fmax(x, y))
 
 
-def _directed(opcode: str, rounding: str) -> tuple[int, Callable[..., np.ndarray]]:
-    one, minus_zero = np.float32(1), np.float32(-0.0)
-    if opcode == "mul":
-        return 2, lambda a, b: fma32(a, b, np.full(1, minus_zero), rounding)
-    if opcode in ("add", "sub"):
-        return 2, lambda a, b: fma32(a, np.full(1, one), b if opcode == "add" else -b, rounding)
-    if opcode in ("fma", "mad"):
-        return 3, lambda a, b, c: fma32(a, b, c, rounding)
-    raise Unknown(f"{opcode}.{rounding}")
-
-
 def function_of(opcode: str, modifiers: tuple[str, ...], kind: str) -> tuple[int, Callable[..., np.ndarray]]:
     """How many operands a float instruction has, and what it does with them.
 
     Raises:
         Unknown: a rounding mode or an opcode that is not known here.
     """
-    if kind == "f32" and (directed := {"rm", "rp", "rz"} & set(modifiers)):
-        return _directed(opcode, directed.pop())
-    rest = set(modifiers[:-1]) - {"ftz", "sat", "rn", "approx", "full", "xorsign", "NaN", "relu", "ieee"}
-    if rest or {"xorsign", "relu"} & set(modifiers):
+    if set(modifiers[:-1]) - {"ftz", "rn", "approx", "full", "NaN", "ieee"}:
         raise Unknown(f"{opcode}.{'.'.join(modifiers)}")
     if opcode in _PLAIN:
         plain = _PLAIN[opcode]
@@ -149,10 +125,8 @@ def function_of(opcode: str, modifiers: tuple[str, ...], kind: str) -> tuple[int
         if opcode == "neg":
             return 1, lambda a: (a.view(unsigned) ^ sign).view(a.dtype)
         return 1, lambda a: (a.view(unsigned) & ~sign).view(a.dtype)
-    if opcode == "copysign":
-        return 2, lambda a, b: np.copysign(b, a)
-    if opcode in ("ex2", "lg2", "sqrt", "rsqrt", "rcp", "sin", "cos", "tanh"):
-        one = _approximate(opcode)
+    if opcode in _APPROXIMATE:
+        one = _APPROXIMATE[opcode]
         return 1, lambda a: narrowed(one(widened(a, kind)), kind)
     raise Unknown(f"{opcode}.{'.'.join(modifiers)}")
 
@@ -165,7 +139,7 @@ def build(ins: Instruction) -> Run:
     if len(ins.operands) != count + 1:
         raise Unknown(f"{ins.name} of {len(ins.operands)} operands")
     reads = [reader(operand, kind) for operand in ins.operands[1:]]
-    ftz, saturates = "ftz" in ins.modifiers and kind == "f32", "sat" in ins.modifiers
+    ftz = "ftz" in ins.modifiers and kind == "f32"
 
     def run(s: Lanes) -> None:
         values = [read(s) for read in reads]
@@ -176,9 +150,6 @@ def build(ins: Instruction) -> Run:
         result = function(*values)
         if ftz:
             result = flushed(result)
-        if saturates:
-            wide = np.clip(np.nan_to_num(widened(result, kind), nan=0.0), 0, 1)
-            result = narrowed(wide, kind)
         s.write(target, np.ascontiguousarray(result))
 
     return run
@@ -202,16 +173,11 @@ def _float(x: np.ndarray, kind: str, modifiers: set[str]) -> np.ndarray:
         bits = x.astype(np.float32).view(np.uint32)
         add = np.uint32(0x1000) if "rna" in modifiers else np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
         return np.where(np.isfinite(x), (bits + add) & np.uint32(0xFFFFE000), bits)
-    if {"rz", "rm", "rp", "rna", "rs"} & modifiers:
+    if "rna" in modifiers:
         raise Unknown(f"cvt.{'.'.join(modifiers)}")
     if kind == "bf16":
         return to_bf16(x.astype(np.float32))
-    found = x.astype(DTYPES[kind])
-    if "satfinite" in modifiers:
-        if kind != "f16":
-            raise Unknown("satfinite")
-        found = np.where(np.isfinite(x.astype(np.float64)), np.clip(found, np.float16(-65504), np.float16(65504)), found)
-    return found
+    return x.astype(DTYPES[kind])
 
 
 def convert(ins: Instruction) -> Run:
@@ -221,7 +187,7 @@ def convert(ins: Instruction) -> Run:
     for kind in (to, of):
         if kind not in DTYPES:
             raise Unknown(f"the type {kind}")
-    if unknown := rest - {"rn", "ftz", "sat", "rna", "satfinite", "relu", *_TO_INTEGER, "rz", "rm", "rp"}:
+    if unknown := rest - {"rn", "ftz", "rna", *_TO_INTEGER}:
         raise Unknown(f"{unknown}")
     target = ins.operands[0]
     bits = target.bits if hasattr(target, "bits") else 0
@@ -238,16 +204,12 @@ def convert(ins: Instruction) -> Run:
             if of in FLOATS and rounding is not None:
                 x = rounding(x)
             result = _float(x if of in FLOATS else x.astype(np.float64), to, rest)
-            if "relu" in rest or "sat" in rest:
-                result = narrowed(np.clip(np.nan_to_num(widened(result, to), nan=0.0), 0, 1 if "sat" in rest else None), to)
         elif of in FLOATS:
             if rounding is None:
                 raise Fault(f"{ins.name} does not say how to round")
             result = _integer(x, to, rounding)
         else:
-            limits = np.iinfo(DTYPES[to])
-            wide = np.clip(x, max(limits.min, np.iinfo(x.dtype).min), min(limits.max, np.iinfo(x.dtype).max))
-            result = (wide if "sat" in rest else x).astype(DTYPES[to])
+            result = x.astype(DTYPES[to])
             if bits > bits_of(to):  # a narrow result fills its register as its sign says
                 result = result.astype(np.int64 if to[0] == "s" else np.uint64).astype(UNSIGNED[bits])
         s.write(place, np.ascontiguousarray(result))
@@ -263,7 +225,7 @@ def _convert_two(ins: Instruction, to: str, rest: set[str]) -> Run:
     reads = [reader(operand, "f32") for operand in ins.operands[1:]]
 
     def run(s: Lanes) -> None:
-        high, low = (_float(np.maximum(read(s), 0) if "relu" in rest else read(s), to[:-2], rest) for read in reads)
+        high, low = (_float(read(s), to[:-2], rest) for read in reads)
         s.write(place, joined(low, high))
 
     return run

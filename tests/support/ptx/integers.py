@@ -145,16 +145,6 @@ def _reversed(a: np.ndarray) -> np.ndarray:
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(a.dtype)[:, 0]
 
 
-def _dot4(a: np.ndarray, b: np.ndarray, c: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
-    total = c.astype(np.int64)
-    for place in range(4):
-        total = total + np.prod([
-            ((x >> U32(8 * place)) & U32(0xFF)).astype(U8).view(np.int8 if kind[0] == "s" else U8).astype(np.int64)
-            for x, kind in ((a, kinds[0]), (b, kinds[1]))
-        ], axis=0)  # fmt: skip
-    return total.astype(np.int64).astype(U64).astype(U32)
-
-
 def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]:
     """The result's type, the operands' types, and the function."""
     opcode, kind = ins.opcode, ins.modifiers[-1]
@@ -176,7 +166,7 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
         return kind, [kind] * 2, lambda a, b: _divide(a, b, opcode)
     ones: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "not": np.logical_not if kind == "pred" else np.invert, "neg": np.negative, "abs": np.abs,
-        "brev": _reversed, "cnot": lambda a: (a == 0).astype(a.dtype),
+        "brev": _reversed,
     }  # fmt: skip
     if opcode in ones:
         return kind, [kind], ones[opcode]
@@ -184,8 +174,6 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
         return "u32", [unsigned], lambda a: np.bitwise_count(a).astype(U32)
     if opcode == "clz":
         return "u32", [unsigned], _leading
-    if opcode == "bfind" and kind[0] == "u" and len(ins.modifiers) == 1:
-        return "u32", [kind], lambda a: U32(bits_of(kind) - 1) - _leading(a)
     if opcode == "bfind" and ins.modifiers[0] == "shiftamt" and kind[0] == "u":
         return "u32", [kind], lambda a: np.where(a == 0, U32(0xFFFFFFFF), _leading(a)).astype(U32)
     if opcode == "bfe":
@@ -198,8 +186,6 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
         return "b32", ["b32"] * 4, _logic
     if opcode == "shf":
         return "b32", ["b32"] * 3, _funnel(ins)
-    if opcode == "dp4a":
-        return "u32", ["u32"] * 3, lambda a, b, c: _dot4(a, b, c, ins.modifiers)
     raise Unknown(ins.name)
 
 

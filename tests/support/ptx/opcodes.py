@@ -6,16 +6,15 @@ from collections.abc import Callable
 
 from ptx import access, copies, floats, integers, matrix, moves, warpgroup, warps
 from ptx.memory import Fault
-from ptx.state import Lanes, Run, constant, destination
-from ptx.syntax import Instruction, Number, Unknown
+from ptx.state import Lanes, Run
+from ptx.syntax import Instruction, Unknown
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 """What the run itself executes."""
-_FLOATS = ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh", "fma", "copysign")
+_FLOATS = ("ex2", "rcp", "sqrt", "rsqrt", "fma")
 _EITHER = ("add", "sub", "mul", "mad", "div", "min", "max", "neg", "abs")
 _INTEGERS = (
-    "rem", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev",
-    "bfind", "dp4a",
+    "rem", "and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev", "bfind",
 )  # fmt: skip
 
 
@@ -41,7 +40,7 @@ def _fence(ins: Instruction) -> Run:
 
 
 def _nothing(ins: Instruction) -> Run:
-    """What changes no value: prefetching, sleeping, waiting for a launch that is long over."""
+    """What changes no value: prefetching and sleeping."""
     return lambda s: None
 
 
@@ -53,21 +52,16 @@ def _trap(ins: Instruction) -> Run:
     return run
 
 
-def _policy(ins: Instruction) -> Run:
-    place = destination(ins.operands[0], 64)
-    return lambda s: s.write(place, constant(Number(0), "b64"))
-
-
 _BUILDERS: dict[str, Callable[[Instruction], Run]] = {
     **dict.fromkeys(_FLOATS, floats.build),
     **dict.fromkeys(_INTEGERS, integers.build),
     "setp": integers.set_predicate, "selp": integers.select, "mov": moves.move, "cvta": moves.to_address,
-    "cvt": floats.convert, "ld": access.load, "ldu": access.load, "st": access.store,
+    "cvt": floats.convert, "ld": access.load, "st": access.store,
     "cp": copies.copy_async, "atom": copies.atomic, "red": copies.atomic,
     "mma": matrix.multiply, "ldmatrix": matrix.load_matrix, "stmatrix": matrix.store_matrix, "movmatrix": matrix.move_matrix,
     "wgmma": warpgroup.warpgroup, "shfl": warps.shuffle, "redux": warps.reduce, "vote": warps.vote,
-    "activemask": warps.active_mask, "elect": warps.elect, "fence": _fence, "membar": _fence, "trap": _trap,
-    "prefetch": _nothing, "nanosleep": _nothing, "griddepcontrol": _nothing, "createpolicy": _policy,
+    "fence": _fence, "membar": _fence, "trap": _trap,
+    "prefetch": _nothing, "nanosleep": _nothing,
 }  # fmt: skip
 
 

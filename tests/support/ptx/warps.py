@@ -7,7 +7,7 @@ import numpy as np
 from ptx.access import active
 from ptx.memory import Fault
 from ptx.state import DTYPES, Lanes, Run, destination, reader
-from ptx.syntax import Instruction, Operand, Pair, Unknown
+from ptx.syntax import Instruction, Pair, Unknown
 
 _LANE = np.arange(32)
 
@@ -113,28 +113,4 @@ def vote(ins: Instruction) -> Run:
 
     if (mode == "ballot") != (kind == "b32"):
         raise Unknown(ins.name)
-    return run
-
-
-def active_mask(ins: Instruction) -> Run:
-    """`activemask`."""
-    place = destination(ins.operands[0], 32)
-    return lambda s: s.write(place, _ballot(s, np.ones(len(s.lanes), np.bool_)))
-
-
-def elect(ins: Instruction) -> Run:
-    """`elect.sync`: the first of the active threads."""
-    to: Operand = ins.operands[0]
-    if not isinstance(to, Pair):
-        raise Unknown(ins.name)
-    leader, chosen, members = destination(to.first), destination(to.second, 1), reader(ins.operands[1], "u32")
-
-    def run(s: Lanes) -> None:
-        _require_members(s, active(s, members(s)), ins.name)
-        first = _over_warps(s, (s.lanes % 32).astype(np.uint32), 99, np.minimum)
-        if leader is not None:
-            s.write(leader, first)
-        if chosen is not None:
-            s.write(chosen, np.arange(s.count) % 32 == first)
-
     return run

@@ -9,67 +9,63 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
 from learned_slow import other_than_golden
-from op_tables import LAYER, Case, everything_in, filled, poisoned_cache, relative
+from op_tables import LAYER, Case, filled, poisoned_cache, relative
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.cuda.layout import READS, layout_of
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_stored
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import choices, lookup, ops
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
+GPU_ONLY = [pytest.mark.cuda, pytest.mark.skipif(DEVICE.type != "cuda", reason="no NVIDIA GPU")]
 
-
+# -- Attention ---------------------------------------------------------------------------------------------------------
 LONG = [
-    Case("tq4", head_dim, group, 2, 128, (2047, 512, 128, 1), new)
-    for head_dim in (64, 128, 256) for group in (1, 2, 5, 8) for new in ((1, 1, 1, 1), (1, 130, 7, 64))
+    Case("tq4", head_dim, group, 2, 128, (2047, 512, 128, 1), new, window=window)
+    for head_dim in (64, 128, 256) for group in (1, 2, 5, 8) for new in ((1, 1, 1, 1), (1, 130, 7, 64)) for window in (0, 512)
 ]  # fmt: skip
+WINDOWS = [
+    # Shorter than a window and longer, rings that began anew; one new token, some, and enough for wide tiles.
+    Case("tq4", 64, 2, 1, 8, (60, 3), (1, 1), window=20),
+    Case("tq4", 64, 2, 2, 8, (60, 3, 300), (4, 2, 1), window=20),
+    Case("tq4", 64, 8, 1, 8, (60, 3), (9, 8), window=20),
+    Case("tq4", 64, 2, 1, 8, (70, 0), (1, 1), window=1),
+    # A window that begins within a block, in blocks of several tiles; over all blocks of another owner.
+    Case("tq3", 64, 2, 1, 128, (300, 130), (1, 1), window=140),
+    Case("tq4", 64, 2, 1, 8, (60, 3), (4, 2), pages=True, window=20),
+    # A tail within a window, one beyond it, and sinks that it has left.
+    Case("tq4", 64, 2, 1, 8, (60, 3), (1, 1), tail=5, sink=2, window=20),
+    Case("tq4", 64, 2, 1, 8, (60, 30), (4, 2), tail=5, sink=2, window=20),
+    Case("k=lr48,v=lr80", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20),
+    # Gemma's shape.
+    Case("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512),
+]
 
 
-def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
-    copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
-        ours.copy_(theirs)
-    return copy
-
-
-def check_attention(case: Case) -> None:
-    made, batch = filled(case)
-    copy = on_device(made, case)
-    scale = case.head_dim**-0.5
-    queries = 2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)
-    for dtype in (FP32, BF16):
-        q = queries.to(dtype)
-        theirs = reference.paged_attention(q, made, LAYER, batch, scale)
-        ours = ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), scale)
-        assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
-        assert relative(ours, theirs) <= (bounds.LAYER_FP32 if dtype == FP32 else bounds.LAYER_BF16).attention
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="no NVIDIA GPU")
-@pytest.mark.parametrize("case", LONG, ids=str)
-def test_attention_equals_the_references_at_length(case):
-    check_attention(case)
-
-
-def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> float:
-    """The error of attention whose line of work so many programs share, over V whose scales grow from tile to tile."""
-    made, batch = filled(case)
-    late = batch.block_table[:, 16:][batch.block_table[:, 16:] >= 0].long()
-    made.v_fields(LAYER)["scale"][late] *= 3
-    copy, q = on_device(made, case), torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(dtype)
-    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
-    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
-    return relative(ops.paged_attention(q.to(DEVICE), copy, LAYER, batch.to(DEVICE), case.head_dim**-0.5), theirs)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(pytest.param(case, dtype, marks=GPU_ONLY) for case in LONG for dtype in (FP32, BF16)),
+        *((case, (FP32, BF16)[number % 2]) for number, case in enumerate(WINDOWS)),
+        *(
+            pytest.param(case, (BF16, FP32)[number % 2], marks=[] if DEVICE.type == "cuda" else pytest.mark.cuda_long)
+            for number, case in enumerate(WINDOWS)
+        ),
+    ],
+    ids=str,
+)
+def test_attention_equals_the_references(case, dtype):
+    """At length, and in sliding windows."""
+    assert attention_error(ops, case, dtype) <= within(dtype)
 
 
 @pytest.mark.parametrize("programs", [1, pytest.param(3, marks=pytest.mark.cuda_long), 12])
@@ -79,89 +75,106 @@ def attended(case: Case, dtype: torch.dtype, programs: int, monkeypatch) -> floa
         Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
         Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
         Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
+        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 2, 1), window=70),
     ],
     ids=str,
 )
 def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
-    assert attended(case, BF16, programs, monkeypatch) <= bounds.LAYER_BF16.attention
+    """However many programs share the line of work, over V whose scales grow from tile to tile."""
+    made, batch = filled(case)
+    late = made.placed(LAYER, batch).block_table[:, 16:]
+    made.v_fields(LAYER)["scale"][late[late >= 0].unique().long()] *= 3
+    q = torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(BF16)
+    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
+    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), case.head_dim**-0.5)
+    assert relative(ours, theirs) <= within(BF16)
 
 
-def test_each_head_of_a_prompt_goes_back_by_its_own_matrix(monkeypatch):
-    """One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head."""
-    case = Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2)
-    assert attended(case, BF16, 1, monkeypatch) <= bounds.LAYER_BF16.attention
+def test_a_window_is_walked_and_not_its_context():
+    """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
+    assert choices.most_seen(2**20, None, 1, 128) == 2**20
+    assert choices.most_seen(2**20, 512, 1, 128) == 512 + 127
+    assert choices.most_seen(256, 512, 1, 128) == 256
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "programs", "gpu"),
     [
-        Case("tq3", 64, 2, 1, 8, (150, 0), (1, 1)),
-        Case("k=tq4,v=tq2", 128, 5, 1, 16, (70, 3), (1, 1)),
-        Case("tq4", 256, 2, 1, 8, (30,), (1,)),
-        Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)),
-        Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2)),
-        Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,)),
+        (Case("tq3", 64, 2, 1, 8, (150, 0), (1, 1)), None, 100),
+        (Case("k=tq4,v=tq2", 128, 5, 1, 16, (70, 3), (1, 1)), None, 100),
+        (Case("tq4", 256, 2, 1, 8, (30,), (1,)), None, 100),
+        (Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)), None, 100),
+        (Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2), window=30), None, 100),
+        (Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,)), None, 100),
+        # One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head.
+        (Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2), 1, 90),
     ],
     ids=str,
 )
-def test_sizes_for_blackwell_change_no_result(case, monkeypatch):
-    monkeypatch.setattr(ops, "capability", lambda _: 100)
-    check_attention(case)
+def test_other_sizes_change_no_result(case, programs, gpu, monkeypatch):
+    """Those for Blackwell, and whole contexts by a program each."""
+    monkeypatch.setattr(ops, "capability", lambda _: gpu)
+    if programs:
+        monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
+    assert attention_error(ops, case, BF16) <= within(BF16)
 
 
-def test_tiny_v_keeps_its_precision():
-    """Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range."""
-    case = Case("tq4", 64, 1, 1, 8, (20,), (1,))
-    made, batch = filled(case)
-    made.v_fields(LAYER)["scale"].mul_(2.0**-16)
-    q = torch.randn(1, 1, 64).bfloat16()
-    theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125)
-    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
+@pytest.mark.parametrize(
+    ("case", "unusual"),
+    [
+        # Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range.
+        (Case("tq4", 64, 1, 1, 8, (20,), (1,)), {"v_scales": 2.0**-16}),
+        # Learned matrices are of any size; here queries become ten times FP16's largest number.
+        (Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
+        (Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}),
+    ],
+    ids=str,
+)
+def test_numbers_beyond_fp16_keep_their_precision(case, unusual):
+    assert attention_error(ops, case, BF16, **unusual) <= within(BF16)
 
 
-@pytest.mark.parametrize("new", [1, 8])
-def test_queries_too_large_for_fp16_in_learned_coordinates_keep_their_precision(new):
-    """Learned matrices are of any size; here queries become ten times FP16's largest number."""
-    case = Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (new,))
-    made, batch = filled(case)
-    q = 1e4 * torch.randn(new, 8, 64).bfloat16()
-    theirs = reference.paged_attention(q.float(), made, LAYER, batch, 0.125e-4)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), 0.125e-4)
-    assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
-
-
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"tail": 40}], ids=str)
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"tail": 40}, {"window": 6}], ids=str)
 def test_a_dead_sequence_reads_and_stores_nothing(kept):
-    """What pads a captured batch: length 0, slot -1, a block table of zeros."""
+    """What pads a captured batch: length 0, slot -1, a block table of zeros, row 0."""
     case = Case("tq4", 64, 2, 1, 8, (9,), (1,), **kept)
     made, batch = filled(case)
     copy, q = on_device(made, case), torch.randn(1, 2, 64).to(DEVICE)
     alone = ops.paged_attention(q, copy, LAYER, batch.to(DEVICE), 0.125)
-    pad = torch.nn.functional.pad
-    padded = replace(
-        batch, positions=pad(batch.positions, (0, 1)), slot_mapping=pad(batch.slot_mapping, (0, 1), value=-1),
-        block_table=pad(batch.block_table, (0, 0, 0, 1)), seq_lens=pad(batch.seq_lens, (0, 1)),
-        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32), rows=pad(batch.rows, (0, 1)),
-    ).to(DEVICE)  # fmt: skip
-    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, padded, 0.125)
+    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, padded(batch, 1).to(DEVICE), 0.125)
     assert relative(both[:1], alone) <= bounds.LAYER_FP32.attention
     assert (both[1] == 0).all()
-    before = [tensor.clone() for tensor in everything_in(copy)]
-    fault = ops.new_fault(DEVICE)
+    before, fault = as_bytes(copy), ops.new_fault(DEVICE)
     kv = torch.full((2, 1, 64), float("nan"), device=DEVICE)
     kv[0] = 1.0
-    ops.append(kv, kv, copy, LAYER, replace(padded, slot_mapping=torch.tensor([-1, -1], device=DEVICE)), fault)
-    ops.raise_fault(fault, copy, padded)  # a dead sequence has no fault
-    for was, tensor in zip(before, everything_in(copy), strict=True):
-        assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
+    dead = replace(padded(batch, 1), slot_mapping=torch.tensor([-1, -1])).to(DEVICE)
+    ops.append(kv, kv, copy, LAYER, dead, fault)
+    ops.raise_fault(fault, copy, dead)  # a dead sequence has no fault
+    assert same(before, as_bytes(copy))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_mul"])
+def test_gated_products_equal_the_references(op, dtype):
+    """Halves of one tensor, and gates at which an exponential overflows."""
+    gate, up = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(0)).chunk(2, dim=-1)
+    gate[0, :6] = torch.tensor([-200.0, -30.0, -1e-6, 0.0, 30.0, 200.0])
+    wanted = getattr(reference, op)(gate, up, dtype)
+    ours = getattr(ops, op)(*(x.to(DEVICE) for x in (gate, up)), dtype)
+    assert (ours.dtype, ours.shape) == (dtype, wanted.shape)
+    assert torch.isfinite(ours).all()
+    assert relative(ours, wanted) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
 
 
 # -- Quantize and append -----------------------------------------------------------------------------------------------
 def new_tokens(case: Case):
     """Two untouched caches, ours and the reference's, a batch, and K and V with some unusual vectors among them."""
     paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case, DEVICE).num_blocks))))
-    batch = paging.batch([paging.add() for _ in case.new], case.new)
+    ids = [paging.add() for _ in case.new]
+    if any(case.stored):
+        paging.batch(ids, case.stored)
+    batch = paging.batch(ids, case.new)
     k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=torch.Generator().manual_seed(2))
     k[0, 0] = 0.0
     if "tbq4_0" not in case.kv:
@@ -179,6 +192,10 @@ STORES = [
     Case("tq4", 256, 1, 1, 24, (0,), (5,)),
     Case("tbq4_0", 128, 1, 1, 128, (0,), (5,)),
     Case("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
+    *(Case(kv, 64, 1, 1, 8, (0, 0), (5, 1)) for kv in ("tq2", "tq3", "k=tq8,v=tq2", "k=tq3,v=tq4")),
+    *(Case(kv, 128, 1, 1, 16, (0,), (4,), pages=True) for kv in ("k=tq5,v=tq6", "k=tq2,v=tq3")),
+    Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
+    Case("tq4", 64, 1, 3, 8, (60, 2), (11, 4), window=12),
 ]
 
 
@@ -187,19 +204,7 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
     ours, theirs, batch, k, v = new_tokens(case)
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     reference.store_kv(k, v, theirs, LAYER, batch)
-    block, offset = batch.slot_mapping // case.block_size, batch.slot_mapping % case.block_size
-    for side, x in (("k", k), ("v", v)):
-        mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
-        kv_format = getattr(theirs, f"{side}_format")(LAYER)
-        new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
-        compared, length = compare_stored(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)
-        assert compared.unexplained == 0
-        assert compared.match > 0.999
-        assert length <= bounds.LAYER_FP32.length
-        for name, tensor in mine.items():
-            untouched = torch.ones(tensor.shape[:3], dtype=torch.bool)
-            untouched[block, :, offset] = False
-            assert torch.equal(tensor[untouched].view(torch.uint8), other[name][untouched].view(torch.uint8))
+    check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
 
 def test_the_golden_bytes_of_learned_nibbles_are_stored(golden):
@@ -207,11 +212,11 @@ def test_the_golden_bytes_of_learned_nibbles_are_stored(golden):
 
 
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf")), ("v", 1e7)])
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}], ids=str)
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"window": 2}], ids=str)
 def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value, kept):
     # 1e7 is finite, and too long for tbq4_0's scale.
     ours, theirs, batch, k, v = new_tokens(replace(STORES[4], **kept))
-    before = [tensor.clone() for tensor in everything_in(ours)]
+    before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value
     with pytest.raises(NonFiniteError) as wanted:
         reference.store_kv(k, v, theirs, LAYER, batch)
@@ -219,14 +224,25 @@ def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stor
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     assert str(error.value) == str(wanted.value)
     assert f"{side.upper()} of token 2" in str(error.value)
-    for was, tensor in zip(before, everything_in(ours), strict=True):
-        assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
+    assert same(before, as_bytes(ours))
 
 
-def test_a_slot_outside_the_cache_is_refused():
-    ours, _, batch, k, v = new_tokens(STORES[0])
-    batch.slot_mapping[3] = ours.num_slots
-    with pytest.raises(IndexError):
+@pytest.mark.parametrize(
+    ("case", "most", "error", "says"),
+    [
+        (STORES[0], None, IndexError, "slots must lie in"),
+        (replace(STORES[2], tail=3), 4, ValueError, "at most 4 new tokens"),
+        (replace(STORES[2], window=3), 4, ValueError, "at most 4 new tokens"),
+    ],
+    ids=["a slot outside the cache", "more than a tail has room for", "more than a ring has room for"],
+)
+def test_places_that_there_are_not_are_refused(case, most, error, says):
+    ours, _, batch, k, v = new_tokens(case)
+    if most is None:
+        batch.slot_mapping[3] = ours.num_slots
+    else:
+        ours.most_new_tokens = most
+    with pytest.raises(error, match=says):
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
 
 
@@ -247,14 +263,19 @@ def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     assert torch.equal(v_window.vectors.cpu().view(torch.uint8), theirs_v.vectors.view(torch.uint8))
 
 
-def test_more_new_tokens_than_the_ring_takes_are_refused():
-    made, _, batch, k, v = new_tokens(replace(STORES[2], tail=3))
-    made.most_new_tokens = 4
-    with pytest.raises(ValueError, match="at most 4 new tokens"):
-        ops.store_kv(k.to(DEVICE), v.to(DEVICE), made, LAYER, batch.to(DEVICE))
-
-
 # -- What they read, and the lookup -------------------------------------------------------------------------------------
+def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
+    def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
+        return unsupported(READS, (KVSpec(kv) if isinstance(kv, str) else kv).plan(2), KVShape(1, head_dim, 512))
+
+    read = ("tq4", "tbq4_0", "tq2", "tq3", "tq5", "tq6", "tq8", "k=tq4,v=tbq4_0", "k=tq2,v=tq8")
+    assert [reason(kv) for kv in read] == [None] * len(read)
+    assert reason("tq4", 64) is reason("tq4", 256) is reason("k=tq3,v=tq4", 64) is None
+    assert "not bf16" in reason("k=tq4,v=bf16")
+    assert "not manthan3" in reason("manthan3")
+    assert "take one scale a vector, and tbq4_0 at head_dim 256 has 2" in reason("tbq4_0", 256)
+    assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
+    assert reason(KVSpec("tq4", tail=8, sink=4)) is None
 
 
 def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:

@@ -35,7 +35,7 @@ MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 @cache
 def built(
     capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, tail: int, sink: int,
-    learned: tuple[int, int] | None = None, fp32: int = 0,
+    learned: tuple[int, int] | None = None, fp32: int = 0, window: int = 0,
 ) -> tuple[str, int]:  # fmt: skip
     """Machine code as text, and registers a thread.
 
@@ -46,7 +46,7 @@ def built(
     k_levels, v_levels = learned or (head_dim, head_dim)
     at_once = decode.blocks_a_processor(group, k_levels, v_levels, MEMORY[capability])
     of_learned = (k_levels, v_levels, *2 * [int(learned is not None)])
-    shape = (8, group, head_dim, k_bits, v_bits, block, fp32, at_once, tail, sink, *of_learned)
+    shape = (8, group, head_dim, k_bits, v_bits, block, fp32, at_once, tail, sink, *of_learned, window)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
         path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
@@ -121,6 +121,19 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     at_once = decode.blocks_a_processor(group, k_levels, v_levels, MEMORY[capability])
     assert registers * decode.THREADS * at_once <= 65536
     assert (decode.shared_bytes(group, v_levels) + 1024) * at_once <= MEMORY[capability]
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.cuda_compile) for one in (80, 100, 120))])
+def test_a_window_costs_the_loop_a_comparison_a_logit(capability):
+    """Gemma's shape beside the same without a window: nothing spills in the loop, and look-ups are as many."""
+    shape = (capability, 256, 4, 4, 4, 128, 0, 0)
+    (text, _), (windowed, registers) = built(*shape), built(*shape, window=512)
+    before, now = (machine_code.count(machine_code.hottest_loop(one)) for one in (text, windowed))
+    assert now["LDL"] == now["STL"] == 0
+    assert (now["LDS"], now["PRMT"]) == (before["LDS"], before["PRMT"])
+    assert sum(now.values()) <= sum(before.values()) + 2 * 16
+    assert registers * decode.THREADS * decode.blocks_a_processor(4, 256, 256, MEMORY[capability]) <= 65536
+    check_spills(windowed)
 
 
 def test_a_rotation_in_fp32_costs_the_loop_nothing():

@@ -30,16 +30,16 @@ if reason := nvrtc.missing():
     pytest.skip(reason, allow_module_level=True)
 
 
-def attend_in(made, batch, case: Case, *, reference_too: bool = True, rotate_back: bool = True, **how):
+def attend_in(made, batch, case: Case, *, reference_too: bool = True, **how):
     """What the kernel makes of a layer's attention, and what the reference does."""
     torch.manual_seed(1)
     q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
     theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
     k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    scale, kept = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER)
+    scale, kept, batch = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER), made.placed(LAYER, batch)
     in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, rotate_back, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, in_bf16)
     return ours, theirs
 
 
@@ -74,6 +74,11 @@ CASES = [
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+    # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
+    case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
+    case("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
+    at_length("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
+    at_length("tq4", 256, 4, 1, 128, 700, 3, window=512),
     # Learned nibbles, whole words of a lane: one, three and five of K, one, two and three of V.
     case("k=lr128,v=lr64", 128, 5, 2, 128, 300, 3),
     case("k=lr96,v=lr192", 64, 3, 2, 16, 60, 17, pages=True),
@@ -95,14 +100,6 @@ def test_no_order_of_the_thread_blocks_changes_a_bit(order):
     assert torch.equal(attend(one)[0], attend(one, order=order)[0])
 
 
-@pytest.mark.parametrize("one", [CASES[0], case("tq4", 64, 3, 1, 128, 40, 3, tail=9, sink=4)], ids=["packed", "tail"])
-def test_without_the_rotation_back_the_output_stays_rotated(one):
-    made, _ = filled(one)
-    rotation = layout_of(made.v_format(LAYER), LAYER, one.head_dim, torch.device("cpu")).rotation.float()
-    ours, theirs = attend(one, rotate_back=False)
-    assert relative(ours.float() @ rotation.T, theirs) <= bounds.LAYER_BF16.attention
-
-
 def test_nothing_is_left_from_launch_to_launch():
     """Counters of arrived parts are zeros again; a second launch over the same cache merges as the first did."""
     one = CASES[0]
@@ -111,7 +108,7 @@ def test_nothing_is_left_from_launch_to_launch():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}], ids=str)
+@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)
 def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero(kept):
     """What pads a captured batch: length 0, position 0, a block table of -1."""
     one = case("tq4", 128, 4, 1, 16, 300, 17, **kept)
@@ -128,7 +125,7 @@ def test_blocks_beyond_two_gigabytes():
     """A table of 70,000 blocks; a product of block and stride in 32 bits would read elsewhere."""
     one = case("tq4", 128, 4, 8, 128, 300)
     made, batch = filled(one)
-    size = page_bytes(one.plan.layers[LAYER], KVShape(8, 128), block_size=128)
+    size = page_bytes(one.plan.layers[LAYER], 8, 128, 128)
     pages = torch.from_numpy(far(70_000 * size)).view(70_000, size)
     wide = PagedKVCache(one.plan, KVShape(8, 128), num_blocks=70_000, block_size=128, pages={LAYER: pages})
     blocks = torch.tensor([69_999, 16_400, 33_000])
@@ -164,7 +161,7 @@ def test_planted_faults_are_found(fault):
     made, batch = filled(one)
 
     shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
-    broken = FAULTS[fault](ptx_of(*shape))  # an edit that changes nothing fails here
+    broken = FAULTS[fault](ptx_of(decode.Shape(*shape)))  # an edit that changes nothing fails here
 
     def check_twice() -> None:
         for _ in range(2):
@@ -177,18 +174,15 @@ def test_planted_faults_are_found(fault):
 
 def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
     """`paged_attention` itself: rotation of the queries in Triton's interpreter, then this kernel."""
-    one = case("k=tq4,v=tbq4_0", 128, 4, 2, 16, 300, 17)
+    one = case("k=tq4,v=tbq4_0", 128, 4, 2, 16, 300, 17, window=130)
     made, batch = filled(one)
     q = torch.randn(2, 8, 128).bfloat16()
     theirs = reference.paged_attention(q, made, LAYER, batch, 0.1)
     monkeypatch.setattr(decode, "takes", lambda *_: True)
     with executed() as launched:
         ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
-        rotated = ops.attend_rotated(q, made, LAYER, batch, 0.1)
-    assert launched == ["decode", "decode"]
+    assert launched == ["decode"]
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
-    rotation = layout_of(made.v_format(LAYER), LAYER, 128, q.device).rotation.float()
-    assert relative(rotated.float() @ rotation.T, theirs) <= bounds.LAYER_BF16.attention
 
 
 @pytest.mark.parametrize(

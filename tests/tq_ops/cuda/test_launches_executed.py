@@ -23,7 +23,7 @@ def check(capability: int, *groups: str) -> None:
     [
         ("decode",),
         pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
-        pytest.param(("step", "short tail", "short learned", "short blackwell"), marks=pytest.mark.ptx_long),
+        pytest.param(("step", "short tail", "short learned", "short blackwell", "short window"), marks=pytest.mark.ptx_long),
     ],
     ids=" ".join,
 )
@@ -40,7 +40,8 @@ def test_attention_on_hopper():
 @pytest.mark.ptx_long
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    "group", ["decode", "prefill", "store", "tail", "learned", "blackwell", "rest", "planted", "executor", "contract"]
+    "group",
+    ["decode", "prefill", "store", "tail", "window", "learned", "blackwell", "rest", "planted", "executor", "contract"],
 )
 def test_at_length(capability, group):
     """`planted`: faults in kernels, each of which must be found."""

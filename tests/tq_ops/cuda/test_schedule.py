@@ -13,6 +13,7 @@ import triton.language as tl
 from schedule_pieces import pieces
 
 from haarkv.tq_ops.cuda import decode
+from haarkv.tq_ops.cuda.arguments import Tokens, constant
 from haarkv.tq_ops.cuda.schedule import find_piece, pieces_of, share_of, tiles_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,9 +39,9 @@ def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(
 
 
 @triton.jit
-def line_kernel(seq_lens, query_start_loc, sequences, found, merged, programs, SIZE: tl.constexpr, ONE_EACH: tl.constexpr):
+def line_kernel(tokens, sequences, found, merged, programs):
     """What the functions say: six numbers of each piece by its number, and of each own column tile its first and its count."""
-    stored, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, 128, 1, 16, ONE_EACH)
+    stored, columns = tiles_of(tokens, sequences, 128, 1, 16)
     program = tl.program_id(0)
     unit, place, end = share_of(stored, columns, program, programs)
     while place < end:
@@ -59,15 +60,20 @@ def line_kernel(seq_lens, query_start_loc, sequences, found, merged, programs, S
         place += count
 
 
+@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
-def test_the_device_finds_the_same_pieces(stored, columns, programs):
+def test_the_device_finds_the_same_pieces(stored, columns, programs, window):
+    lengths, one_each = [max(0, 128 * n - 5) for n in stored], set(columns) == {1}
+    if window:  # whole tiles before the one in which the first new token's window begins are left out
+        new = [1 if one_each else 16 * n for n in columns]
+        stored = [n - max(0, length - m + 1 - window) // 128 for n, length, m in zip(stored, lengths, new, strict=True)]
     wanted = list(pieces(stored, columns, programs))
-    seq_lens = torch.tensor([max(0, 128 * n - 5) for n in stored], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([0, *columns], dtype=torch.int32).cumsum(0).int().to(DEVICE) * 16
-    size, one_each = triton.next_power_of_2(len(stored)), set(columns) == {1}
     found = torch.full((programs + sum(columns), 6), -1, dtype=torch.int32, device=DEVICE)
     merged = torch.zeros(sum(columns), 2, dtype=torch.int32, device=DEVICE)
-    line_kernel[(programs,)](seq_lens, starts, len(stored), found, merged, programs, SIZE=size, ONE_EACH=one_each)
+    constants = map(constant, (0, 0, window, one_each, triton.next_power_of_2(len(stored))))
+    tokens = Tokens(starts, starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *constants)
+    line_kernel[(programs,)](tokens, len(stored), found, merged, programs)
     assert [tuple(row) for row in found.tolist() if row[0] >= 0] == [
         (p.program, p.sequence, p.column_tile, p.begin, p.end, p.number) for p in wanted
     ]

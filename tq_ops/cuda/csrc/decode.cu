@@ -4,7 +4,7 @@
 // (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
 // PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16, K_LEVELS
 // and V_LEVELS of a vector in K_WIDTH and V_WIDTH columns of the matrices; GAINS where K has learned coordinates, MEAN where V
-// has.
+// has; WINDOW tokens that a query sees, 0 for all.
 //
 // How it works. `mma.m16n8k16` multiplies 16 rows by 8 columns; the columns are the query heads of a group.
 //   Q.K   A = K, 16 tokens x 16 coordinates.  A lane's two numbers of a register are the coordinates j and j + D/2 of one
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
     // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.
     for (int b = block; b < given.sequences; b += gridDim.x)
         if (stored_tokens(given, b) <= 0) {
-            if (WINDOWED) {
+            if (KEPT) {
                 add_in_bf16(y, given, b, head, false);
                 __syncthreads();
                 write_out(y, given, b, head);
@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
         int until = min(stop, found.first_tile + found.tiles);
         State state;
         int begin = (tile - found.first_tile) * TILE, end = min((until - found.first_tile) * TILE, found.tokens);
-        attend(state, given, found.sequence, head, begin, end);
+        int origin = origin_of(given, found.sequence);
+        attend(state, given, found.sequence, head, origin + begin, origin + end, first_seen(given, found.sequence));
         fold_warps(state);
         int first = taker_of(found.first_tile, tiles, blocks),
             last = taker_of(found.first_tile + found.tiles - 1, tiles, blocks);
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
         }
         if (merges) {
             __syncthreads();
-            if (WINDOWED) {
+            if (KEPT) {
                 add_in_bf16(y, given, found.sequence, head, true);
                 __syncthreads();
             }

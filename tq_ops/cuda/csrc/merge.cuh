@@ -79,19 +79,14 @@ __device__ __forceinline__ int matrix_of(int head) { return MEAN ? head * (HEAD_
 // The rotation is needed last, by whoever merges, and lies in no cache: ask for it first.
 __device__ __forceinline__ void fetch_rotation(const Arguments& given, int head) {
     constexpr int NUMBER = ROTATION_FP32 ? 4 : 2, SIZE = HEAD_DIM * V_WIDTH * NUMBER;
-    if (given.rotation)
-        for (int i = 128 * threadIdx.x; i < SIZE; i += 128 * THREADS)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + matrix_of(head) * NUMBER + i));
+    for (int i = 128 * threadIdx.x; i < SIZE; i += 128 * THREADS)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + matrix_of(head) * NUMBER + i));
 }
 
 // Writes the output of a sequence and KV head, of which `y` [COLUMNS][V_LEVELS] holds the normalized sums, in
 // layout.kernel_order. With MEAN those are of packed tokens alone, and the shares of either are where `add_in_bf16` left them.
 __device__ __forceinline__ void write_out(const float* y, const Arguments& given, int sequence, int head) {
     half_bits* out = given.out + (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
-    if (!given.rotation) {
-        for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) out[i] = to_bf16(y[i]);
-        return;
-    }
     // Back is `y @ rotation.T`: a thread multiplies a row of the matrix by a share of the columns.
     constexpr int AT_ONCE = THREADS / HEAD_DIM;
     int coordinate = threadIdx.x % HEAD_DIM;
@@ -117,7 +112,7 @@ __device__ __forceinline__ void write_out(const float* y, const Arguments& given
             int place = (column + n) * HEAD_DIM + coordinate;
             float sum = sums[n];
             if (MEAN) sum += given.mean[head * HEAD_DIM + coordinate];
-            if (MEAN && WINDOWED) {
+            if (MEAN && KEPT) {
                 long long vectors = (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
                 sum = sum * scratch().maxima[2][column + n] + given.in_bf16[vectors + place] * scratch().totals[2][column + n];
             }
@@ -161,7 +156,7 @@ __device__ __forceinline__ bool is_last(const Arguments& given, int sequence, in
 
 // Maximum and sum of a column's packed tokens, for `add_in_bf16`.
 __device__ __forceinline__ void note_packed(int column, float peak, float total) {
-    if (!WINDOWED) return;
+    if (!KEPT) return;
     scratch().maxima[1][column] = peak;
     scratch().totals[1][column] = total;
 }

@@ -17,8 +17,9 @@ constexpr int SUMS = 4 * V_STEPS * COLUMN_TILES;                 // a lane's num
 static_assert(K_LEVELS % 32 == 0 && V_LEVELS % 64 == 0, "a lane's share of a vector is whole words");
 constexpr int PAIRS = 256, PAIR_STRIDE = 256;  // bytes from a pair to the next: 32 lanes of K's, then of V's
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
-constexpr bool WINDOWED = TAIL + SINK > 0;  // some tokens are seen in BF16
-constexpr int FOLDED_WARPS = WARPS / 2;     // whose outputs wait in shared memory at once
+constexpr bool KEPT = TAIL + SINK > 0;     // some tokens are seen in BF16
+constexpr bool LOWER = SINK + WINDOW > 0;  // some of the first are not seen packed
+constexpr int FOLDED_WARPS = WARPS / 2;    // whose outputs wait in shared memory at once
 constexpr unsigned ALL = 0xffffffffu;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr float LEAST_PEAK = -1e30f;                  // below every logit
@@ -79,16 +80,16 @@ struct Side {
 };
 
 struct Arguments {
-    const half_bits* q;          // [sequences, HEADS * GROUP, K_WIDTH] FP16, rotated, in layout.kernel_order
-    half_bits* out;              // [sequences, HEADS * GROUP, D] BF16
-    const void* rotation;        // [D, V_WIDTH] BF16 or FP32, with MEAN of each head; null leaves the output rotated
-    float* parts;                // [gridDim.x, HEADS, 2, SUMS, 32]
-    float* part_maxima;          // [gridDim.x, HEADS, 2, COLUMNS], in units of log2
-    float* part_sums;            // likewise
-    int* arrived;                // [sequences, HEADS], zeros before and after
-    const long long* positions;  // [sequences] of the new tokens
-    const int* seq_lens;         // [sequences]
-    const int* block_table;      // [sequences, table_width]
+    const half_bits* q;                      // [sequences, HEADS * GROUP, K_WIDTH] FP16, rotated, in layout.kernel_order
+    half_bits* out;                          // [sequences, HEADS * GROUP, D] BF16
+    const void* rotation;                    // [D, V_WIDTH] BF16 or FP32, with MEAN of each head
+    float* parts;                            // [gridDim.x, HEADS, 2, SUMS, 32]
+    float* part_maxima;                      // [gridDim.x, HEADS, 2, COLUMNS], in units of log2
+    float* part_sums;                        // likewise
+    int* arrived;                            // [sequences, HEADS], zeros before and after
+    const long long* positions;              // [sequences] of the new tokens
+    const int* seq_lens;                     // [sequences]
+    const int* block_table;                  // [sequences, table_width]
     const float *k_centroids, *v_centroids;  // [16]
     const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
     const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities

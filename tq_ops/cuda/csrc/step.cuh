@@ -44,9 +44,9 @@ __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], 
 }
 
 // Turns logits into probabilities times V's scale, as P.V's right operand, and brings the state up to them. Of the tokens
-// those from `left` on do not count, and the first `sinks`, of which one at least is not.
+// those from `left` on do not count, nor do the first `unseen`; one at least does.
 __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&logits)[COLUMN_TILES][2][4], State& state,
-                                       word scales, int left, int sinks, float scale, const float (&gains)[COLUMN_TILES][2]) {
+                                       word scales, int left, int unseen, float scale, const float (&gains)[COLUMN_TILES][2]) {
     int row = token_of_row(threadIdx.x % 32 / 4);
     // In units of a power of two just below the largest V scale, a probability times a scale fits FP16 for any scales.
     float widest = __uint_as_float(__float_as_uint(to_float(__reduce_max_sync(ALL, scales >> 16))) & 0x7f800000u);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
                     logit *= k_scale[r][i];
                     if (GAINS) logit *= gains[n][c];
                     if (left < SPAN && 16 * r + 8 * i + row >= left) logit = MINUS_INFINITY;
-                    if (SINK && 16 * r + 8 * i + row < sinks) logit = MINUS_INFINITY;
+                    if (LOWER && 16 * r + 8 * i + row < unseen) logit = MINUS_INFINITY;
                     peak = fmaxf(peak, logit);
                 }
             peak = fmaxf(state.peak[n][c], largest_of_tokens(peak));
@@ -118,8 +118,9 @@ __device__ __forceinline__ void multiply_v(State& state, const Codes& codes, con
     }
 }
 
-// This warp's share of tokens begin ... end - 1.
-__device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end) {
+// This warp's share of tokens begin ... end - 1, of which those before `first` do not count.
+__device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end,
+                                       int first) {
     for (int n = 0; n < COLUMN_TILES; n++) {
         for (int c = 0; c < 2; c++) state.peak[n][c] = MINUS_INFINITY, state.total[n][c] = 0.0f;
         for (int step = 0; step < V_STEPS; step++)
@@ -127,7 +128,7 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     }
     state.unit = LEAST_UNIT;
     int token = begin + threadIdx.x / 32 * SPAN;
-    if (SINK && token + SPAN <= SINK) token += (SINK - token - SPAN) / TILE * TILE + TILE;  // sinks alone
+    if (SINK && token + SPAN <= first) token += (first - token - SPAN) / TILE * TILE + TILE;  // sinks alone
     if (token >= end) return;
     const int* table = given.block_table + (long long)sequence * given.table_width;
     Codes codes;
@@ -148,11 +149,11 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
         word p[COLUMN_TILES][2][2], scales = codes.scales;
         multiply_k(logits, codes, q);
         // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step ahead.
-        int left = end - token, sinks = SINK - token;
+        int left = end - token, unseen = first - token;
         bool more = left > TILE;
         token += TILE;
         if (more) load_k(codes, given, next, left - TILE);
-        soften(p, logits, state, scales, left, sinks, given.scale, gains);
+        soften(p, logits, state, scales, left, unseen, given.scale, gains);
         multiply_v(state, codes, p);
         if (!more) return;
         load_v(codes, given, next);

@@ -3,10 +3,25 @@
 
 #include "shapes.cuh"
 
-// Where those tokens end that the new one sees packed; they begin at SINK. 0 where there are none.
+// Tokens of a sequence up to its new one, all that this one could see.
+__device__ __forceinline__ int tokens_so_far(const Arguments& given, int sequence) {
+    return min(given.seq_lens[sequence], (int)given.positions[sequence] + 1);
+}
+
+// Where the context of a sequence begins: the 32 tokens in which its window does.
+__device__ __forceinline__ int origin_of(const Arguments& given, int sequence) {
+    return WINDOW ? max(tokens_so_far(given, sequence) - WINDOW, 0) / SPAN * SPAN : 0;
+}
+
+// The first token that is seen packed.
+__device__ __forceinline__ int first_seen(const Arguments& given, int sequence) {
+    return WINDOW ? max(tokens_so_far(given, sequence) - WINDOW, SINK) : SINK;
+}
+
+// Tokens from the origin on, up to the last that is seen packed. 0 where there is none.
 __device__ __forceinline__ int stored_tokens(const Arguments& given, int sequence) {
-    int end = min(given.seq_lens[sequence], (int)given.positions[sequence] + 1) - TAIL;
-    return WINDOWED && end <= SINK ? 0 : end;
+    int end = tokens_so_far(given, sequence) - TAIL;
+    return (KEPT || WINDOW) && end <= first_seen(given, sequence) ? 0 : end - origin_of(given, sequence);
 }
 
 struct Found {

@@ -1,9 +1,10 @@
 """Tokens that stay in BF16 beside the packed ones: storing them, and attention over them, whose result is one more part.
 
-They lie in the model's own domain, as `tq_ops.kv.window.Window` says, so that every backend reads the same cache. Attention
-over them is one launch before that over packed tokens: each query sees its sinks and its tail, and nothing else. Its sums of V
-are brought into V's rotated domain, where `merge.merge_kernel` and csrc/merge.cuh add them to those of packed tokens. Learned
-coordinates may be fewer than a vector's numbers, so beside those they stay as they are, and are added behind the way back.
+They lie in the model's own domain, as `tq_ops.kv.kept` says, so that every backend reads the same cache. Attention over them
+is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches, and
+nothing else. Its sums of V are brought into V's rotated domain, where `merge.merge_kernel` and csrc/merge.cuh add them to
+those of packed tokens. Learned coordinates may be fewer than a vector's numbers, so beside those they stay as they are, and
+are added behind the way back.
 """
 
 import triton
@@ -18,45 +19,40 @@ def sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
     """The sequence of each new token [ROWS], bit by bit from the top: SEQUENCE_BITS loads a token."""
     sequence = tl.zeros(token.shape, tl.int32)
     for bit in tl.static_range(SEQUENCE_BITS):
-        later = sequence + (1 << (SEQUENCE_BITS - 1 - bit))
+        later = sequence + 2 ** (SEQUENCE_BITS - 1 - bit)
         start = tl.load(query_start_loc + later, later < sequences, 2147483647)
         sequence = tl.where(start <= token, later, sequence)
     return sequence
 
 
 @triton.jit
-def keep(
-    low, high, token, head, live, window, rows, positions, query_start_loc, sequences,
-    HEADS: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, SEQUENCE_BITS: tl.constexpr,
-    ONE_EACH: tl.constexpr,
-):  # fmt: skip
+def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexpr, D: tl.constexpr):
     """Keep vectors [ROWS, D], given as halves, in BF16: token j at `SINK + j % RING`, and at j as well if it is a sink.
 
     Args:
         live: [ROWS], which of them were stored packed.
-        window: [num_rows, HEADS, SINK + RING, D] bf16, of K or of V.
-        rows: [sequences] int64, of the window.
+        kept: [num_rows, HEADS, SINK + RING, D] bf16, of K or of V.
+        into: `arguments.Keeping`.
     """
-    sequence = token if ONE_EACH else sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS)
-    row, position = tl.load(rows + sequence, live, 0), tl.load(positions + token, live, 0).to(tl.int32)
-    at = window + ((row * HEADS + head) * ((SINK + RING) * D))[:, None] + tl.arange(0, D // 2)[None, :]
+    sequence = sequence_of(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
+    row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
+    at = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None] + tl.arange(0, D // 2)[None, :]
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    if RING > 0:
-        newest = at + ((SINK + position % RING) * D)[:, None]
+    if into.RING > 0:
+        newest = at + ((position % into.RING + into.SINK) * D)[:, None]
         tl.store(newest, low, live[:, None])
         tl.store(newest + D // 2, high, live[:, None])
-    if SINK > 0:
-        first, live = at + (position * D)[:, None], live & (position < SINK)
+    if into.SINK > 0:
+        first, live = at + (position * D)[:, None], live & (position < into.SINK)
         tl.store(first, low, live[:, None])
         tl.store(first + D // 2, high, live[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def window_kernel(
-    q, k_window, v_window, rows, parts, maxima, sums, positions, query_start_loc, sequences, seq_lens, matrix, k_mean, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SIZE: tl.constexpr,
-    ONE_EACH: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, TYPE: tl.constexpr,
-    WIDTH: tl.constexpr, ROTATES: tl.constexpr, CENTERS: tl.constexpr,
+def kept_kernel(
+    q, k_kept, v_kept, rows, parts, maxima, sums, tokens, sequences, matrix, k_mean, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, RING: tl.constexpr,
+    TYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attention of new tokens over what they see in BF16. Grid: [column tiles, HEADS].
 
@@ -64,28 +60,33 @@ def window_kernel(
 
     Args:
         q: [T, HEADS * GROUP, D] in the model's domain.
-        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, with ROTATES rotated.
+        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, with a matrix rotated.
+        tokens: of `arguments.Tokens`.
         maxima, sums: [T, HEADS * GROUP] fp32; of a sequence without tokens the maximum is -inf and the sums are 0.
-        matrix: [D, D] fp32 of `layout.into_rotated`; not read without ROTATES.
-        k_mean: [HEADS, D] fp32. With CENTERS packed logits lack what the query makes of it, and so do maxima here.
+        matrix: [D, D] fp32 of `layout.into_rotated`; None of learned coordinates of V.
+        k_mean: [HEADS, D] fp32 of learned coordinates of K: packed logits lack what the query makes of it, and so do maxima
+            here. None of a rotation.
         scale: softmax_scale * log2(e).
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, own = tile, 0
-    if not ONE_EACH:
-        _, columns = tiles_of(seq_lens, query_start_loc, sequences, SIZE, TOKENS, GROUP, COLUMNS, ONE_EACH)
+    SINK: tl.constexpr = tokens.SINK
+    # Of its tail a query sees what lies within its window.
+    TAIL: tl.constexpr = tokens.TAIL if tokens.WINDOW == 0 else min(tokens.TAIL, tokens.WINDOW)
+    if not tokens.ONE_EACH:
+        _, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
         sequence, own = find_column_tile(columns, tile)
     if sequence < sequences:
         column = own * COLUMNS + tl.arange(0, COLUMNS)
-        token = tl.load(query_start_loc + sequence) + column // GROUP
-        live = token < tl.load(query_start_loc + sequence + 1)
-        position = tl.load(positions + token, live, -1).to(tl.int32)
+        token = tl.load(tokens.query_start_loc + sequence) + column // GROUP
+        live = token < tl.load(tokens.query_start_loc + sequence + 1)
+        position = tl.load(tokens.positions + token, live, -1).to(tl.int32)
         vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
-        stop = tl.minimum(tl.load(seq_lens + sequence), tl.max(position, 0) + 1)
+        stop = tl.minimum(tl.load(tokens.seq_lens + sequence), tl.max(position, 0) + 1)
         begin, count = 0, SINK
         if TAIL > 0:
             begin = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - TAIL, SINK)
-            count = SINK + tl.maximum(stop - begin, 0)
+            count = tl.maximum(stop - begin, 0) + SINK
         dims, halves = tl.arange(0, D)[None, :], tl.arange(0, D // 2)[None, :]
         queries = tl.load(q + vector[:, None] * D + dims, live[:, None], 0.0)
         of_row = (tl.load(rows + sequence) * HEADS + kv_head) * ((SINK + RING) * D)
@@ -96,14 +97,16 @@ def window_kernel(
             stored, place = index, index
             if TAIL > 0:
                 stored = tl.where(index < SINK, index, begin + index - SINK)
-                place = tl.where(index < SINK, index, SINK + stored % RING)
+                place = tl.where(index < SINK, index, stored % RING + SINK)
             # Places that no token of this sequence lies at hold leftovers, NaN perhaps.
             there = (index < count) & (stored < stop)
             at = of_row + (place * D)[:, None]
-            k = tl.load(k_window + at + dims, there[:, None], 0.0)
+            k = tl.load(k_kept + at + dims, there[:, None], 0.0)
             logits = dot(queries, tl.trans(k), tl.zeros((COLUMNS, TOKENS), tl.float32), TYPE) * scale
             late, sees = position[:, None] - stored[None, :], there[None, :]
             sees = sees & (late >= 0) & ((late < TAIL) | (stored[None, :] < SINK))
+            if tokens.WINDOW > 0:
+                sees = sees & (late < tokens.WINDOW)
             logits = tl.where(sees, logits, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(logits, 1))
             finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -111,11 +114,11 @@ def window_kernel(
             # The sum is that of what is multiplied, which BF16 rounds.
             p = rounded(p, TYPE)
             total, peak = total * shrink + tl.sum(p.to(tl.float32), 1), new_peak
-            of_v = v_window + at + halves
+            of_v = v_kept + at + halves
             low = dot(p, tl.load(of_v, there[:, None], 0.0), low * shrink[:, None], TYPE)
             high = dot(p, tl.load(of_v + D // 2, there[:, None], 0.0), high * shrink[:, None], TYPE)
         part = tl.where(live, vector, 0)
-        if CENTERS:
+        if k_mean is not None:
             # A piece at a time, loaded again: kept over the loop and whole in FP32 they would take too many registers.
             for piece in tl.static_range(D // WIDTH):
                 at = piece * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -123,7 +126,7 @@ def window_kernel(
                 peak -= scale * tl.sum(of_q * tl.load(k_mean + kv_head * D + at), 1)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
-        if ROTATES:
+        if matrix is not None:
             width = tl.arange(0, WIDTH)[None, :]
             out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
             # TF32 keeps as many bits as the FP16 of the rotated queries.

@@ -1,0 +1,103 @@
+"""Caches of the tests of GPU kernels: copies on their device, whatever lies in them, and what a batch stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.layers.compare import compare_tokens
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def everything_in(made: PagedKVCache) -> list[Tensor]:
+    """The very tensors of a cache: codes, scales, and tokens in BF16."""
+    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
+
+
+def as_bytes(made: PagedKVCache) -> list[Tensor]:
+    """Copies of those, as bytes on the host, to be compared bit for bit, NaN included."""
+    return [tensor.cpu().contiguous().view(torch.uint8).clone() for tensor in everything_in(made)]
+
+
+def same(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
+    """A copy of a case's cache where the kernels run."""
+    copy = poisoned_cache(case, DEVICE)
+    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
+        ours.copy_(theirs)
+    return copy
+
+
+def padded(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Batch:
+    """A batch of one new token a sequence and so many dead ones, as a captured step is padded: length 0, slot -1.
+
+    Args:
+        table: what stands in the dead ones' rows of the block table.
+        width: columns more of that table, which hold the same.
+    """
+    pad = torch.nn.functional.pad
+    count = len(batch.positions) + dead
+    return replace(
+        batch, positions=pad(batch.positions, (0, dead)), slot_mapping=pad(batch.slot_mapping, (0, dead), value=-1),
+        block_table=pad(batch.block_table, (0, width, 0, dead), value=table), seq_lens=pad(batch.seq_lens, (0, dead)),
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32), rows=pad(batch.rows, (0, dead)),
+    )  # fmt: skip
+
+
+def attention_error(
+    ops: OpTable, case: Case, dtype: torch.dtype, *, size: float = 2.0, scale: float | None = None, v_scales: float = 1.0
+) -> float:
+    """The error of a table's attention of a case against the reference's, whose queries are in FP32 where `size` is unusual.
+
+    Args:
+        size: of the queries.
+        v_scales: by which V's scales are multiplied.
+    """
+    made, batch = filled(case)
+    made.v_fields(LAYER)["scale"].mul_(v_scales)
+    scale = scale or case.head_dim**-0.5
+    generator = torch.Generator().manual_seed(1)
+    q = (size * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim, generator=generator)).to(dtype)
+    of_reference = q if size == 2.0 and v_scales == 1.0 else q.float()
+    theirs = reference.paged_attention(of_reference, made, LAYER, batch, scale)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), scale)
+    assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
+    return relative(ours, theirs)
+
+
+def within(dtype: torch.dtype) -> float:
+    """What attention may be off by."""
+    return (bounds.LAYER_FP32 if dtype == torch.float32 else bounds.LAYER_BF16).attention
+
+
+def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor, batch: Batch, noise: float) -> None:
+    """That a batch stored the same in both caches, at its slots and nowhere else.
+
+    Args:
+        noise: by which K and V may differ before they are quantized.
+    """
+    slots = theirs.placed(LAYER, batch).slot_mapping
+    block, offset = slots // theirs.block_size, slots % theirs.block_size
+    for side, x in (("k", k), ("v", v)):
+        mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
+        new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
+        compared, length = compare_tokens(getattr(theirs, f"{side}_format")(LAYER), LAYER, *new, x, noise)
+        assert compared.unexplained == 0
+        assert compared.match > 0.999
+        assert length <= bounds.LAYER_FP32.length
+        for name, tensor in mine.items():
+            untouched = torch.ones(tensor.shape[:3], dtype=torch.bool)
+            untouched[block, :, offset] = False
+            assert torch.equal(tensor[untouched].view(torch.uint8), other[name][untouched].view(torch.uint8))
