@@ -183,8 +183,9 @@ def test_published_sizes_have_their_published_parameters():
 
 def test_the_narrow_model_is_as_deep_as_14b_and_small():
     narrow, wide = SIZES["narrow"], QWEN3_14B
-    assert (narrow.num_layers, narrow.head_dim, narrow.rope_theta) == (wide.num_layers, wide.head_dim, wide.rope_theta)
-    assert narrow.num_parameters() < 30e6
+    assert (narrow.num_layers, narrow.heads.head_dim) == (wide.num_layers, wide.heads.head_dim)
+    assert narrow.common.attention.rope == wide.common.attention.rope
+    assert num_parameters(narrow) < 30e6
 
 
 def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):

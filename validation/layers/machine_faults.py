@@ -18,7 +18,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, Phase, V, other
+from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, V, other
 from haarkv.validation.layers.parts import read_as
 from haarkv.validation.layers.slips import OtherRope, last_positions
 

@@ -104,7 +104,7 @@ def table_of(executor: Executor) -> OpTable | None:
 def copied(value: Any, device: torch.device) -> Any:
     """A tensor or a batch, copied, so that whoever gets it can neither change ours nor hand ours back."""
     if isinstance(value, Batch):
-        return Batch(**{name: tensor.to(device, copy=True) for name, tensor in vars(value).items()})
+        return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -138,5 +138,5 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
 def unchanged(ours: Any, theirs: Any) -> bool:
     """Whether a copy that was handed out still says what it did."""
     if isinstance(ours, Batch):
-        return all(unchanged(tensor, getattr(theirs, name)) for name, tensor in vars(ours).items())
+        return all(unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
     return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

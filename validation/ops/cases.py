@@ -153,7 +153,7 @@ class _OnCache:
     @property
     def head_dim(self) -> int:
         """Of its cache."""
-        return self.cache.shape(0).head_dim
+        return self.cache.head_dim
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ class Attention(_OnCache):
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
         made, batch = _filled_once(self.cache, device)
-        shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.shape(0).head_dim)
+        shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, made, LAYER, batch, self.cache.shape(0).head_dim ** -0.5
+        return q, made, LAYER, batch, self.cache.head_dim ** -0.5
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
         """Each head's output of each token, against its own length."""

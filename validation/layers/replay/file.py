@@ -87,7 +87,7 @@ def dumps(file: ReplayFile) -> bytes:
 def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
     found |= {f"weights.{path}": tensor for path, _, tensor in case.weights.named()}
-    found |= {f"batch.{name}": tensor for name, tensor in vars(case.batch).items()}
+    found |= {f"batch.{name}": tensor for name, tensor in case.batch.tensors.items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
         found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
     for side, basis in zip("kv", case.bases or (), strict=False):
