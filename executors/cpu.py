@@ -11,9 +11,10 @@ from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig, unknown_layer
+from haarkv.models.config import Layer, ModelConfig, unknown_part
+from haarkv.models.weights import LayerWeights
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cpu.layers import DenseLayers
+from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
 from haarkv.tq_ops.cpu.library import KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -26,7 +27,7 @@ from haarkv.tq_ops.table import OpTable
 
 @dataclass(frozen=True)
 class _InOneCall(DecoderModel):
-    """A dense model whose layers are one call where tokens are few and nobody looks on at the ops.
+    """A model whose dense layers are one call, stretch by stretch, where tokens are few and nobody looks on at the ops.
 
     Attributes:
         whole: its layers.
@@ -35,11 +36,13 @@ class _InOneCall(DecoderModel):
     whole: DenseLayers | None = None
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
-        if self.whole is not None and isinstance(ops, CpuOps):
-            done = self.whole.run(hidden, span, batch, cache, self.rope_at(batch.positions)[self.config.common.attention.rope])
-            if done is not None:
-                return done
-        return super().layers(hidden, span, batch, cache, ops)
+        if self.whole is None or not isinstance(ops, CpuOps) or len(hidden) > FEW:
+            return super().layers(hidden, span, batch, cache, ops)
+        ropes = tuple(self.rope_at(batch.positions).values())
+        for in_one, part in self.whole.parts(span, cache):
+            done = self.whole.run(hidden, part, batch, cache, ropes) if in_one else None
+            hidden = super().layers(hidden, part, batch, cache, ops) if done is None else done
+        return hidden
 
 
 class CpuExecutor(ReferenceExecutor):
@@ -86,7 +89,7 @@ class CpuExecutor(ReferenceExecutor):
 
     @property
     def whole(self) -> DenseLayers | None:
-        """The layers that run in one call; None where each op is a call."""
+        """The layers that run in one call, stretch by stretch; None where each op is a call."""
         return self._model.whole if isinstance(self._model, _InOneCall) else None
 
     @staticmethod
@@ -96,13 +99,28 @@ class CpuExecutor(ReferenceExecutor):
 
 
 def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:
-    """The same model, its layers in one call if `DenseLayers` knows them and it is whole."""
-    config = model.config
-    if model.ranks.size > 1 or len(set(config.layers)) > 1 or unknown_layer(config, ("head_norms", "bias")):
+    """The same model, those of its layers in one call that `DenseLayers` knows, if it is whole."""
+    layers = [_dense(model, layer, weights) for layer, weights in zip(model.config.layers, model.weights.layers, strict=True)]
+    if model.ranks.size > 1 or not any(layers):
         return model
-    layers = model.weights.layers
-    if not all(t.is_contiguous() and t.dtype == model.dtype for layer in layers for t in layer.values()):
-        return model
-    mixer = config.common.attention
-    whole = DenseLayers(ops, layers, num_heads=mixer.num_heads, eps=config.common.norm.eps, softmax_scale=mixer.scale)
-    return _InOneCall(model.config, model.weights, model.ropes, model.ranks, whole)
+    return _InOneCall(model.config, model.weights, model.ropes, model.ranks, DenseLayers(ops, layers))
+
+
+_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+
+
+def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
+    """A layer as `DenseLayers` takes it; None if it declares what that does not know, or its tensors lie otherwise."""
+    if unknown_part(layer, _KNOWS):
+        return None
+    norms = {t.dtype for field, t in weights.items() if field.endswith("norm")}
+    others = {t.dtype for field, t in weights.items() if not field.endswith("norm")}
+    if norms not in ({torch.float32}, {torch.bfloat16}) or others != {model.dtype}:
+        return None
+    if not all(t.is_contiguous() for t in weights.values()):
+        return None
+    mixer = layer.attention
+    return Dense(
+        weights, mixer.num_heads, layer.norm.eps, mixer.scale, gelu=layer.mlp.activation == "gelu_tanh",
+        rope=list(model.ropes).index(mixer.rope),
+    )  # fmt: skip

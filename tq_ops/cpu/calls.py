@@ -53,8 +53,8 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
         ),
         q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
         rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
-        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0, softmax_scale=0,
-        isa=isa, threads=0,
+        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0,
+        window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
     k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in cache.plan.layers[layer])
     if k_tables is None or v_tables is None:

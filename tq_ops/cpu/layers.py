@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,83 +22,133 @@ FEW = 64
 
 
 @dataclass(frozen=True)
+class Dense:
+    """One layer as a call runs it: attention, window and all, with RoPE on whole heads, and a gated MLP.
+
+    Attributes:
+        weights: tensors by the fields of `library.DENSE_WEIGHTS`, contiguous. Norms are all BF16 or all FP32, others of the
+            model's dtype. Norms of heads, biases and norms behind the mixer and the MLP may be missing.
+        num_heads: query heads Hq.
+        eps: of all its norms.
+        softmax_scale: of the logits.
+        gelu: the gate goes through GELU by its tanh, else through SiLU.
+        rope: which of the tables that a call is given is its own.
+    """
+
+    weights: Mapping[str, Tensor]
+    num_heads: int
+    eps: float
+    softmax_scale: float
+    gelu: bool
+    rope: int
+
+
+@dataclass(frozen=True)
 class _Filled:
-    """What a cache makes of the layers: the structures, and the calls that they point to."""
+    """What a cache makes of the layers.
+
+    Attributes:
+        layers: the structures, blank where the ops have to run one by one.
+        calls: that they point to, None there.
+        placed: a layer of each shape; `place` of a structure counts these.
+    """
 
     layers: ctypes.Array[library.DenseLayer]
-    calls: tuple[Prepared, ...]
+    calls: tuple[Prepared | None, ...]
+    placed: tuple[int, ...]
 
 
 class DenseLayers:
-    """Layers of a dense model, run to the bits of the same ops one by one.
+    """Layers of a model that run to the bits of the same ops one by one.
 
     Args:
         ops: whose kernels, instruction set and threads are used.
-        layers: of each layer its tensors by the fields of `library.DENSE_WEIGHTS`, all bf16 or all fp32; norms of heads and
-            biases may be missing. Contiguous, as checkpoints hold them.
-        num_heads: query heads Hq.
-        eps: of all norms.
-        softmax_scale: of the logits, 1/sqrt(D).
+        layers: of the model, None where a call does not run one.
     """
 
-    def __init__(
-        self, ops: CpuOps, layers: Sequence[Mapping[str, Tensor]], *, num_heads: int, eps: float, softmax_scale: float
-    ) -> None:
-        self._ops, self._layers = ops, layers
-        self._num_heads, self._eps, self._softmax_scale = num_heads, eps, softmax_scale
-        self._filled: WeakKeyDictionary[PagedKVCache, _Filled | None] = WeakKeyDictionary()
+    def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
+        self._ops, self._layers = ops, tuple(layers)
+        self._filled: WeakKeyDictionary[PagedKVCache, _Filled] = WeakKeyDictionary()
         self.spent: Tensor | None = None
         """[len(library.PARTS)] int64: nanoseconds are added to it while it is there."""
 
-    def run(
-        self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, rope: tuple[Tensor, Tensor]
-    ) -> Tensor | None:
-        """Hidden states after the layers of `span`, which store their K and V.
+    def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
+        """The longest stretches of `span` that one call runs, and those between them that none does.
 
-        Args:
-            hidden: [T, hidden] of the weights' dtype; it is left as it is.
-            rope: cos and sin [T, D/2] fp32.
-        Returns:
-            [T, hidden], or None where the ops have to run one by one: more than `FEW` tokens, a cache of some layers,
-            formats that the kernels do not quantize, or K, V or slots that they refuse. The same tokens may then have been
-            stored by some layers.
+        A layer of which the cache holds nothing, or whose formats the kernels do not quantize, is none that a call runs.
+
         Raises:
             InputError: a plan or head_dim that the kernels cannot read.
         """
-        if hidden.shape[0] > FEW or (filled := self._of(cache)) is None:
-            return None
-        hidden, (cos, sin) = (
-            hidden.clone(memory_format=torch.contiguous_format),
-            (x.contiguous() for x in rope),
-        )
-        slots, positions, rows, starts, table = (
-            x.contiguous() for x in (batch.slot_mapping, batch.positions, batch.rows, batch.query_start_loc, batch.block_table)
-        )
+        calls = self._of(cache).calls
+        for in_one, indices in groupby(span, lambda index: calls[index] is not None):
+            first, *rest = indices
+            yield in_one, range(first, first + 1 + len(rest))
+
+    def run(
+        self, hidden: Tensor, part: range, batch: Batch, cache: PagedKVCache, ropes: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor | None:
+        """Hidden states after the layers of `part`, one that `parts` says a call runs; they store their K and V.
+
+        Args:
+            hidden: [T, hidden] of the model's dtype, T up to `FEW`; it is left as it is.
+            ropes: cos and sin [T, D/2] fp32 by each rotary embedding.
+        Returns:
+            [T, hidden], or None where the ops have to run one by one: K, V or slots that the kernels refuse. The same tokens
+            may then have been stored by some layers.
+        Raises:
+            ValueError: more new tokens of a sequence than the cache takes at a time.
+        """
+        cache.require_room(batch)
+        filled, hidden = self._of(cache), hidden.clone(memory_format=torch.contiguous_format)
+        turns, kept = (library.Turns * len(ropes))(), []
+        for turn, pair in zip(turns, ropes, strict=True):
+            cos, sin = (x.contiguous() for x in pair)
+            turn.cos, turn.sin = cos.data_ptr(), sin.data_ptr()
+            kept += [cos, sin]
+        places = (library.Places * len(filled.placed))()
+        for place, layer in zip(places, filled.placed, strict=True):
+            placed = cache.placed(layer, batch)
+            slots, table = placed.slot_mapping.contiguous(), placed.block_table.contiguous()
+            place.slots, place.block_table = slots.data_ptr(), table.data_ptr()
+            kept += [slots, table]
+        positions, rows, starts = (x.contiguous() for x in (batch.positions, batch.rows, batch.query_start_loc))
         call = library.Layers(
-            layers=ctypes.addressof(filled.layers[span.start]) if span else 0, hidden=hidden, cos=cos, sin=sin, slots=slots,
-            positions=positions, rows=rows, block_table=table, query_start=starts,
-            spent=0 if self.spent is None else self.spent, count=len(span), tokens=hidden.shape[0],
-            hidden_size=hidden.shape[1], intermediate_size=self._layers[0]["gate_proj"].shape[0], sequences=table.shape[0],
-            max_blocks=table.shape[1], num_heads=self._num_heads, bf16=is_bf16(hidden), isa=self._ops.isa_number,
-            threads=self._ops.threads, eps=self._eps, softmax_scale=self._softmax_scale,
+            layers=ctypes.addressof(filled.layers[part.start]), hidden=hidden, ropes=ctypes.addressof(turns),
+            places=ctypes.addressof(places), positions=positions, rows=rows, query_start=starts,
+            spent=0 if self.spent is None else self.spent, count=len(part), tokens=hidden.shape[0],
+            hidden_size=hidden.shape[1], sequences=batch.block_table.shape[0], max_blocks=batch.block_table.shape[1],
+            bf16=is_bf16(hidden), isa=self._ops.isa_number, threads=self._ops.threads,
         )  # fmt: skip
         refused = library.load().haarkv_layers(ctypes.byref(call))
+        del kept  # what the call's arrays point to has to live until here
         return None if refused else hidden
 
-    def _of(self, cache: PagedKVCache) -> _Filled | None:
-        """The structures of a cache, made once; None where it lacks layers, or the kernels cannot quantize a format."""
+    def _of(self, cache: PagedKVCache) -> _Filled:
+        """The structures of a cache, made once."""
         if cache not in self._filled:
-            layers = range(len(self._layers))
-            calls = tuple(self._ops.prepared(cache, layer) for layer in layers) if set(layers) <= set(cache.held) else ()
-            whole = calls and all(of.store is not None for of in calls)
-            self._filled[cache] = self._fill(calls) if whole else None
+            calls = tuple(self._prepared(cache, index) for index in range(len(self._layers)))
+            self._filled[cache] = self._fill(cache, calls)
         return self._filled[cache]
 
-    def _fill(self, calls: tuple[Prepared, ...]) -> _Filled:
+    def _prepared(self, cache: PagedKVCache, index: int) -> Prepared | None:
+        if self._layers[index] is None or index not in cache.held:
+            return None
+        prepared = self._ops.prepared(cache, index)
+        return prepared if prepared.store is not None else None
+
+    def _fill(self, cache: PagedKVCache, calls: tuple[Prepared | None, ...]) -> _Filled:
+        # Layers of one shape have one block table.
+        placed = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
         layers = (library.DenseLayer * len(calls))()
-        for to, weights, of in zip(layers, self._layers, calls, strict=True):
-            for name, tensor in weights.items():
+        for index, (to, of, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
+            if of is None or call is None or call.store is None:
+                continue
+            for name, tensor in of.weights.items():
+                assert name in library.DENSE_WEIGHTS, name
                 setattr(to, name, tensor.data_ptr())
-            assert of.store is not None
-            to.store, to.attention = ctypes.addressof(of.store), ctypes.addressof(of.attention)
-        return _Filled(layers, calls)
+            to.store, to.attention = ctypes.addressof(call.store), ctypes.addressof(call.attention)
+            to.intermediate_size, to.num_heads = of.weights["gate_proj"].shape[0], of.num_heads
+            to.norms_bf16, to.gelu, to.rope = is_bf16(of.weights["input_norm"]), of.gelu, of.rope
+            to.place, to.eps, to.softmax_scale = list(placed).index(cache.shape(index)), of.eps, of.softmax_scale
+        return _Filled(layers, calls, tuple(placed.values()))

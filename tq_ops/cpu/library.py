@@ -85,7 +85,7 @@ class Attention(_Structure):
     _fields_ = (
         ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix), ("rotation_back", Matrix),
         ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("rows", c_void_p),
-        ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32),
+        ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32),
         ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
@@ -150,29 +150,45 @@ class Rope(_Structure):
     )  # fmt: skip
 
 
-class SiluMul(_Structure):
-    """One call of `haarkv_silu_mul`."""
+class GatedMul(_Structure):
+    """One call of `haarkv_gated_mul`."""
 
     _fields_ = (
-        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("bf16", c_int32), ("isa", c_int32),
-        ("threads", c_int32),
+        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("gelu", c_int32), ("bf16", c_int32),
+        ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
 DENSE_WEIGHTS = (
-    "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj", "post_norm",
-    "gate_proj", "up_proj", "down_proj",
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj",
+    "mixer_out_norm", "post_norm", "gate_proj", "up_proj", "down_proj", "mlp_out_norm",
 )  # fmt: skip
-"""Weights of a dense layer, by the fields of a family's `LayerWeights`."""
+"""Weights of a dense layer, by their fields in `LayerWeights`."""
 
 
 class DenseLayer(_Structure):
-    """One dense layer: its weights, and what its cache decides."""
+    """One dense layer: its weights, what its cache decides, and what else it declares."""
 
-    _fields_ = (*((name, c_void_p) for name in DENSE_WEIGHTS), ("store", c_void_p), ("attention", c_void_p))
+    _fields_ = (
+        *((name, c_void_p) for name in DENSE_WEIGHTS), ("store", c_void_p), ("attention", c_void_p),
+        ("intermediate_size", c_int64), ("num_heads", c_int32), ("norms_bf16", c_int32), ("gelu", c_int32), ("rope", c_int32),
+        ("place", c_int32), ("eps", c_float), ("softmax_scale", c_float),
+    )  # fmt: skip
 
 
-PARTS = ("norms", "projections", "rope", "store", "attention", "swiglu", "residuals")
+class Turns(_Structure):
+    """cos and sin of a call's tokens by one rotary embedding."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p))
+
+
+class Places(_Structure):
+    """Slots and block table of a call's tokens, as layers of one shape have them."""
+
+    _fields_ = (("slots", c_void_p), ("block_table", c_void_p))
+
+
+PARTS = ("norms", "projections", "rope", "store", "attention", "gates", "residuals")
 """What the time of a layer goes to, in the order of `Layers.spent`."""
 
 
@@ -180,20 +196,20 @@ class Layers(_Structure):
     """One call of `haarkv_layers`."""
 
     _fields_ = (
-        ("layers", c_void_p), ("hidden", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("slots", c_void_p),
-        ("positions", c_void_p), ("rows", c_void_p), ("block_table", c_void_p), ("query_start", c_void_p),
-        ("spent", c_void_p), ("count", c_int64), ("tokens", c_int64), ("hidden_size", c_int64),
-        ("intermediate_size", c_int64), ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32),
-        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32), ("eps", c_float), ("softmax_scale", c_float),
+        ("layers", c_void_p), ("hidden", c_void_p), ("ropes", c_void_p), ("places", c_void_p), ("positions", c_void_p),
+        ("rows", c_void_p), ("query_start", c_void_p), ("spent", c_void_p), ("count", c_int64), ("tokens", c_int64),
+        ("hidden_size", c_int64), ("sequences", c_int32), ("max_blocks", c_int32), ("bf16", c_int32), ("isa", c_int32),
+        ("threads", c_int32),
     )  # fmt: skip
 
 
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_silu_mul": SiluMul, "haarkv_layers": Layers,
+    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, SiluMul, DenseLayer, Layers,
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, DenseLayer, Turns,
+    Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 

@@ -43,7 +43,7 @@ class Table:
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
         """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
         try:
-            plan.require_layout(head_dim)
+            plan.require_layout(KVShape(1, head_dim))
         except InputError as error:
             return str(error)
         return self.reads(plan, head_dim)

@@ -38,7 +38,7 @@ def vectors(tokens: int, head_dim: int) -> Tensor:
 
 def stored(ops: OpTable, kv: str, x: Tensor) -> tuple[list[Tensor], str | None]:
     """Bytes of K and V, and what the op says against them."""
-    cache = PagedKVCache(KVSpec(kv).plan(LAYER + 1), num_kv_heads=3, head_dim=x.shape[-1], num_blocks=4, block_size=16)
+    cache = PagedKVCache(KVSpec(kv).plan(LAYER + 1), KVShape(3, x.shape[-1]), num_blocks=4, block_size=16)
     paging = PagedSequences(cache.num_blocks, cache.block_size, order=[3, 1, 0, 2])
     error = None
     try:
@@ -119,7 +119,7 @@ def test_the_origins_bytes_are_stored(golden, kv):
 
 def stored_bytes(kv: str, row: Tensor) -> Tensor | None:
     """Of one vector, in its origin's layout; None if it is refused."""
-    cache = PagedKVCache(KVSpec(kv).plan(1), num_kv_heads=1, head_dim=len(row), num_blocks=1)
+    cache = PagedKVCache(KVSpec(kv).plan(1), KVShape(1, len(row)), num_blocks=1)
     paging = PagedSequences(1, cache.block_size)
     try:
         CpuOps().store_kv(row.view(1, 1, -1), row.view(1, 1, -1), cache, 0, paging.batch([paging.add()], [1]))

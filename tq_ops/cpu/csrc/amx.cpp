@@ -64,7 +64,7 @@ void project_amx(const Projection& p, int64_t begin, int64_t end, float* aside) 
 const Kernels& amx_kernels() {
     static const Kernels kernels = [] {
         Kernels made = avx512bf16_kernels();
-        made.scratch_floats = scratch_of_either, made.attend = attend_either, made.tiles = kMaxTiles;
+        made.scratch_floats = scratch_of_either, made.attend = attend_either;
         made.rotate_pairs = rotate_tiles;
         made.prepared_floats = prepared_amx, made.prepare = prepare_amx, made.project = project_amx;
         return made;

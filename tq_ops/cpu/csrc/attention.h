@@ -13,59 +13,6 @@ void exponentials(int rows, const float* before, const float* block, const float
     }
 }
 
-// One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the weights
-// of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its maximum in this
-// block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the logits become p.
-// `SEEN` says that every row sees all n keys.
-template <class Simd, int R, bool SEEN>
-inline __attribute__((always_inline)) void soften_seen(float* logits, bool keep, int n, const int* seen, bool round,
-                                                       int stride, const float* scale, int segments, float* weights,
-                                                       float* maxima, float* totals, float* shrink) {
-    using F = typename Simd::F;
-    auto shown = [&](int r, int i, F x, F other)
-                     __attribute__((always_inline)) { return SEEN ? x : Simd::first(seen[r] - i, x, other); };
-    const F lowest = Simd::set1(-INFINITY);
-    F most[R], sum[R];
-    for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
-    for (int i = 0; i < n; i += Simd::width)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) most[r] = Simd::max(shown(r, i, Simd::load(logits + r * stride + i), lowest), most[r]);
-    float block_max[R], new_max[R], factor[R];
-    for (int r = 0; r < R; ++r) {
-        block_max[r] = Simd::reduce_max(most[r]);
-        new_max[r] = block_max[r] > maxima[r] ? block_max[r] : maxima[r];
-    }
-    exponentials<Simd>(R, maxima, block_max, new_max, shrink, factor);
-    for (int i = 0; i < n; i += Simd::width)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const F logit = Simd::load(logits + r * stride + i);
-            F value = round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
-            value = shown(r, i, value, Simd::zero());
-            sum[r] = Simd::add(sum[r], value);
-            value = Simd::mul(value, Simd::set1(factor[r]));
-            if (keep) Simd::store(logits + r * stride + i, value);
-            for (int s = 0; s < segments; ++s)
-                Simd::store(weights + (s * R + r) * stride + i, Simd::mul(value, Simd::load(scale + s * stride + i)));
-        }
-    for (int r = 0; r < R; ++r) {
-        // One of the products is rounded; a compiler might choose another one for another R.
-        totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
-        maxima[r] = new_max[r];
-    }
-}
-
-// The same; it looks whether every row sees all keys.
-template <class Simd, int R>
-void soften(float* logits, bool keep, int n, const int* seen, bool round, int stride, const float* scale, int segments,
-            float* weights, float* maxima, float* totals, float* shrink) {
-    bool all = n % Simd::width == 0;  // whether every row sees every key, so that nothing is masked
-    for (int r = 0; r < R; ++r) all = all && seen[r] >= n;
-    if (all && round && segments == 1 && !keep)
-        return soften_seen<Simd, R, true>(logits, false, n, seen, true, stride, scale, 1, weights, maxima, totals, shrink);
-    soften_seen<Simd, R, false>(logits, keep, n, seen, round, stride, scale, segments, weights, maxima, totals, shrink);
-}
-
 // Scales that weights are multiplied by, a vector: numbers hold theirs already.
 inline int segments_of(const Side& side) { return side.cell == kNibble ? side.scales_per_vector : 1; }
 
@@ -148,7 +95,7 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
-    void score(Place k, int base, int n, const int* seen, const uint8_t* values, const uint8_t* next_keys) {
+    void score(Place k, int base, int n, const Seen* seen, const uint8_t* values, const uint8_t* next_keys) {
         if (const int packed = packed_keys(base, n, seen)) score_packed(k, packed, values, next_keys);
         score_exact(base, n, seen);
     }
@@ -162,7 +109,7 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
-    void mix(Place v, int base, int n, const int* seen, const uint8_t* next_keys) {
+    void mix(Place v, int base, int n, const Seen* seen, const uint8_t* next_keys) {
         const int packed = weigh(v, base, n, seen);
         if (!packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
         mix_packed(v, packed, next_keys);
@@ -177,12 +124,12 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     // Of how many of a block's first keys a row sees packed ones, 0 of none.
-    int packed_keys(int base, int n, const int* seen) const {
+    int packed_keys(int base, int n, const Seen* seen) const {
         return k_kept.none_in(base, n) ? most_seen(seen) : KeptKeys<R>(k_kept, base, n, seen).packed;
     }
 
     // Replaces the logits of keys in BF16.
-    void score_exact(int base, int n, const int* seen) {
+    void score_exact(int base, int n, const Seen* seen) {
         if (k_kept.none_in(base, n)) return;
         const KeptKeys<R> keys(k_kept, base, n, seen);
         if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, found, logits);
@@ -190,7 +137,7 @@ template <class Simd, class P, int R> struct Attend {
 
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
     // of V.
-    int weigh(Place v, int base, int n, const int* seen) {
+    int weigh(Place v, int base, int n, const Seen* seen) {
         if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
         if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
         const KeptKeys<R> keys(v_kept, base, n, seen);
@@ -204,16 +151,65 @@ template <class Simd, class P, int R> struct Attend {
     }
 
   private:
-    static int most_seen(const int* seen) {
+    static int most_seen(const Seen* seen) {
         int most = 0;
-        for (int r = 0; r < R; ++r) most = larger(seen[r], most);
+        for (int r = 0; r < R; ++r) most = seen[r].any() ? larger(seen[r].end, most) : most;
         return most;
     }
 
+    // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the
+    // weights of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its
+    // maximum in this block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the
+    // logits become p. `SEEN` says that every row sees all n keys, and that one scale and BF16 activations are all there is to
+    // do.
+    template <bool SEEN> __attribute__((always_inline)) void soften(bool keep, int n, const Seen* seen) {
+        using F = typename Simd::F;
+        float *const x = logits, *const to = weights;
+        const float* const scale = v_scale;
+        const int apart = stride, count = SEEN ? 1 : segments;
+        const bool round = SEEN || tile.bf16;
+        auto seen_of = [&](int r, int i, F value, F other)
+                           __attribute__((always_inline)) { return SEEN ? value : shown<Simd>(seen[r], i, value, other); };
+        const F lowest = Simd::set1(-INFINITY);
+        F most[R], sum[R];
+        for (int r = 0; r < R; ++r) most[r] = lowest, sum[r] = Simd::zero();
+        for (int i = 0; i < n; i += Simd::width)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) most[r] = Simd::max(seen_of(r, i, Simd::load(x + r * apart + i), lowest), most[r]);
+        float block_max[R], new_max[R], factor[R];
+        for (int r = 0; r < R; ++r) {
+            block_max[r] = Simd::reduce_max(most[r]);
+            new_max[r] = block_max[r] > tile.maxima[r] ? block_max[r] : tile.maxima[r];
+        }
+        exponentials<Simd>(R, tile.maxima, block_max, new_max, shrink, factor);
+        for (int i = 0; i < n; i += Simd::width)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const F logit = Simd::load(x + r * apart + i);
+                F value =
+                    round ? Simd::exp_bf16(logit, block_max[r]) : Simd::expf(Simd::add(logit, Simd::set1(-block_max[r])));
+                value = seen_of(r, i, value, Simd::zero());
+                sum[r] = Simd::add(sum[r], value);
+                value = Simd::mul(value, Simd::set1(factor[r]));
+                if (!SEEN && keep) Simd::store(x + r * apart + i, value);
+                for (int s = 0; s < count; ++s)
+                    Simd::store(to + (s * R + r) * apart + i, Simd::mul(value, Simd::load(scale + s * apart + i)));
+            }
+        for (int r = 0; r < R; ++r) {
+            // One of the products is rounded; a compiler might choose another one for another R.
+            tile.totals[r] = __builtin_fmaf(tile.totals[r], shrink[r], Simd::reduce_add(sum[r]) * factor[r]);
+            tile.maxima[r] = new_max[r];
+        }
+    }
+
     // With `keep`, where there are values in BF16, the sums of those are left to `weigh`.
-    void soften_block(bool keep, int n, const int* seen) {
-        soften<Simd, R>(logits, keep, n, seen, tile.bf16, stride, v_scale, segments, weights, tile.maxima, tile.totals,
-                        shrink);
+    void soften_block(bool keep, int n, const Seen* seen) {
+        bool all = n % Simd::width == 0 && tile.bf16 && segments == 1 && !keep;
+        for (int r = 0; r < R; ++r) all = all && seen[r].all(n);
+        if (all)
+            soften<true>(false, n, seen);
+        else
+            soften<false>(keep, n, seen);
         if (met_kept && !keep) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
     }
 
@@ -244,8 +240,8 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         // apart in memory, so the hardware prefetcher cannot predict the next one.
         const int next = block + 1 < tile.end_block ? block + 1 : block;
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
-        int seen[R];
-        for (int r = 0; r < R; ++r) seen[r] = smaller(n, tile.limits[r] - base);
+        Seen seen[R];
+        for (int r = 0; r < R; ++r) seen[r] = seen_by(tile, r, base, n);
         fetch_scales(cache.v, v, n);
         keys_ahead.turn();
         rows.score(k, base, n, seen, v.codes, next_k.codes);

@@ -20,6 +20,7 @@ struct HaarkvAttention {
     const int64_t* positions;    // [T]
     const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
     int32_t sequences, max_blocks, num_heads, bf16;
+    int32_t window;  // tokens that a query sees, itself among them; 0 for all
     float softmax_scale;
     int32_t isa, threads;
 };
@@ -56,31 +57,45 @@ struct HaarkvLinear {
     int32_t weight_bf16, bf16, isa, threads;
 };
 
-// One dense layer: its weights, all BF16 or all FP32, and the calls that its cache decides. Norms of heads and biases may be
-// null.
+// One dense layer: its weights, the calls that its cache decides, and what else it declares. Norms of heads, biases and norms
+// behind the mixer and the MLP may be null. Norms are BF16 or FP32, all others of the model's dtype.
 struct HaarkvDenseLayer {
-    const void *input_norm, *q_proj, *k_proj, *v_proj, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_proj;
-    const void *post_norm, *gate_proj, *up_proj, *down_proj;
+    const void *input_norm, *q_proj, *k_proj, *v_proj, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_proj, *mixer_out_norm;
+    const void *post_norm, *gate_proj, *up_proj, *down_proj, *mlp_out_norm;
     const HaarkvStore* store;
     const HaarkvAttention* attention;
+    int64_t intermediate_size;
+    int32_t num_heads, norms_bf16, gelu;
+    int32_t rope, place;  // which of the call's `ropes` and `places` are its own
+    float eps, softmax_scale;
+};
+
+// cos and sin [T, D / 2] of the tokens by one rotary embedding.
+struct HaarkvTurns {
+    const float *cos, *sin;
+};
+
+// Slots [T] and block table [B, max_blocks] of the tokens, as layers of one shape have them.
+struct HaarkvPlaces {
+    const int64_t* slots;
+    const int32_t* block_table;
 };
 
 // What the time of a layer goes to.
-enum Part : int32_t { kNorms, kProjections, kRope, kStore, kAttention, kSwiglu, kResiduals, kParts };
+enum Part : int32_t { kNorms, kProjections, kRope, kStore, kAttention, kGates, kResiduals, kParts };
 
 // One call of `haarkv_layers`.
 struct HaarkvLayers {
     const HaarkvDenseLayer* layers;
-    void* hidden;            // [T, hidden_size] BF16 or FP32, before and after
-    const float *cos, *sin;  // [T, D / 2]
-    const int64_t* slots;    // [T], and so on as in HaarkvStore and HaarkvAttention
-    const int64_t* positions;
+    void* hidden;  // [T, hidden_size] BF16 or FP32, before and after
+    const HaarkvTurns* ropes;
+    const HaarkvPlaces* places;
+    const int64_t* positions;  // [T], and so on as in HaarkvStore and HaarkvAttention
     const int64_t* rows;
-    const int32_t *block_table, *query_start;
+    const int32_t* query_start;
     int64_t* spent;  // [kParts] nanoseconds, to which the caller's are added: of CPU time if threads is 1; or null
-    int64_t count, tokens, hidden_size, intermediate_size;
-    int32_t sequences, max_blocks, num_heads, bf16, isa, threads;
-    float eps, softmax_scale;
+    int64_t count, tokens, hidden_size;
+    int32_t sequences, max_blocks, bf16, isa, threads;
 };
 
 }  // extern "C"

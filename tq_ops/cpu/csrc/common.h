@@ -120,3 +120,22 @@ inline typename Simd::F centroids_of(typename Simd::Table table, const void* wor
     return Simd::lookup(table,
                         Simd::template shift<LEVEL % 2 * 4>(Simd::load_words(static_cast<const char*>(words) + LEVEL / 2)));
 }
+
+// Keys `begin` ... `end` - 1 of a block, which a row sees; none where the end is not behind the beginning.
+struct Seen {
+    int begin, end;
+
+    bool any() const { return begin < end; }
+    bool all(int n) const { return begin <= 0 && end >= n; }
+};
+
+// What row r sees of n keys from `base` on.
+inline Seen seen_by(const Tile& tile, int r, int base, int n) {
+    return {larger(0, tile.starts[r] - base), smaller(n, tile.limits[r] - base)};
+}
+
+// Of keys i and so on, x where a row sees them.
+template <class Simd>
+inline __attribute__((always_inline)) typename Simd::F shown(Seen seen, int i, typename Simd::F x, typename Simd::F other) {
+    return Simd::first(seen.begin - i, other, Simd::first(seen.end - i, x, other));
+}

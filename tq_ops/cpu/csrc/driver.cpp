@@ -55,8 +55,10 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(HaarkvLinear),
         sizeof(RmsNorm),
         sizeof(Rope),
-        sizeof(SiluMul),
+        sizeof(GatedMul),
         sizeof(HaarkvDenseLayer),
+        sizeof(HaarkvTurns),
+        sizeof(HaarkvPlaces),
         sizeof(HaarkvLayers),
     };
     constexpr int kCount = sizeof kSizes / sizeof *kSizes;
@@ -75,8 +77,9 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
             case 2:
                 return a.rope == b.rope;
             case 3:
-                return a.silu_mul == b.silu_mul;
             case 4:
+                return a.gated_mul == b.gated_mul;
+            case 5:
                 return a.quantize == b.quantize;
             default:
                 return a.attend == b.attend && a.rotate == b.rotate && a.rotate_pairs == b.rotate_pairs;

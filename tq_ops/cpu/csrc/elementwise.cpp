@@ -30,8 +30,8 @@ __attribute__((visibility("default"))) void haarkv_rope(const Rope* o) {
     by_rows(*o, kernels_of(o->isa).rope, o->rows, 2 * o->half, o->threads);
 }
 
-__attribute__((visibility("default"))) void haarkv_silu_mul(const SiluMul* o) {
-    by_rows(*o, kernels_of(o->isa).silu_mul, o->count, 1, o->threads);
+__attribute__((visibility("default"))) void haarkv_gated_mul(const GatedMul* o) {
+    by_rows(*o, kernels_of(o->isa).gated_mul, o->count, 1, o->threads);
 }
 
 }  // extern "C"

@@ -57,21 +57,20 @@ template <int R> class KeptAhead {
     const int end_;
 };
 
-// The same in one block. Row r sees keys begin[r] ... end[r] - 1 packed, the others of its seen[r] in BF16. `first` ... n - 1
-// and 0 ... `sinks` - 1 are all keys that any row sees in BF16; `packed`, and none behind, are all that any sees packed.
+// The same in one block. Of what row r sees of it, keys begin[r] ... end[r] - 1 are packed, the others in BF16. `first` ...
+// n - 1 and 0 ... `sinks` - 1 are all keys that any row sees in BF16; `packed`, and none behind, are all that any sees packed.
 template <int R> struct KeptKeys {
     int begin[R], end[R], sinks = 0, first, packed = 0, base;
     bool any = false;  // whether some row sees a key in BF16
 
-    KeptKeys(const KeptRows<R>& rows, int base, int n, const int* seen) : first(n), base(base) {
+    KeptKeys(const KeptRows<R>& rows, int base, int n, const Seen* seen) : first(n), base(base) {
         for (int r = 0; r < R; ++r) {
-            const int most = seen[r] > 0 ? seen[r] : 0;
-            const int sink = rows.sink - base, from = rows.from[r] - base;
-            begin[r] = smaller(sink > 0 ? sink : 0, most);
-            end[r] = smaller(from > begin[r] ? from : begin[r], most);
-            sinks = larger(begin[r], sinks);
+            const int least = seen[r].any() ? seen[r].begin : 0, most = seen[r].any() ? seen[r].end : 0;
+            begin[r] = larger(least, smaller(rows.sink - base, most));
+            end[r] = larger(begin[r], smaller(rows.from[r] - base, most));
+            sinks = least < begin[r] ? larger(begin[r], sinks) : sinks;
             first = end[r] < most ? smaller(first, end[r]) : first;
-            any = any || begin[r] > 0 || end[r] < most;
+            any = any || least < begin[r] || end[r] < most;
             packed = begin[r] < end[r] ? larger(packed, end[r]) : packed;
         }
         first = larger(first, sinks);

@@ -84,8 +84,9 @@ struct Cache {
 struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
-    int64_t kept_row;           // of the sequence, in `Kept`
-    int32_t limits[kMaxRows];   // row r sees keys 0 ... limits[r] - 1 of its sequence
+    int64_t kept_row;          // of the sequence, in `Kept`
+    int32_t starts[kMaxRows];  // row r sees keys starts[r] ... limits[r] - 1 of its sequence
+    int32_t limits[kMaxRows];
     const float* q[kMaxRows];   // [k.levels] rotated, word order
     const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32
     float softmax_scale;
@@ -174,18 +175,18 @@ struct Rope {
     int32_t isa, threads;
 };
 
-// y = silu(gate) * up.
-struct SiluMul {
+// y = silu(gate) * up, or GELU by its tanh in place of SiLU.
+struct GatedMul {
     const float *gate, *up;
     void* y;  // BF16 or FP32
     int64_t count;
-    int32_t bf16, isa, threads;
+    int32_t gelu, bf16, isa, threads;
 };
 
 struct Kernels {
     // Floats of scratch that `attend` needs, for any activations.
     int64_t (*scratch_floats)(const Cache&);
-    // Of tiles that share their KV head, sequence and blocks, up to `tiles` of them.
+    // Of up to kMaxTiles tiles that share their KV head, sequence and blocks.
     void (*attend)(const Cache&, const Tile*, int count, float* scratch);
     // Vectors key ... key + n - 1 of a block as numbers [n, N], scales included; of kChannels [N, 16]. n <= 16, and scratch
     // `bytes` [16, N].
@@ -209,13 +210,12 @@ struct Kernels {
     // Rows, or of the last numbers, begin ... end - 1.
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
     void (*rope)(const Rope&, int64_t begin, int64_t end);
-    void (*silu_mul)(const SiluMul&, int64_t begin, int64_t end);
+    void (*gated_mul)(const GatedMul&, int64_t begin, int64_t end);
     // n BF16 numbers as FP32, and n FP32 numbers rounded to BF16.
     void (*widen)(const uint16_t* x, int64_t n, float* y);
     void (*narrow)(const float* x, int64_t n, uint16_t* y);
     // sum [n] = `share` times the sum of rows x[i * apart], each times factors[i]. Of a factor of 0 none is read.
     void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
-    int tiles;  // that `attend` takes at once, at most kMaxTiles
 };
 
 const Kernels& portable_kernels();

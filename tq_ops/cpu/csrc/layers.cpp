@@ -1,6 +1,7 @@
 // Dense layers, one after the other, for few tokens: the ops of the C interface in the order in which `decoder_layer` calls
 // them, to the same bits, without going back to the caller between them.
 #include <ctime>
+#include <initializer_list>
 
 #include "calls.h"
 #include "driver.h"
@@ -11,7 +12,7 @@ int haarkv_store(const HaarkvStore*);
 void haarkv_attention(const HaarkvAttention*);
 void haarkv_rms_norm(const RmsNorm*);
 void haarkv_rope(const Rope*);
-void haarkv_silu_mul(const SiluMul*);
+void haarkv_gated_mul(const GatedMul*);
 }
 
 namespace {
@@ -45,22 +46,14 @@ struct Between {
     float *q, *k, *v, *turned_q, *turned_k, *gate, *up, *update;
     float *normed, *attended, *product;  // of the model's dtype, and so is q before attention
 
-    Between(const HaarkvLayers& l, int64_t q_size, int64_t kv_size) {
+    Between(const HaarkvLayers& l, int64_t q_size, int64_t kv_size, int64_t inner) {
         const struct {
             float** part;
             int64_t size;
         } parts[] = {
-            {&normed, l.hidden_size},
-            {&q, q_size},
-            {&k, kv_size},
-            {&v, kv_size},
-            {&turned_q, q_size},
-            {&turned_k, kv_size},
-            {&attended, q_size},
-            {&update, l.hidden_size},
-            {&gate, l.intermediate_size},
-            {&up, l.intermediate_size},
-            {&product, l.intermediate_size},
+            {&normed, l.hidden_size}, {&q, q_size},         {&k, kv_size},       {&v, kv_size},
+            {&turned_q, q_size},      {&turned_k, kv_size}, {&attended, q_size}, {&update, l.hidden_size},
+            {&gate, inner},           {&up, inner},         {&product, inner},
         };
         static thread_local Scratch scratch;
         int64_t floats = 0;
@@ -70,52 +63,52 @@ struct Between {
     }
 };
 
-class Layers {
+class Layer {
   public:
-    Layers(const HaarkvLayers& l, const HaarkvDenseLayer& first)
+    Layer(const HaarkvLayers& l, const HaarkvDenseLayer& w, Watch& watch)
         : l_(l),
-          dim_(first.attention->cache.head_dim),
-          kv_heads_(first.attention->cache.num_kv_heads),
-          b_(l, l.num_heads * dim_, kv_heads_ * dim_),
-          watch_(l.spent, l.threads) {}
+          w_(w),
+          watch_(watch),
+          dim_(w.attention->cache.head_dim),
+          q_size_(w.num_heads * dim_),
+          kv_size_(w.attention->cache.num_kv_heads * dim_),
+          b_(l, q_size_, kv_size_, w.intermediate_size) {}
 
     // False if its K and V were refused.
-    bool run(const HaarkvDenseLayer& w) {
-        norm(l_.hidden, l_.bf16, w.input_norm, l_.tokens, l_.hidden_size, b_.normed);
-        const int64_t q_size = l_.num_heads * dim_, kv_size = kv_heads_ * dim_;
-        const HaarkvLinear qkv[] = {linear(b_.normed, l_.hidden_size, w.q_proj, q_size, b_.q),
-                                    linear(b_.normed, l_.hidden_size, w.k_proj, kv_size, b_.k),
-                                    linear(b_.normed, l_.hidden_size, w.v_proj, kv_size, b_.v)};
-        project(qkv, 3);
-        heads(b_.q, w.q_bias, w.q_norm, l_.num_heads, b_.turned_q);
-        heads(b_.k, w.k_bias, w.k_norm, kv_heads_, b_.turned_k);
-        add_bias(b_.v, w.v_bias, kv_size);
-        if (!store(w)) return false;
-        attend(w);
-        const HaarkvLinear o[] = {linear(b_.attended, q_size, w.o_proj, l_.hidden_size, b_.update)};
-        project(o, 1);
-        add_update();
-        norm(l_.hidden, l_.bf16, w.post_norm, l_.tokens, l_.hidden_size, b_.normed);
-        const HaarkvLinear gate_up[] = {linear(b_.normed, l_.hidden_size, w.gate_proj, l_.intermediate_size, b_.gate),
-                                        linear(b_.normed, l_.hidden_size, w.up_proj, l_.intermediate_size, b_.up)};
-        project(gate_up, 2);
-        const SiluMul silu{b_.gate, b_.up, b_.product, l_.tokens * l_.intermediate_size, l_.bf16, l_.isa, l_.threads};
-        haarkv_silu_mul(&silu);
-        watch_.after(kSwiglu);
-        const HaarkvLinear down[] = {linear(b_.product, l_.intermediate_size, w.down_proj, l_.hidden_size, b_.update)};
-        project(down, 1);
-        add_update();
+    bool run() {
+        norm(l_.hidden, l_.bf16, w_.input_norm, l_.tokens, l_.hidden_size, b_.normed);
+        project({linear(b_.normed, l_.hidden_size, w_.q_proj, q_size_, b_.q),
+                 linear(b_.normed, l_.hidden_size, w_.k_proj, kv_size_, b_.k),
+                 linear(b_.normed, l_.hidden_size, w_.v_proj, kv_size_, b_.v)});
+        turn(b_.q, w_.q_bias, w_.q_norm, q_size_, b_.turned_q);
+        turn(b_.k, w_.k_bias, w_.k_norm, kv_size_, b_.turned_k);
+        add_bias(b_.v, w_.v_bias, kv_size_);
+        if (!store()) return false;
+        attend();
+        project({linear(b_.attended, q_size_, w_.o_proj, l_.hidden_size, b_.update)});
+        add_update(w_.mixer_out_norm);
+        const int64_t inner = w_.intermediate_size;
+        norm(l_.hidden, l_.bf16, w_.post_norm, l_.tokens, l_.hidden_size, b_.normed);
+        project({linear(b_.normed, l_.hidden_size, w_.gate_proj, inner, b_.gate),
+                 linear(b_.normed, l_.hidden_size, w_.up_proj, inner, b_.up)});
+        const GatedMul product{b_.gate, b_.up, b_.product, l_.tokens * inner, w_.gelu, l_.bf16, l_.isa, l_.threads};
+        haarkv_gated_mul(&product);
+        watch_.after(kGates);
+        project({linear(b_.product, inner, w_.down_proj, l_.hidden_size, b_.update)});
+        add_update(w_.mlp_out_norm);
         return true;
     }
 
   private:
     const HaarkvLayers& l_;
-    const int64_t dim_, kv_heads_;
+    const HaarkvDenseLayer& w_;
+    Watch& watch_;
+    const int64_t dim_, q_size_, kv_size_;
     const Between b_;
-    Watch watch_;
 
+    // It may write where it reads.
     void norm(const void* x, int32_t bf16, const void* weight, int64_t rows, int64_t width, void* y) {
-        const RmsNorm op{x, weight, y, rows, width, l_.eps, bf16, l_.bf16, l_.isa, l_.threads};
+        const RmsNorm op{x, weight, y, rows, width, w_.eps, bf16, w_.norms_bf16, l_.isa, l_.threads};
         haarkv_rms_norm(&op);
         watch_.after(kNorms);
     }
@@ -124,8 +117,8 @@ class Layers {
         return {weight, x, y, l_.tokens, in, out, l_.bf16, l_.bf16, l_.isa, l_.threads};
     }
 
-    void project(const HaarkvLinear* linears, int count) {
-        project_together(linears, count);
+    void project(std::initializer_list<HaarkvLinear> linears) {
+        project_together(linears.begin(), static_cast<int>(linears.size()));
         watch_.after(kProjections);
     }
 
@@ -139,41 +132,44 @@ class Layers {
         watch_.after(kProjections);
     }
 
-    // Queries or keys [T, heads, D] as projected, to what RoPE makes of them. A norm may write where it reads.
-    void heads(float* x, const void* bias, const void* weight, int64_t heads, float* turned) {
-        add_bias(x, bias, heads * dim_);
+    // Queries or keys [T, heads, D] as projected, to what RoPE makes of them.
+    void turn(float* x, const void* bias, const void* weight, int64_t size, float* turned) {
+        const int64_t heads = size / dim_;
+        add_bias(x, bias, size);
         if (weight) norm(x, false, weight, l_.tokens * heads, dim_, x);
-        const Rope rope{x, l_.cos, l_.sin, turned, l_.tokens * heads, heads, dim_ / 2, l_.isa, l_.threads};
+        const HaarkvTurns& by = l_.ropes[w_.rope];
+        const Rope rope{x, by.cos, by.sin, turned, l_.tokens * heads, heads, dim_ / 2, l_.isa, l_.threads};
         haarkv_rope(&rope);
         watch_.after(kRope);
     }
 
-    bool store(const HaarkvDenseLayer& w) {
-        HaarkvStore call = *w.store;
+    bool store() {
+        HaarkvStore call = *w_.store;
         call.k.x = b_.turned_k, call.v.x = b_.v, call.k.bf16 = call.v.bf16 = 0;
-        call.slots = l_.slots, call.positions = l_.positions, call.query_start = l_.query_start, call.rows = l_.rows;
-        call.tokens = l_.tokens, call.sequences = l_.sequences, call.threads = l_.threads;
+        call.slots = l_.places[w_.place].slots, call.positions = l_.positions, call.query_start = l_.query_start;
+        call.rows = l_.rows, call.tokens = l_.tokens, call.sequences = l_.sequences, call.threads = l_.threads;
         const int refused = haarkv_store(&call);
         watch_.after(kStore);
         return !refused;
     }
 
-    void attend(const HaarkvDenseLayer& w) {
-        HaarkvAttention call = *w.attention;
+    void attend() {
+        HaarkvAttention call = *w_.attention;
         call.q = b_.turned_q, call.out = b_.attended, call.bf16 = l_.bf16;
         if (l_.bf16) {
-            kernels_of(l_.isa).narrow(b_.turned_q, l_.tokens * l_.num_heads * dim_, reinterpret_cast<uint16_t*>(b_.q));
+            kernels_of(l_.isa).narrow(b_.turned_q, l_.tokens * q_size_, reinterpret_cast<uint16_t*>(b_.q));
             call.q = b_.q;
         }
-        call.block_table = l_.block_table, call.query_start = l_.query_start, call.positions = l_.positions;
+        call.block_table = l_.places[w_.place].block_table, call.query_start = l_.query_start, call.positions = l_.positions;
         call.rows = l_.rows, call.sequences = l_.sequences, call.max_blocks = l_.max_blocks;
-        call.num_heads = l_.num_heads, call.softmax_scale = l_.softmax_scale, call.threads = l_.threads;
+        call.num_heads = w_.num_heads, call.softmax_scale = w_.softmax_scale, call.threads = l_.threads;
         haarkv_attention(&call);
         watch_.after(kAttention);
     }
 
-    // The residual: one sum in FP32, rounded once.
-    void add_update() {
+    // The residual: one sum in FP32, rounded once, of the update as it is or as the norm behind it makes it.
+    void add_update(const void* norm_behind) {
+        if (norm_behind) norm(b_.update, false, norm_behind, l_.tokens, l_.hidden_size, b_.update);
         const int64_t n = l_.tokens * l_.hidden_size;
         if (l_.bf16) {
             uint16_t* hidden = static_cast<uint16_t*>(l_.hidden);
@@ -192,10 +188,9 @@ extern "C" {
 
 // Returns 0; or 1 where a layer's K and V are such as `haarkv_store` refuses. The layers before it have stored theirs then.
 __attribute__((visibility("default"))) int haarkv_layers(const HaarkvLayers* l) {
-    if (l->count == 0) return 0;
-    Layers layers(*l, l->layers[0]);
+    Watch watch(l->spent, l->threads);
     for (int64_t i = 0; i < l->count; ++i)
-        if (!layers.run(l->layers[i])) return 1;
+        if (!Layer(*l, l->layers[i], watch).run()) return 1;
     return 0;
 }
 

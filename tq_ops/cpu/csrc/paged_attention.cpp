@@ -16,6 +16,7 @@ namespace {
 
 // Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
 constexpr int kSplitKeys = 1024;
+constexpr int64_t kPassRows = kMaxTiles * kMaxRows;
 // Of rotated queries and partial sums that are kept at a time: for each thread, at least, and at most.
 constexpr int64_t kBytesPerThread = 1 << 20, kLeastBytes = 4 << 20, kMostBytes = 16 << 20;
 
@@ -67,12 +68,16 @@ struct Partials {
     float* kept_sums(int64_t index) const { return kept ? kept_totals(index) + kMaxRows : nullptr; }
 };
 
+// Keys of a sequence that some rows see.
+struct Keys {
+    int begin, end;
+};
+
 // Cuts the rows of every sequence and KV head into passes, and their contexts into splits, a wave at a time.
 class Cutter {
   public:
-    Cutter(const HaarkvAttention& a, int tiles)
+    explicit Cutter(const HaarkvAttention& a)
         : a_(a),
-          most_rows_(tiles * kMaxRows),
           query_floats_(kMaxRows * a.cache.k.levels),
           partial_floats_(Partials::size_of(a.cache)),
           most_floats_(std::clamp(kBytesPerThread * a.threads, kLeastBytes, kMostBytes) / 4) {}
@@ -81,7 +86,7 @@ class Cutter {
     bool next(Wave& wave) {
         wave.clear();
         for (; sequence_ < a_.sequences; ++sequence_, row_ = 0)
-            for (; row_ < rows(); row_ += most_rows_, head_ = 0)
+            for (; row_ < rows(); row_ += kPassRows, head_ = 0)
                 for (; head_ < a_.cache.num_kv_heads; ++head_) {
                     const int64_t floats = wave.partials * partial_floats_ + wave.tiles.size() * query_floats_;
                     if (floats >= most_floats_) return true;
@@ -92,7 +97,7 @@ class Cutter {
 
   private:
     const HaarkvAttention& a_;
-    const int64_t most_rows_, query_floats_, partial_floats_, most_floats_;
+    const int64_t query_floats_, partial_floats_, most_floats_;
     int64_t row_ = 0;
     int sequence_ = 0, head_ = 0;
 
@@ -105,34 +110,35 @@ class Cutter {
         pass.first_tile = static_cast<int64_t>(wave.tiles.size());
         pass.first_partial = wave.partials;
         pass.kv_head = head_;
-        int longest = 0;
-        for (int64_t end = std::min(rows(), row_ + most_rows_), row = row_; row < end; row += kMaxRows, ++pass.tiles)
-            longest = std::max(longest, add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row))));
-        const int blocks = static_cast<int>(divide_up(longest, a_.cache.block_size));
-        for (int block = 0; block < blocks; block += blocks_per_split, ++pass.splits)
-            wave.splits.push_back(
-                {static_cast<int64_t>(wave.passes.size()), pass.splits, block, std::min(blocks, block + blocks_per_split)});
+        Keys keys{std::numeric_limits<int>::max(), 0};
+        for (int64_t end = std::min(rows(), row_ + kPassRows), row = row_; row < end; row += kMaxRows, ++pass.tiles)
+            add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row)), keys);
+        // Splits begin at fixed places of a sequence. What lies before all windows is left out of the first.
+        const int first = keys.begin / a_.cache.block_size;
+        const int end = static_cast<int>(divide_up(keys.end, a_.cache.block_size));
+        for (int block = first / blocks_per_split * blocks_per_split; block < end; block += blocks_per_split, ++pass.splits)
+            wave.splits.push_back({static_cast<int64_t>(wave.passes.size()), pass.splits, std::max(first, block),
+                                   std::min(end, block + blocks_per_split)});
         wave.partials += static_cast<int64_t>(pass.splits) * pass.tiles;
         wave.passes.push_back(pass);
     }
 
-    // Returns how many keys its rows see at most.
-    int add_tile(Wave& wave, int64_t row, int rows) const {
+    // Widens `keys` to those that its rows see.
+    void add_tile(Wave& wave, int64_t row, int rows, Keys& keys) const {
         RowTile t;
         t.tile.rows = rows, t.tile.kv_head = head_;
         t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
         t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
         t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
-        int longest = 0;
         for (int r = 0; r < rows; ++r) {
             const int64_t token = a_.query_start[sequence_] + (row + r) / group();
             t.row[r] = token * a_.num_heads + head_ * group() + (row + r) % group();
             t.tile.own[r] = at(a_.q, a_.bf16, t.row[r] * a_.cache.head_dim);
             t.tile.limits[r] = static_cast<int32_t>(a_.positions[token] + 1);
-            longest = std::max(longest, t.tile.limits[r]);
+            t.tile.starts[r] = a_.window ? std::max(0, t.tile.limits[r] - a_.window) : 0;
+            keys.begin = std::min(keys.begin, t.tile.starts[r]), keys.end = std::max(keys.end, t.tile.limits[r]);
         }
         wave.tiles.push_back(t);
-        return longest;
     }
 };
 
@@ -170,16 +176,14 @@ float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first
 }
 
 // Floats of scratch that `merge` needs.
-int64_t merged_floats(const Cache& cache, int tiles) {
-    return static_cast<int64_t>(tiles) * kMaxRows * (cache.v.levels + 2 * cache.head_dim);
-}
+int64_t merged_floats(const Cache& cache) { return kPassRows * (cache.v.levels + 2 * cache.head_dim); }
 
 // The output of a pass, from what its splits left.
 void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of, const Wave& wave, const Pass& pass,
            float* scratch) {
     const int64_t dim = a.cache.head_dim, most = pass.tiles * kMaxRows;
     float *merged = scratch, *out = merged + most * of.levels, *exact = out + most * dim;
-    float share[kMaxTiles * kMaxRows];
+    float share[kPassRows];
     std::vector<float> factors(pass.splits);
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t)
@@ -260,12 +264,12 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache, kernels.tiles));
+    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;
     float* const scratch = own_scratch.of(a->threads * scratch_size);
-    Cutter cutter(*a, kernels.tiles);
+    Cutter cutter(*a);
     Wave wave;
     while (cutter.next(wave)) {
         const Partials partials(cache, numbers.of(wave.partials * Partials::size_of(cache)));

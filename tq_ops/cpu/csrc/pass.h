@@ -5,7 +5,7 @@ inline void fill_tiles(const Tile* tiles, int count, Tile* filled) {
     for (int t = 0; t < count; ++t) {
         filled[t] = tiles[t], filled[t].rows = kMaxRows;
         for (int r = tiles[t].rows; r < kMaxRows; ++r)
-            filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
+            filled[t].starts[r] = filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
     }
 }
 

@@ -20,7 +20,7 @@ template <class Simd, template <int> class Products> class Pass {
     void see(int base, int n) {
         for (int t = 0; t < count_; ++t) {
             n_[t] = smaller(n, longest_[t] - base);
-            for (int r = 0; r < R; ++r) seen_[t][r] = smaller(n_[t], rows(t).tile.limits[r] - base);
+            for (int r = 0; r < R; ++r) seen_[t][r] = seen_by(rows(t).tile, r, base, n_[t]);
         }
     }
 
@@ -55,7 +55,8 @@ template <class Simd, template <int> class Products> class Pass {
     const int count_;
     float* const found_;  // what is looked up
     alignas(Rows) unsigned char places_[kMaxTiles][sizeof(Rows)];
-    int longest_[kMaxTiles], n_[kMaxTiles], seen_[kMaxTiles][R];
+    int longest_[kMaxTiles], n_[kMaxTiles];
+    Seen seen_[kMaxTiles][R];
     int packed_[kMaxTiles];  // keys of the block that a row of the tile sees packed, and those before them
 
     static int64_t found_floats(const Cache& cache) { return (P::found_floats(cache) + 15) / 16 * 16; }

@@ -13,40 +13,11 @@ namespace {
 #include "common.h"
 #include "exponential.h"
 #include "simd_portable.h"
-#include "float_keys.h"
-#include "float_values.h"
-#include "float_products.h"
-#include "vectors.h"
-#include "unpacked.h"
-#include "stored_numbers.h"
-#include "kept.h"
-#include "attention.h"
-#include "pass.h"
-#include "pass_attention.h"
-#include "projection.h"
-#include "elementwise.h"
-template <int R> using Products = FloatProducts<Portable, Portable, R>;
+#include "every_kernel.h"
 }  // namespace
 
 const Kernels& portable_kernels() {
-    static constexpr Kernels kernels = {
-        scratch_of_passes<Portable, Products>,
-        attend_pass<Portable, Products>,
-        numbers_of<Portable>,
-        rotate<Portable>,
-        nullptr,
-        quantize<Portable>,
-        prepared_floats<Portable>,
-        prepare<Portable>,
-        project<Portable>,
-        rms_norm<Portable>,
-        rope,
-        silu_mul<Portable>,
-        widen,
-        narrow,
-        add_up,
-        kMaxTiles,
-    };
+    static constexpr Kernels kernels = every_kernel<Portable, Portable>();
     return kernels;
 }
 

@@ -20,7 +20,7 @@ struct Together {
     uint16_t* const numbers;
     float* const row_bytes;  // of each two tiles
     alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
-    int seen[kMaxTiles][R];
+    Seen seen[kMaxTiles][R];
 
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
         : cache(cache),
@@ -41,7 +41,7 @@ struct Together {
 
     void see(int base, int n) {
         for (int t = 0; t < count; ++t)
-            for (int r = 0; r < R; ++r) seen[t][r] = smaller(n, rows(t).tile.limits[r] - base);
+            for (int r = 0; r < R; ++r) seen[t][r] = seen_by(rows(t).tile, r, base, n);
     }
 
     // Logits of a block's first n keys.
@@ -117,9 +117,9 @@ struct Together {
     }
 
     // As the tile's own `weigh`, and its products'.
-    bool weigh(TileRows<R>& of, int n, const int* seen) {
+    bool weigh(TileRows<R>& of, int n, const Seen* seen) {
         bool all = n == kStretch, any = false;
-        for (int r = 0; r < R; ++r) all = all && seen[r] >= n, any = any || seen[r] > 0;
+        for (int r = 0; r < R; ++r) all = all && seen[r].all(n), any = any || seen[r].any();
         for (int r = 0; r < R; ++r) of.shrink[r] = 1.0f;
         if (!any) return false;
         auto soften = all ? soften_to_bytes<R, true> : soften_to_bytes<R, false>;

@@ -75,12 +75,12 @@ inline void put_weight_bytes(const float* weights, float inverse, int8_t* bytes)
 // Turns logits [R, kStretch] of a block, of which row r sees seen[r], into weights `scale * p`, and those into bytes: row r's
 // at `bytes + r * kChunk`. `SEEN` says that every row sees all keys. Returns the steps of the integers.
 template <int R, bool SEEN>
-inline void soften_to_bytes(float* logits, const int* seen, const float* scale, float most_total, float* maxima, float* totals,
-                            float* shrink, float* steps, int8_t* bytes) {
+inline void soften_to_bytes(float* logits, const Seen* seen, const float* scale, float most_total, float* maxima,
+                            float* totals, float* shrink, float* steps, int8_t* bytes) {
     static_assert(R == 8);
     constexpr int kRegisters = kStretch / 16;
-    auto shown = [&](int r, int i, __m512 x, __m512 other)
-                     __attribute__((always_inline)) { return SEEN ? x : Avx512::first(seen[r] - i * 16, x, other); };
+    auto seen_of = [&](int r, int i, __m512 x, __m512 other)
+                       __attribute__((always_inline)) { return SEEN ? x : shown<Avx512>(seen[r], i * 16, x, other); };
     const __m512 lowest = Avx512::set1(-INFINITY), share = Avx512::set1(1.0f / most_total);
     __m512 most[R], sum[R], total[R];
 #pragma GCC unroll 8
@@ -88,7 +88,7 @@ inline void soften_to_bytes(float* logits, const int* seen, const float* scale, 
         most[r] = lowest;
 #pragma GCC unroll 8
         for (int i = 0; i < kRegisters; ++i)
-            most[r] = Avx512::max(shown(r, i, Avx512::load(logits + r * kStretch + i * 16), lowest), most[r]);
+            most[r] = Avx512::max(seen_of(r, i, Avx512::load(logits + r * kStretch + i * 16), lowest), most[r]);
     }
     float block_max[R], factor[R], inverse[R];
     const __m256 block = largest_of_eight(most);
@@ -101,7 +101,7 @@ inline void soften_to_bytes(float* logits, const int* seen, const float* scale, 
 #pragma GCC unroll 8
         for (int i = 0; i < kRegisters; ++i) {
             float* at = logits + r * kStretch + i * 16;
-            const __m512 p = shown(r, i, Avx512::exp_bf16(Avx512::load(at), block_max[r]), Avx512::zero());
+            const __m512 p = seen_of(r, i, Avx512::exp_bf16(Avx512::load(at), block_max[r]), Avx512::zero());
             const __m512 weight = Avx512::mul(Avx512::mul(p, by), Avx512::load(scale + i * 16)), size = _mm512_abs_ps(weight);
             Avx512::store(at, weight);
             sum[r] = Avx512::add(sum[r], p), most[r] = Avx512::max(size, most[r]),

@@ -1,0 +1,132 @@
+"""CPU attention of layers with a sliding window: what a query sees, in rings of blocks that have begun anew."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from op_tables import LAYER, every_table, relative
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+
+BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
+LEARNED = made_up.calibration(LAYER + 1, 2, 128)
+KINDS = [
+    KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=q4_0,v=q8_0"), KVSpec("tq4", tail=33, sink=3),
+    KVSpec("k=bf16,v=tq5", sink=9),
+    KVSpec("tbq4_0"), KVSpec("q8_0", tail=20, sink=5), KVSpec("k=lr128,v=lr64", tail=7, calibration=LEARNED),
+    KVSpec("kivi2", tail=40), KVSpec("tq4_seed"),
+]  # fmt: skip
+SIZES = (30, 1, 1, 64, 9, 1, 64, 64, 1, 1)
+CHUNK = 64
+
+
+def rings(kv: KVSpec, window: int, block_size: int = 32) -> tuple[PagedKVCache, PagedSequences]:
+    """A cache whose rings are as short as chunks of `CHUNK` let them be."""
+    cache = PagedKVCache(
+        kv.plan(LAYER + 1), KVShape(2, 128, window), num_blocks=64, num_rows=2, row_blocks=64, block_size=block_size,
+        ring_chunk=CHUNK, chunk=CHUNK,
+    )  # fmt: skip
+    return cache, PagedSequences(64, block_size, num_rows=2)
+
+
+def stored(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
+    """Store random K and V of a batch by the reference; queries [T, 10, 128] fp32 of it."""
+    generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions)
+    reference.store_kv(*torch.randn(2, tokens, 2, 128, generator=generator), cache, LAYER, batch)
+    return 2 * torch.randn(tokens, 10, 128, generator=generator)
+
+
+@every_table
+@DTYPES
+@pytest.mark.parametrize("kv", KINDS, ids=str)
+def test_a_query_sees_its_window_alone(table, kv, dtype):
+    """Two sequences, one further than the other; sinks count as long as the window holds them."""
+    window = (40, 200, 1)[KINDS.index(kv) % 3]
+    cache, paging = rings(kv, window)
+    ids, ops = [paging.add(), paging.add()], table.open()
+    for seed, sizes in enumerate(zip(SIZES, SIZES[::-1], strict=True)):
+        batch = paging.batch(ids, sizes)
+        q = stored(cache, batch, seed).to(dtype)
+        ours, theirs = (by.paged_attention(q, cache, LAYER, batch, 128**-0.5) for by in (ops, reference))
+        assert relative(ours, theirs) <= BOUNDS[dtype]
+
+
+@every_table
+@DTYPES
+@pytest.mark.parametrize("kv", [KINDS[0], KINDS[1], KINDS[3]], ids=str)
+def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
+    """Of tokens whose windows reach over the end of a split of 1,024 keys."""
+    ops, first, tokens = table.open(), 15 * CHUNK, 1160
+    k, v = torch.randn(2, tokens, 2, 128, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(tokens, 10, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads, sizes, companion in ((1, (64,), False), (2, (64, 1, 7, 30), True), (5, (13,), True)):
+            torch.set_num_threads(threads)
+            cache, paging = rings(kv, 300, block_size=128)
+            ids, outs, begin = [paging.add(), paging.add()], [], 0
+            for step in range(tokens):
+                size = CHUNK if begin < first else sizes[step % len(sizes)]
+                batch = paging.batch(ids[1:], [min(tokens, begin + size) - begin])
+                reference.store_kv(k[begin : begin + size], v[begin : begin + size], cache, LAYER, batch)
+                if begin >= first:
+                    outs.append(attended(ops, cache, batch, q[begin : begin + size], paging, ids[0] if companion else None))
+                begin += size
+                if begin >= tokens:
+                    break
+            found.append(torch.cat(outs))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in pairwise(found))
+
+
+def attended(
+    ops: OpTable, cache: PagedKVCache, batch: Batch, q: Tensor, paging: PagedSequences, companion: int | None
+) -> Tensor:
+    """Attention of a batch of one sequence, beside a token of a companion where there is one."""
+    if companion is None:
+        return ops.paged_attention(q, cache, LAYER, batch, 0.1)
+    other = paging.batch([companion], [1])
+    stored(cache, other, 0)
+    blocks = max(batch.block_table.shape[1], other.block_table.shape[1])
+    tables = (torch.nn.functional.pad(x.block_table, (0, blocks - x.block_table.shape[1]), value=-1) for x in (other, batch))
+    both = Batch(
+        torch.cat([other.positions, batch.positions]), torch.cat([other.slot_mapping, batch.slot_mapping]),
+        torch.cat(list(tables)), torch.cat([other.seq_lens, batch.seq_lens]),
+        torch.cat([other.query_start_loc, batch.query_start_loc[1:] + 1]), torch.cat([other.rows, batch.rows]),
+    )  # fmt: skip
+    return ops.paged_attention(torch.cat([q[:1], q]), cache, LAYER, both, 0.1)[1:]
+
+
+@every_table
+@DTYPES
+def test_what_lies_before_the_window_is_not_read(table, dtype):
+    """Blocks of another owner are given to others once no window holds them: neither they nor their numbers are looked at."""
+    whole = PagedKVCache(KVSpec("tq4", sink=5).plan(LAYER + 1), KVShape(2, 128), num_blocks=40, block_size=64)
+    paging, ops, window = PagedSequences(40, 64), table.open(), 300
+    sequence = paging.add()
+    stored(whole, paging.batch([sequence], [2000]), 0)
+    batch = paging.batch([sequence], [3])
+    q = stored(whole, batch, 1).to(dtype)
+    one = PagedKVCache.over(
+        whole.plan.layers[LAYER], LAYER, (whole.k_fields(LAYER), whole.v_fields(LAYER)), whole.kept(LAYER), 128, window
+    )
+    theirs = reference.paged_attention(q, one, LAYER, batch, 0.1)
+    before = (2000 - window + 1) // 64
+    for vectors in (side.vectors for side in whole.kept(LAYER)):
+        vectors.fill_(float("nan"))
+    for fields in (whole.k_fields(LAYER), whole.v_fields(LAYER)):
+        fields["scale"][:before] = float("nan")
+    batch.block_table[:, :before] = -(2**30)
+    assert relative(ops.paged_attention(q, one, LAYER, batch, 0.1), theirs) <= BOUNDS[dtype]

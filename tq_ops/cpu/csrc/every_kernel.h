@@ -1,0 +1,37 @@
+// Every kernel over one register type. Of nibbles, the values of few words are looked up in registers of `Narrow`.
+#include "float_keys.h"
+#include "float_values.h"
+#include "float_products.h"
+#include "vectors.h"
+#include "unpacked.h"
+#include "stored_numbers.h"
+#include "kept.h"
+#include "attention.h"
+#include "pass.h"
+#include "pass_attention.h"
+#include "projection.h"
+#include "elementwise.h"
+
+template <class Simd, class Narrow> struct InFloats {
+    template <int R> using Products = FloatProducts<Simd, Narrow, R>;
+};
+
+template <class Simd, class Narrow> constexpr Kernels every_kernel() {
+    return {
+        scratch_of_passes<Simd, InFloats<Simd, Narrow>::template Products>,
+        attend_pass<Simd, InFloats<Simd, Narrow>::template Products>,
+        numbers_of<Simd>,
+        rotate<Simd>,
+        nullptr,
+        quantize<Simd>,
+        prepared_floats<Simd>,
+        prepare<Simd>,
+        project<Simd>,
+        rms_norm<Simd>,
+        rope,
+        gated_mul<Simd>,
+        widen,
+        narrow,
+        add_up,
+    };
+}
