@@ -49,9 +49,9 @@ class MixerKind:
 
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
     """Projections, norms of heads and biases of an `Attention`."""
-    hidden = Axis(hidden_size)
-    queries = Axis(mixer.heads.q_size, cut=True, unit=mixer.head_dim)
-    keys = Axis(mixer.heads.kv_size, cut=True, unit=mixer.head_dim, shared=True)
+    hidden = Axis(hidden_size, "hidden")
+    queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
+    keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
     rows = {"q": queries, "k": keys, "v": keys}
     tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
     if mixer.head_norms:

@@ -13,12 +13,14 @@ class Axis:
     """One axis of a weight.
 
     Attributes:
+        name: what it counts: hidden, q, kv, mlp, …
         cut: each rank holds a part of it; else every rank has it whole.
         unit: it is cut at multiples of this, such as a head's rows.
         shared: where there are fewer units than ranks, several ranks hold the same one.
     """
 
     size: int
+    name: str = ""
     cut: bool = False
     unit: int = 1
     shared: bool = False

@@ -114,7 +114,7 @@ def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
     """Every tensor of a layer, by its field, under its Hugging Face name within the layer."""
 
     def norm(name: str) -> StoredTensor:
-        return StoredTensor(f"{name}.weight", (Axis(hidden_size),), plus_one=layer.norm.plus_one)
+        return StoredTensor(f"{name}.weight", (Axis(hidden_size, "hidden"),), plus_one=layer.norm.plus_one)
 
     tensors = {"input_norm": norm("input_layernorm")}
     tensors |= kind_of(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
@@ -129,8 +129,8 @@ def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
 
 
 def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
-    mlp, hidden = layer.mlp, Axis(hidden_size)
-    inner = Axis(mlp.width, cut=True)
+    mlp, hidden = layer.mlp, Axis(hidden_size, "hidden")
+    inner = Axis(mlp.width, "mlp", cut=True)
     gated = {
         f"{name}_proj": (f"{name}_proj.weight", (hidden, inner) if name == "down" else (inner, hidden))
         for name in ("gate", "up", "down")
@@ -153,7 +153,7 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
-    outer = Axis(config.vocab_size, cut=True), Axis(config.hidden_size)
+    outer = Axis(config.vocab_size, "vocab", cut=True), Axis(config.hidden_size, "hidden")
     tensors = {EMBEDDING: StoredTensor(EMBEDDING, outer)}
     for index in range(config.num_layers):
         tensors |= {tensor.name: tensor for tensor in layer_tensors(config, index).values()}

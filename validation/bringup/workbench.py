@@ -166,7 +166,7 @@ class Workbench:
     def first_layer(self) -> DecoderModel:
         """The model with its first layer alone."""
         weights = replace(self.model.weights, layers=self.model.weights.layers[:1])
-        return DecoderModel(replace(self.config, num_layers=1), weights, self.model.rope)
+        return replace(self.model, config=self.config.with_layers(1), weights=weights)
 
     def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
         """The executor on trial, for the whole model or its first layer; one serves every plan that it supports."""
@@ -230,8 +230,13 @@ _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 @cache
 def _model_digest(name: str, layers: int | None) -> str:
     """A digest of a model's files by name, size and date, and of the small ones' contents."""
+<<<<<<< HEAD
     path = path_of(name)
     if path is None:
+=======
+    folder = path_of(name)
+    if folder is None:
+>>>>>>> main
         return f"{name} {layers}"
     parts: list[bytes] = []
     for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):

@@ -214,9 +214,11 @@ def _write(file: Path, content: str) -> None:
 
 def _counted(row: FidelityRow, side: Session, window: int) -> FidelityRow:
     """The row with the bytes of a cache as the product allocates it for a window."""
-    heads, dim, plan = side.config.heads.num_kv_heads, side.config.heads.head_dim, side.plan
-    size = plan.bytes_per_token(heads, dim) + plan.kept_bytes(heads, dim) / window
-    return replace(row, bytes_per_token=size, bits_per_value=8 * size / (2 * len(plan.layers) * heads * dim))
+    shapes, plan = side.config.kv_shapes, side.plan
+    blocks, exact = blocks_for(window), KVSpec("bf16").plan(len(plan.layers))
+    kept, exact_rings = plan.ring_bytes(shapes, blocks) + plan.kept_bytes(shapes), exact.ring_bytes(shapes, blocks)
+    size, exact_size = plan.bytes_per_token(shapes) + kept / window, exact.bytes_per_token(shapes) + exact_rings / window
+    return replace(row, bytes_per_token=size, bits_per_value=16 * size / exact_size)
 
 
 def with_calibrations(setup: Setup, entries: Sequence[Entry], context: int) -> list[Entry]:

@@ -130,7 +130,7 @@ def load_setup(
     if BASELINE in caches:
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
-    ends = DecoderModel(config, replace(loaded.weights, layers=()), loaded.rope).to(base.executor.device)
+    ends = replace(loaded, weights=replace(loaded.weights, layers=())).to(base.executor.device)
     return Setup(ends, base, caches, weights_fingerprint(loaded), uneven)
 
 

@@ -88,12 +88,11 @@ class Ledger:
         for part in parts:
             key, tokens = (drive, layer, part.name), replace(now[part.name], chances=likely.get(part.name))
             kept = self._stored[key] = self._stored[key] + tokens if key in self._stored else tokens
-            if differs and (verdict := self._judge_part(kept, part)) is not None:
+            if differs and (verdict := self._judge_part(kept, part, self._cache.shape(layer).num_kv_heads)) is not None:
                 verdicts[verdict.stage] = verdict
         return verdicts
 
-    def _judge_part(self, kept: _Tokens, part: Part) -> Verdict | None:
-        heads = self._cache.num_kv_heads
+    def _judge_part(self, kept: _Tokens, part: Part, heads: int) -> Verdict | None:
         of_heads = [slice(None), *(slice(head, head + 1) for head in range(heads) if heads > 1)]
         found: list[tuple[float, str, int | None]] = []
         for some in of_heads:

@@ -5,7 +5,7 @@ numbers cut off where they are to be rounded, and what goes wrong around the lay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
+from haarkv.models.config import Rope
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, V, other
+from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, V, Whole, other
 from haarkv.validation.layers.parts import read_as
-from haarkv.validation.layers.slips import OtherRope, last_positions
+from haarkv.validation.layers.slips import last_positions, with_bases, with_tables
 
 LONGEST = 262
 """Tokens of a prompt in which every fault of `long_faults` shows: positions of nine bits, and three blocks."""

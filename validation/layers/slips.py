@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import Rope
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch

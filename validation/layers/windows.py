@@ -45,10 +45,10 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
     if not any(windows.values()):
         return stored
     changed = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in stored.items()}
-    starts = batch.query_start_loc.long()
+    starts, placed = batch.query_start_loc.long(), cache.placed(layer, batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
-        toward, token = _toward(q[queries].float(), cache.shape(0).num_kv_heads), torch.arange(length)
+        toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
         for part in parts_of(cache, layer):
             window = windows[part.side]
             if window is None or part.name.startswith("sink"):

@@ -92,7 +92,7 @@ class Plain:
         return f"{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype).removeprefix('torch.')}"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Random inputs; the two of `silu_mul` are halves of one tensor."""
+        """Random inputs; the two of `silu_mul` and `gelu_mul` are halves of one tensor."""
         generator = torch.Generator().manual_seed(3)
 
         def random(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
@@ -125,7 +125,7 @@ class Plain:
         """Against the formula; one rounding is allowed where the op rounds to BF16."""
         arguments, before = self.arguments(device), self.arguments(device)
         ours, expected = getattr(table, self.op)(*arguments), self.expected()
-        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul")
+        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul", "gelu_mul")
         fault = _misshapen(ours, expected, BF16 if rounds else FP32) or _changed(arguments, before)
         return Finding(relative(ours, expected), bounds.LAYER_BF16.rounded_op if rounds else bounds.LAYER_FP32.op, fault)
 
@@ -170,7 +170,7 @@ class Attention(_OnCache):
         made, batch = _filled_once(self.cache, device)
         shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, made, LAYER, batch, self.cache.head_dim ** -0.5
+        return q, made, LAYER, batch, self.cache.head_dim**-0.5
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
         """Each head's output of each token, against its own length."""

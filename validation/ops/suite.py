@@ -25,6 +25,7 @@ _PLAIN = {
     "linear": ((1, 64, 3), (1, 1000, 700), (2, 37, 9), (3, 128, 24), (5, 66, 17), (8, 4096, 40), (12, 96, 8), (40, 32, 16)),
     "rope": ((4, 5, 64), (1, 40, 128), (3, 2, 256)),
     "silu_mul": ((2, 1100), (1, 7)),
+    "gelu_mul": ((2, 1100), (1, 7)),
 }
 # Every pair of format, head_dim, group, batch and length, as far as a format has the head_dim.
 ATTENTION = (
@@ -38,6 +39,9 @@ ATTENTION = (
     CacheCase("tq4", 256, 2, 2, 128, (128, 512, 0), (1, 1, 3)),
     CacheCase("tq4", 256, 5, 1, 24, (0, 40, 100), (11, 1, 2)),
     CacheCase("tq4", 256, 8, 1, 128, (2047,), (1,)),
+    CacheCase("tq4", 128, 2, 2, 16, (0, 120), (9, 7), window=40),
+    CacheCase("tq4", 256, 4, 1, 128, (1300, 2), (1, 1), window=512),
+    CacheCase("tq4", 64, 5, 2, 8, (60, 30), (3, 1), tail=5, sink=2, window=20),
     CacheCase("tbq4_0", 128, 5, 2, 128, (0, 126, 512), (3, 3, 1)),
     CacheCase("tbq4_0", 128, 8, 1, 128, (2047,), (1,)),
     CacheCase("tbq4_0", 128, 1, 2, 8, (0, 2, 120), (1, 1, 1)),

@@ -17,6 +17,7 @@ from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable
 
 

@@ -38,6 +38,7 @@ from haarkv.tq_ops.formats.learned import MULTIPLE
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
@@ -81,11 +82,13 @@ def learn_model(
     """
     learning, config = learning or Learning(), model.config
     lengths = [len(window) for window in (*windows, *held_back)]
-    inv_freq, context = inverse_frequencies(config), context or max(map(len, windows))
+    context = context or max(map(len, windows))
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
-        metric = metric_of_values(model.weights.layers[layer].o_proj, config.heads.num_kv_heads, config.heads.head_dim)
+        mixer = config.layers[layer].attention
+        inv_freq = inverse_frequencies(mixer.rope)
+        metric = metric_of_values(model.weights.layers[layer]["o_proj"], mixer.num_kv_heads, mixer.head_dim)
         own, other, after = Sums(metric), Sums(metric), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             of_window = Sums(metric)
@@ -104,9 +107,8 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
     config, blocks = model.config, blocks_for(len(hidden))
     plan = KVSpec("bf16").plan(config.num_layers)
-    page = round(
-        BLOCK_SIZE * sum(f.bytes_per_vector(config.heads.head_dim) for f in plan.layers[layer]) * config.heads.num_kv_heads
-    )
+    shape = config.layers[layer].attention.kv_shape
+    page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
     cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
     paging = PagedSequences(blocks, cache.block_size, num_rows=1)

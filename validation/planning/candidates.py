@@ -78,7 +78,7 @@ def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calib
         InputError: naming the format.
     """
     for name in names:
-        if plan_for(KVSpec(name, calibration=learned), config).windowed:
+        if plan_for(KVSpec(name, calibration=learned), config).keeps_tokens:
             raise InputError(
                 f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
             )
@@ -86,9 +86,8 @@ def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calib
 
 def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
     """Bits of one number of K or V, all included, as allocated for one sequence of so many tokens."""
-    shape, slots = (config.heads.num_kv_heads, config.heads.head_dim), BLOCK_SIZE * blocks_for(context)
-    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * slots
-    return 8 * cache_bytes(kv, context, *shape) / values
+    shapes, exact = config.kv_shapes, KVSpec("bf16").plan(config.num_layers)
+    return 16 * cache_bytes(kv, context, shapes) / cache_bytes(exact, context, shapes)
 
 
 def size_of(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:

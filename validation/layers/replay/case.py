@@ -89,8 +89,7 @@ class LayerCase:
 
     def describe(self) -> str:
         """Its size in words."""
-        config = self.config
-        width = config.moe_intermediate_size if config.num_experts else config.common.mlp.width
+        config, width = self.config, self.config.common.mlp.width
         sequences, heads = len(self.batch.seq_lens), config.heads.num_kv_heads
         return (
             f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
@@ -119,6 +118,9 @@ def capture(
     """
     if finding.layer is None:
         raise InputError(f"what was found at {finding.stage} is in no single layer, and a replay file holds one")
+    shape = model.config.kv_shapes[finding.layer]
+    if shape is None or shape.window is not None:
+        raise InputError(f"layer {finding.layer} has a sliding window or no K and V; a replay file holds layers that keep all")
     schedule = Schedule(prompts, steps, plan)
     trusted = Reference(reference, model, schedule.new_cache(model))
     paging = schedule.paging(trusted.cache)
@@ -153,7 +155,8 @@ def _case(
     kv, bases = formats.describe(*plan.layers[index]), None
     if calibration and is_learned(kv):
         bases = calibration.k[index], calibration.v[index]
-    config = replace(model.config, num_layers=index + 1, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    layers = (model.config.layers[index],) * (index + 1)
+    config = replace(model.config, layers=layers, vocab_size=VOCABULARY, tied=True)
     weights, places = model.weights.layers[index], (forward.batch, forward.phase, forward.step)
     return compact(LayerCase(config, weights, kv, plan.recent, plan.sink, bases, made.hidden_in, made.before, *places))
 

@@ -3,7 +3,7 @@
 tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
           in BF16, window.k, sink.k, …; batch.NAME; learned.SIDE.NAME for formats of learned coordinates; expected.hidden,
           .k, .v and .PART.FIELD, which the reference made of it
-metadata  haarkv_replay: "2"; config, kv, tail ("" for none), sink, phase, step: as in `LayerCase`; finding, reference,
+metadata  haarkv_replay: "3"; config, kv, tail ("" for none), sink, phase, step: as in `LayerCase`; finding, reference,
           candidate: what failed and how; versions; sha256, of all of the rest
 """
 
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.config import ModelConfig
-from haarkv.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from haarkv.models.weights import LayerWeights, tensors_of
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
@@ -34,7 +36,7 @@ from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
 from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, forward_of, is_learned
 
-VERSION = "2"
+VERSION = "3"
 _KEYS = {
     "haarkv_replay", "config", "kv", "tail", "sink", "phase", "step", "finding", "reference", "candidate", "versions",
     "sha256",
@@ -69,7 +71,7 @@ def dumps(file: ReplayFile) -> bytes:
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(case, file.made).items()}
     metadata = {
         "haarkv_replay": VERSION,
-        "config": json.dumps(asdict(case.config), sort_keys=True),
+        "config": json.dumps(_described(case.config), sort_keys=True),
         "kv": case.kv,
         "tail": "" if case.tail is None else str(case.tail),
         "sink": str(case.sink),
@@ -147,8 +149,8 @@ def load(path: Path | str) -> ReplayFile:
 
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
-    weights = config.family.LayerWeights.assembled(config, _by_hf_name(config, tensors).__getitem__)
-    batch = Batch(**{part.name: tensors[f"batch.{part.name}"] for part in fields(Batch)})
+    weights = _weights(config, tensors)
+    batch = Batch(**{part.name: tensors[f"batch.{part.name}"] for part in fields(Batch) if part.init})
     learned = None
     if "learned.k.mean" in tensors:
         k, v = (Basis(*(tensors[f"learned.{side}.{part.name}"] for part in fields(Basis))) for side in "kv")
@@ -163,27 +165,42 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     return case
 
 
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """A config whose layers are all alike: their number, and one of them."""
+    described = asdict(replace(config, layers=()))
+    return described | {"layers": config.num_layers, "layer": asdict(config.common)}
+
+
 def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
     values = dict(raw)
-    scaling = values.pop("rope_scaling")
+    count, layer = values.pop("layers"), values.pop("layer")
+    if type(count) is not int or not 1 <= count <= _MOST_LAYERS:
+        raise ValueError(f"its layer is the {count}th, and models have at most {_MOST_LAYERS}")
+    rope = layer["mixer"].pop("rope")
+    scaling = rope.pop("scaling")
     of_rope: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
-    config = ModelConfig(**values | {"eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": of_rope})
-    if not 1 <= config.num_layers <= _MOST_LAYERS:
-        raise ValueError(f"its layer is the {config.num_layers}th, and models have at most {_MOST_LAYERS}")
+    mlp = Experts if "per_token" in layer["mlp"] else Dense
+    declared = Layer(
+        Attention(rope=Rope(**rope, scaling=of_rope), **layer["mixer"]), mlp(**layer["mlp"]), Norm(**layer["norm"]),
+        layer["norms_behind"],
+    )  # fmt: skip
+    given = {"eos_token_ids": tuple(values["eos_token_ids"]), "final_norm": Norm(**values["final_norm"])}
+    config = ModelConfig(**values | given | {"layers": (declared,) * count})
     if config.vocab_size != VOCABULARY:
         raise ValueError(f"its vocabulary has {config.vocab_size} tokens, not {VOCABULARY}")
     return config
 
 
-def _by_hf_name(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _weights(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LayerWeights:
     """The layer's weights, each of the shape that the config asks for."""
-    found = {}
-    for path, part in config.family.LayerWeights.tensors_of(config).items():
-        tensor = tensors[f"weights.{path}"]
-        if tuple(tensor.shape) != part.shape or tensor.dtype != tensors["hidden"].dtype:
-            raise ValueError(f"{path} is {tensor.dtype} {list(tensor.shape)}, not {list(part.shape)}")
-        found[part.name] = tensor
-    return found
+    found, names = {}, {}
+    for field, stored in tensors_of(config.common, config.hidden_size).items():
+        tensor = tensors[f"weights.{field}"]
+        dtype = torch.float32 if stored.plus_one else tensors["hidden"].dtype
+        if tuple(tensor.shape) != stored.shape or tensor.dtype != dtype:
+            raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(stored.shape)}")
+        found[field], names[field] = tensor, stored.name
+    return LayerWeights(found, names)
 
 
 def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:

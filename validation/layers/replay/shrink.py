@@ -11,7 +11,8 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import Layer, ModelConfig
+from haarkv.models.weights import tensors_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
@@ -78,8 +79,7 @@ def shrink(case: LayerCase, reference: Make, fails: Fails, seconds: float, on_tr
 
 def _size(case: LayerCase) -> tuple[int, ...]:
     config, context = case.config, int(case.batch.seq_lens.sum())
-    widths = config.hidden_size, config.common.mlp.width, config.moe_intermediate_size
-    return case.index, case.tokens, context, config.heads.num_heads, *widths
+    return case.index, case.tokens, context, config.heads.num_heads, config.hidden_size, config.common.mlp.width
 
 
 # -- Each yields smaller cases, the smallest first ---------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _size(case: LayerCase) -> tuple[int, ...]:
 def _earlier_layers(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
     """The layer's place chooses the rotation, and how many layers an executor has to be made for."""
     for index in range(min(case.index, 2)):
-        yield replace(case, config=replace(case.config, num_layers=index + 1))
+        yield replace(case, config=case.config.with_layers(index + 1))
 
 
 def _fewer_sequences(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
@@ -136,9 +136,14 @@ def _fewer_heads(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
 
 
 def _narrower(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
-    for axis in ("intermediate_size", "moe_intermediate_size", "hidden_size"):
-        whole = getattr(case.config, axis)
-        yield from (_cut(case, {axis: torch.arange(width)}, {axis: width}) for width in _WIDTHS if width < whole)
+    config, layer = case.config, case.config.common
+    for width in _WIDTHS:
+        if width < layer.mlp.width:
+            narrow = replace(layer, mlp=replace(layer.mlp, width=width))
+            yield _cut(case, {"mlp": torch.arange(width)}, _of(config, narrow))
+    for width in _WIDTHS:
+        if width < config.hidden_size:
+            yield _cut(case, {"hidden": torch.arange(width)}, replace(config, hidden_size=width))
 
 
 # -- Cutting -----------------------------------------------------------------------------------------------------------
@@ -215,10 +220,16 @@ def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
     config, dim = case.config, case.config.heads.head_dim
     whole = config.heads.num_heads // config.heads.num_kv_heads
     queries = [head * whole + query for head in heads for query in range(group)]
-    rows = {"kv_size": _of_heads(heads, dim), "q_size": _of_heads(queries, dim)}
+    rows = {"kv": _of_heads(heads, dim), "q": _of_heads(queries, dim)}
     before = {side: {name: tensor[:, heads] for name, tensor in fields.items()} for side, fields in case.before.items()}
     fewer = replace(case, before=before, bases=_bases(case.bases, heads))
-    return _cut(fewer, rows, {"num_kv_heads": len(heads), "num_heads": len(queries)})
+    mixer = replace(config.common.attention, num_kv_heads=len(heads), num_heads=len(queries))
+    return _cut(fewer, rows, _of(config, replace(config.common, mixer=mixer)))
+
+
+def _of(config: ModelConfig, layer: Layer) -> ModelConfig:
+    """The same with another layer in each place."""
+    return replace(config, layers=(layer,) * config.num_layers)
 
 
 def _of_heads(heads: Sequence[int], dim: int) -> Tensor:
@@ -232,23 +243,22 @@ def _bases(bases: tuple[Basis, Basis] | None, heads: list[int]) -> tuple[Basis, 
     return k, v
 
 
-def _cut(case: LayerCase, kept: Mapping[str, Tensor], sizes: Mapping[str, int]) -> LayerCase:
+def _cut(case: LayerCase, kept: Mapping[str, Tensor], config: ModelConfig) -> LayerCase:
     """Some rows and columns of the weights.
 
     Args:
         kept: by the name of an axis.
-        sizes: of the config, in their place.
+        config: that declares what is left.
     """
-    axes = {path: part.axes for path, part in case.config.family.LayerWeights.tensors_of(case.config).items()}
+    stored = tensors_of(case.config.common, case.config.hidden_size)
 
-    def cut(path: str, tensor: Tensor) -> Tensor:
-        for place, axis in enumerate(axes[path]):
-            if axis in kept:
-                tensor = tensor.index_select(place, kept[axis])
+    def cut(field: str, tensor: Tensor) -> Tensor:
+        for place, axis in enumerate(stored[field].axes):
+            if axis.name in kept:
+                tensor = tensor.index_select(place, kept[axis.name])
         return tensor.contiguous()
 
-    config: ModelConfig = replace(case.config, **sizes)  # type: ignore[arg-type]
-    hidden = case.hidden[:, kept["hidden_size"]] if "hidden_size" in kept else case.hidden
+    hidden = case.hidden[:, kept["hidden"]] if "hidden" in kept else case.hidden
     return replace(case, config=config, weights=case.weights.changed(cut), hidden=hidden)
 
 
