@@ -230,13 +230,8 @@ _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 @cache
 def _model_digest(name: str, layers: int | None) -> str:
     """A digest of a model's files by name, size and date, and of the small ones' contents."""
-<<<<<<< HEAD
     path = path_of(name)
     if path is None:
-=======
-    folder = path_of(name)
-    if folder is None:
->>>>>>> main
         return f"{name} {layers}"
     parts: list[bytes] = []
     for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):
