@@ -33,7 +33,7 @@ def talk(session, conversations, names, turns, seed=0, alone=True):
 
 
 def test_every_answer_is_that_of_the_conversation_alone(session, tmp_path):
-    block = 2 * 128 * session.plan.bytes_per_token(session.config.heads.num_kv_heads, session.config.heads.head_dim)
+    block = 2 * 128 * session.plan.bytes_per_token(session.config.kv_shapes)
     one = Conversations(session, 10**9)._bytes_of(128)
     budget = 4 * one
     conversations = Conversations(session, budget, tmp_path / "c")

@@ -207,16 +207,17 @@ class Table:
     name, device, simulated, batches_alike = "table", torch.device("cpu"), False, True
 
     def __init__(self, seed, vocab=VOCAB):
-        self.config = SimpleNamespace(num_kv_heads=1, head_dim=64, vocab_size=vocab, max_position_embeddings=64, num_layers=1)
+        self.config = SimpleNamespace(
+            kv_shapes=(KVShape(1, 64),), state_shapes={}, state_bytes=0, vocab_size=vocab, max_position_embeddings=64,
+            num_layers=1,
+        )  # fmt: skip
         self.logits = 1.5 * torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
 
-    def verify(self, token_ids, batch, cache):
-        return self.logits[token_ids]
+    def forward(self, token_ids, batch, cache):
+        return token_ids
 
-    decode = verify
-
-    def prefill(self, token_ids, batch, cache):
-        return self.logits[token_ids[batch.query_start_loc[1:].long() - 1]]
+    def head(self, hidden):
+        return self.logits[hidden]
 
 
 PLAN = KVSpec("bf16").plan(1)

@@ -72,7 +72,7 @@ def test_a_shared_prefix_is_not_computed_again(session):
         alone, shared = (session.generate(text, max_new_tokens=3, stored=of) for of in (None, stored))
         assert shared.texts == alone.texts
         reused = shared.completions[0].reused_tokens
-        assert reused == reusable(stored, ids, session.plan)
+        assert reused == reusable(stored, ids, session.new_cache(1, 128)[0])
         assert ids[:reused] == list(stored.token_ids[:reused])
         assert shared.timing.prefill_tokens == len(ids) - reused
         assert reused or session.plan.keeps_tokens or text == "spam"
@@ -102,10 +102,10 @@ def test_a_prefix_stores_what_the_whole_did(spec):
     allowed = []
     for length in (1, 100, 200, 236, 250, 268, 299):
         other = [*range(length), *([-1] * (300 - length))]
-        common = reusable(stored, other, plan)
+        cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=1)
+        common = reusable(stored, other, cache)
         assert common in (0, length)
         allowed += [length] * bool(common)
-        cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=1)
         paging = PagedSequences(4, 128, num_rows=1)
         sequence = put(stored, cache, paging, common)
         for begin in range(common, 300, 50):
@@ -120,9 +120,10 @@ def test_a_prefix_stores_what_the_whole_did(spec):
 def test_only_the_last_token_is_left_of_a_prompt_that_is_stored():
     plan = KVSpec("tq4").plan(1)
     _, stored = stored_of(plan)
-    assert reusable(stored, range(300), plan) == 299
-    assert reusable(stored, range(40), plan) == 39
-    assert reusable(stored, [7, *range(1, 300)], plan) == 0
+    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=1)
+    assert reusable(stored, range(300), cache) == 299
+    assert reusable(stored, range(40), cache) == 39
+    assert reusable(stored, [7, *range(1, 300)], cache) == 0
 
 
 def test_what_others_left_in_a_block_is_not_taken():
@@ -158,7 +159,7 @@ def test_requantizing_keeps_what_is_known_best():
     """From `tq8` the error is that of `tq4`; tokens that the window still holds go over in BF16 without loss."""
     before, after = KVSpec("tq8", tail=40, sink=2).plan(1), KVSpec("tq4", tail=40, sink=2).plan(1)
     x, stored = stored_of(before)
-    changed = requantized(stored, before, after, 1, 64)
+    changed = requantized(stored, before, after, KVShape(1, 64))
     assert torch.equal(changed.tensors["layers.0.k.window"], stored.tensors["layers.0.k.window"])
     _, direct = stored_of(after)
     of = after.k(0)
@@ -210,7 +211,7 @@ def test_another_place_is_refused_by_name(file, other, words):
 
 
 def test_tables_tell_rotations_and_coordinates_apart():
-    shape = resized(SHAPE, num_layers=2)
+    shape = ModelShape.uniform(2, 1, 64, 32, 400)
     specs = [KVSpec("lr64", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
     plans = [KVSpec("tq4").plan(2), KVSpec("tq3").plan(2)]
     plans += [spec.plan(2) for spec in specs]

@@ -138,7 +138,7 @@ class TestModel:
         whole = balance(planted.outlier_channels(tiny(), 30))
         dim = tiny().config.heads.head_dim
         for ours, theirs in zip(made.model.weights.layers, whole.model.weights.layers, strict=True):
-            assert torch.equal(ours.v_proj[dim:], theirs.v_proj[dim:])
+            assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
 def test_what_is_said_of_it():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 TIED = CONFIG | {"tie_word_embeddings": True}
 BYTES = list(b"every byte counts")
@@ -70,22 +72,29 @@ def test_a_config_is_read_field_by_field(tmp_path):
     )  # fmt: skip
 
 
+def windows(*seen):
+    return tuple(KVShape(2, 32, window) for window in seen)
+
+
 @pytest.mark.parametrize(
     ("entries", "field", "value"),
     [
-        ({"rope_theta": 5e5}, "rope_theta", 5e5),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}, "rope_theta", 2e6),
-        ({"rope_scaling": None}, "rope_theta", 1e4),
-        ({"head_dim": None}, "head_dim", 128),
-        ({"num_key_value_heads": None}, "num_kv_heads", 4),
+        ({"rope_theta": 5e5}, "common.attention.rope.theta", 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}, "common.attention.rope.theta", 2e6),
+        ({"rope_scaling": None}, "common.attention.rope.theta", 1e4),
+        ({"head_dim": None}, "heads.head_dim", 128),
+        ({"num_key_value_heads": None}, "heads.num_kv_heads", 4),
         ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
         ({"eos_token_id": None}, "eos_token_ids", ()),
         ({"sliding_window": 4096, "use_sliding_window": False}, "num_layers", 2),
         ({"layer_types": ["full_attention"] * 2}, "num_layers", 2),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, "kv_shapes", windows(None, 64)),
+        ({"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+         "kv_shapes", windows(64, None)),
     ],
 )
 def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
-    assert getattr(read_config(tmp_path, CONFIG | entries), field) == value
+    assert attrgetter(field)(read_config(tmp_path, CONFIG | entries)) == value
 
 
 @pytest.mark.parametrize(
@@ -111,8 +120,9 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ({"rope_parameters": "default"}, "rope_parameters"),
         ({"rope_theta": "large"}, "rope_theta"),
         ({"rope_theta": -1.0}, "rope_theta"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window 0 is no number of tokens"),
+        ({"layer_types": ["full_attention"]}, "layer_types does not name the kind of each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of the type 'chunked_attention'"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"hidden_size": None}, "hidden_size"),
@@ -183,8 +193,9 @@ def test_published_sizes_have_their_published_parameters():
 
 def test_the_narrow_model_is_as_deep_as_14b_and_small():
     narrow, wide = SIZES["narrow"], QWEN3_14B
-    assert (narrow.num_layers, narrow.head_dim, narrow.rope_theta) == (wide.num_layers, wide.head_dim, wide.rope_theta)
-    assert narrow.num_parameters() < 30e6
+    assert (narrow.num_layers, narrow.heads.head_dim) == (wide.num_layers, wide.heads.head_dim)
+    assert narrow.common.attention.rope == wide.common.attention.rope
+    assert num_parameters(narrow) < 30e6
 
 
 def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):

@@ -74,7 +74,7 @@ def complete(server: Server) -> list[Answer]:
 
 
 def bytes_per_token(plan: KVPlan) -> float:
-    return plan.bytes_per_token(CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+    return plan.bytes_per_token(CONFIG.kv_shapes)
 
 
 def test_each_served_token_is_the_references_or_nearly_as_good_to_it(served, record_property):

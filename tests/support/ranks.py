@@ -22,7 +22,7 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Alone, Ranks, Split
-from haarkv.models.weights import Weights, assemble, checkpoint_axes
+from haarkv.models.weights import Weights, assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.ranks import follow, gathered
 from haarkv.validation.layers.runner import validate
@@ -30,7 +30,7 @@ from haarkv.validation.layers.runner import validate
 _TIMEOUT_S = 300
 _PROCESSES = multiprocessing.get_context("forkserver")
 # Modules of the package alone: the server does not know this folder.
-_PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu", "haarkv.models.qwen3_14b"])
+_PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu", "haarkv.models.catalog"])
 
 
 def on_ranks(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -72,10 +72,10 @@ def _run(place: Place, sender: Any, job: Callable[..., Any], args: Sequence[Any]
 
 def part_of(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
     """A rank's part of a model that is here whole."""
-    split, axes = Split(whole.config, ranks.rank, ranks.size), checkpoint_axes(whole.config)
+    split, stored = Split(whole.config, ranks.rank, ranks.size), checkpoint_tensors(whole.config)
     tensors = dict(whole.weights.named())
-    weights: Weights = assemble(split.part, lambda name: tensors[name][split.of(axes[name])].clone())
-    return DecoderModel(split.part, weights, whole.rope, ranks)
+    weights: Weights = assemble(split.part, lambda name: tensors[name][split.of(stored[name].axes)].clone())
+    return DecoderModel.of(split.part, weights, ranks)
 
 
 def run_small(
@@ -155,7 +155,10 @@ def validated(
     part = part_of(whole, Faulty(ranks, fault) if fault else ranks)
     if fault == "a rank has another's keys":
         of_first = part_of(whole, Alone(0, ranks.size)).weights.layers
-        layers = tuple(replace(ours, k_proj=first.k_proj) for ours, first in zip(part.weights.layers, of_first, strict=True))
+        layers = tuple(
+            ours.changed(lambda field, tensor, first=first: first[field] if field == "k_proj" else tensor)
+            for ours, first in zip(part.weights.layers, of_first, strict=True)
+        )
         part = replace(part, weights=replace(part.weights, layers=layers))
     on_trial = open_executor(executor, part, plan)
     if ranks.rank:

@@ -44,12 +44,11 @@ def dense_config(
 def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
     """A model like another whose layers are all alike, in other sizes; `changes` by the names of `dense_config`.
 
-    num_experts, moe_intermediate_size and num_experts_per_tok give every layer experts.
+    num_experts, moe_intermediate_size, num_experts_per_tok and norm_topk_prob give every layer experts.
     """
     mixer, mlp, norm = config.common.attention, config.common.mlp, config.common.norm
-    experts = {
-        name: changes.pop(name) for name in ("num_experts", "moe_intermediate_size", "num_experts_per_tok") if name in changes
-    }
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    experts = {name: changes.pop(name) for name in names if name in changes}
     before = {
         "model_type": config.model_type, "num_layers": config.num_layers, **mixer.heads._asdict(),
         "intermediate_size": mlp.width, "rope_theta": mixer.rope.theta, "rope_scaling": mixer.rope.scaling,
@@ -61,7 +60,7 @@ def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
     if not experts:
         return made
     count, chosen, width = experts["num_experts"], experts.get("num_experts_per_tok", 2), experts["moe_intermediate_size"]
-    mlps = Experts(count, chosen, width)
+    mlps = Experts(count, chosen, width, normalized=experts.get("norm_topk_prob", False))
     return replace(made, layers=tuple(replace(layer, mlp=mlps) for layer in made.layers))
 
 

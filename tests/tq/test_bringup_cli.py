@@ -206,11 +206,8 @@ class Overtaking(ReferenceExecutor):
         order = model.config.num_layers > 1
         self._reversed = replace(model, weights=replace(model.weights, layers=model.weights.layers[:: -1 if order else 1]))
 
-    def prefill(self, token_ids, batch, cache):
-        return self._reversed.prefill(token_ids, batch, cache, self.ops)
-
-    def decode(self, token_ids, batch, cache):
-        return self._reversed.decode(token_ids, batch, cache, self.ops)
+    def forward(self, token_ids, batch, cache):
+        return self._reversed.forward(token_ids, batch, cache, self.ops)
 
 
 def test_layers_that_are_right_one_by_one_and_wrong_together_fail_free_running(bringup, trial):
@@ -221,9 +218,13 @@ def test_layers_that_are_right_one_by_one_and_wrong_together_fail_free_running(b
 class Forgetting(ReferenceExecutor):
     """Predicts another token once a text is longer than any that was validated."""
 
-    def decode(self, token_ids, batch, cache):
-        logits = super().decode(token_ids, batch, cache)
-        return logits.roll(1, -1) if int(batch.seq_lens.max()) == 22 else logits
+    def forward(self, token_ids, batch, cache):
+        self._length = int(batch.seq_lens.max())
+        return super().forward(token_ids, batch, cache)
+
+    def head(self, hidden):
+        logits = super().head(hidden)
+        return logits.roll(1, -1) if self._length == 22 else logits
 
 
 def test_another_token_fails_the_text(bringup, trial):
@@ -234,12 +235,12 @@ def test_another_token_fails_the_text(bringup, trial):
 class Refusing(ReferenceExecutor):
     """A compiler that refuses a length, in eighty lines."""
 
-    def decode(self, token_ids, batch, cache):
+    def forward(self, token_ids, batch, cache):
         if int(batch.seq_lens.max()) >= 60:
             raise RuntimeError(
                 "[ERROR] AICore: UB overflow in kernel 17\n" + "\n".join(f"#{n} at /home/someone/x.cpp" for n in range(80))
             )
-        return super().decode(token_ids, batch, cache)
+        return super().forward(token_ids, batch, cache)
 
 
 def test_a_call_that_raises_fails_the_latency_in_one_line_and_a_log(bringup, trial):

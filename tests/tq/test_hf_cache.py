@@ -5,7 +5,7 @@ import gc
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from tq.hf.config import head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.packed import Packed
@@ -604,7 +604,9 @@ def test_import_needs_neither_torch_nor_transformers_and_says_what_is_missing():
 
 # -- A plan file ------------------------------------------------------------------------------------------------------------
 def write_plan(path, spec, **changes):
-    shape = ModelShape(**{**asdict(model_shape(config_of("qwen3"), 2)), **changes})
+    right = model_shape(config_of("qwen3"), 2)
+    heads = {name: changes.pop(name) for name in ("num_kv_heads", "head_dim") if name in changes}
+    shape = replace(right, layers=tuple(replace(layer, **heads) for layer in right.layers), **changes)
     path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
     return path
 

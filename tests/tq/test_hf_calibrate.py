@@ -55,7 +55,7 @@ def test_learned_nibbles_are_nearer_than_tq4_of_the_same_bytes(family):
     assert error["lr32"] < 0.7 * error["tq4"]
     cache = tq.TQCache(model.config, kv="lr32", calibration=file)
     stats = model(input_ids=unseen, past_key_values=cache).past_key_values.stats()
-    assert stats.layers[0].used == 2 * 4 * file.shape.num_kv_heads * 60 * (16 + 2)
+    assert stats.layers[0].used == 2 * 4 * file.shape.layers[0].num_kv_heads * 60 * (16 + 2)
 
 
 def test_generation_goes_on_from_the_cache():
@@ -118,7 +118,7 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
     tq.calibrate(model, windows(1, 40), out=path)
     with safe_open(path, "pt") as stored:
         assert stored.metadata()["haarkv_calibration"] == "2"
-    assert calibration_file.load(path).shape.head_dim == 32
+    assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
         tq.TQCache(SMALL["gpt_neox"]().config, kv="lr32", calibration=path)
     with pytest.raises(InputError, match="leave out kv, tail, sink, skip_layers and calibration"):

@@ -37,9 +37,7 @@ def tables(layer: int, head_dim: int) -> oracles.Tables:
 
 
 def shapes_of(config) -> oracles.Shapes:
-    return oracles.Shapes(
-        config.heads.num_heads, config.heads.num_kv_heads, config.heads.head_dim, config.rope_theta, config.final_norm.eps
-    )
+    return oracles.Shapes(*config.heads, config.common.attention.rope.theta, config.final_norm.eps)
 
 
 @dataclass
@@ -256,8 +254,9 @@ def wrong_reader(side, dequantize):
         def read(inner, fields, asked):
             return dequantize(inner, fields, asked) if asked == layer else inner.dequantize(fields, asked)
 
-        sides = getattr(cache, f"_{side}")
-        sides[layer] = replace(sides[layer], kv_format=WrongReader(sides[layer].kv_format, read))
+        right = getattr(cache.states[layer], side)
+        wrong = replace(right, kv_format=WrongReader(right.kv_format, read))
+        cache._kv[layer] = replace(cache.states[layer], **{side: wrong})
 
     return fault
 
@@ -456,7 +455,7 @@ def test_rope(config):
     x = normal(len(positions), 3, config.heads.head_dim)
     ours = reference.rope(x, *table_of(config).at(positions))
     expected = [
-        [oracles.rope(head, position, config.rope_theta) for head in token]
+        [oracles.rope(head, position, config.common.attention.rope.theta) for head in token]
         for token, position in zip(x.double().numpy(), positions.tolist(), strict=True)
     ]
     # The published tables hold position * inv_freq in FP32: the angle is off by up to 2**-24 of itself for the product and

@@ -21,6 +21,8 @@ from small_models import CONFIGS, KV_FORMATS, SMALL, at_slots, cache_tensors, ne
 from torch import Tensor
 
 from haarkv.codebooks import haar_rotation, lloyd_max
+from haarkv.executors.base import last_rows, prefill
+from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, CacheFullError, PagedSequences
@@ -79,17 +81,17 @@ class Outcome:
 
     def prefill(self, **tokens: Sequence[int]) -> dict[str, Tensor]:
         """The next tokens of some sequences: logits by name."""
-        return self._forward(self.model.prefill, tokens)
+        return self._forward(tokens)
 
     def decode(self, **tokens: int) -> dict[str, Tensor]:
         """One more token of some sequences."""
-        return self._forward(self.model.decode, {name: [token] for name, token in tokens.items()})
+        return self._forward({name: [token] for name, token in tokens.items()})
 
     def free(self, name: str) -> None:
         self.paging.free(self.ids.pop(name))
         del self.places[name]
 
-    def _forward(self, forward, tokens):
+    def _forward(self, tokens):
         for name in tokens:
             if name not in self.ids:
                 self.ids[name], self.places[name] = self.paging.add(), []
@@ -102,7 +104,8 @@ class Outcome:
                 self.places[name].append(next(slots))
         ids = torch.tensor([t for new in tokens.values() for t in new])
         with torch.inference_mode():
-            logits = forward(ids, batch, self.cache, self._ops)
+            hidden = self.model.forward(ids, batch, self.cache, self._ops)
+            logits = self.model.head(last_rows(hidden, batch), self._ops)
         return dict(zip(tokens, logits, strict=True))
 
     def _store(self, k, v, cache, layer, batch):
@@ -522,8 +525,7 @@ def test_infinities_left_in_slots_of_nobody_do_not_leak(kv):
         paging = PagedSequences(6, BLOCK, order=[3, 1, 0, 4, 2, 5])
         batch = paging.batch([paging.add(), paging.add()], [BLOCK + 3, 2])
         tokens = torch.arange(BLOCK + 5) % config.vocab_size
-        with torch.inference_mode():
-            results.append(MODEL.prefill(tokens, batch, cache, reference))
+        results.append(prefill(ReferenceExecutor(MODEL), tokens, batch, cache))
     assert torch.isfinite(results[0]).all()
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

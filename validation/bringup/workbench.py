@@ -230,11 +230,11 @@ _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 @cache
 def _model_digest(name: str, layers: int | None) -> str:
     """A digest of a model's files by name, size and date, and of the small ones' contents."""
-    folder = path_of(name)
-    if folder is None:
+    path = path_of(name)
+    if path is None:
         return f"{name} {layers}"
     parts: list[bytes] = []
-    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+    for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):
         stat = file.stat()
         parts.append(f"{file.name} {stat.st_size}".encode())
         parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())

@@ -83,8 +83,8 @@ def expected_attention(plan, q, k, v, queries=slice(None)):
     return out[queries]
 
 
-def normal(shapes, seed):
-    return torch.randn(shapes, generator=torch.Generator().manual_seed(seed))
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=False, dim=DIM, block=64):
