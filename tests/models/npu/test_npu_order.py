@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from aicore.conflicts import conflicts
-from aicore.schedule import Operand, Schedule, Task, read_schedule
+from aicore.emission import Recorder
+from aicore.order import read_order, roots
+from aicore.schedule import Operand, Schedule, Task
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import Unordered
@@ -17,8 +19,6 @@ from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.tq_ops.npu.sim.order import read_order, roots
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 pytestmark = needs_pypto
 # Two tiles, of 16 sequences and of 2; one context takes several steps of 256 keys. Three tiles: two of one sequence.
@@ -51,9 +51,8 @@ class Run:
 
 
 def ran(program, arguments):
-    with Simulator() as simulator:
-        run = simulator.run(program, arguments, Mode.SCHEDULE)
-    return Run(program, run.order, read_schedule(run.schedule))
+    with Recorder() as simulator:
+        return Run(program, *simulator.schedule(program, arguments))
 
 
 def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from aicore.build import compile_leaves
 from aicore.leaf import Leaf, read_leaves
 from aicore.machine import Machine
+from aicore.order import TaskOrder, read_order
 from aicore.schedule import Schedule, read_schedule
 from aicore.toolchain import Toolchain
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode, Request, Simulator
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,22 @@ class Emission:
         return {a.name: t for a, t in zip(self.program.arguments, arguments, strict=True) if a.output}
 
 
-def emit(simulator: Simulator, program: Program, arguments: Sequence[Tensor]) -> Emission:
+class Recorder(Simulator):
+    """A simulator that can say how a call would be scheduled."""
+
+    worker = "aicore.record"
+
+    def schedule(self, program: Program, arguments: Sequence[Tensor]) -> tuple[list[TaskOrder], Schedule]:
+        """PyPTO's table of the tasks of a call, and the record of its scheduler."""
+        self.run(program, arguments, Mode.COST)
+        return read_order(self._answer["topology"], self._answer["control_flow"]), read_schedule(self._answer["schedule"])
+
+    def _call(self, request: Request) -> dict[str, Any]:
+        self._answer = super()._call(request)
+        return self._answer
+
+
+def emit(simulator: Recorder, program: Program, arguments: Sequence[Tensor]) -> Emission:
     """Compile a program and record how its call with these arguments would be scheduled.
 
     Raises:
@@ -46,5 +63,4 @@ def emit(simulator: Simulator, program: Program, arguments: Sequence[Tensor]) ->
         InputError: what it gave is not what PyPTO 0.2.0 gives.
     """
     leaves = read_leaves(simulator.run(program, arguments, Mode.COMPILE).sources)
-    schedule = read_schedule(simulator.run(program, arguments, Mode.SCHEDULE).schedule)
-    return Emission(program, tuple(leaves), schedule, tuple(arguments))
+    return Emission(program, tuple(leaves), simulator.schedule(program, arguments)[1], tuple(arguments))

@@ -87,7 +87,7 @@ class Schedule:
 
 
 def read_schedule(text: str) -> Schedule:
-    """A schedule from the record of `Mode.SCHEDULE`.
+    """A schedule from the record of a run.
 
     Raises:
         InputError: it is not what PyPTO 0.2.0 logs.

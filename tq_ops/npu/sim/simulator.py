@@ -28,7 +28,6 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.refusals import refusal
-from haarkv.tq_ops.npu.sim.order import TaskOrder
 from haarkv.tq_ops.npu.versions import installed, unsimulated
 from haarkv.tq_ops.temporary import TemporaryFolder
 
@@ -38,18 +37,16 @@ class Mode(Enum):
 
     NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
     before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
-    numbers are not computed. COMPILE: every pass, then the AICore C++. SCHEDULE: as COST, with a record of every task that
-    the scheduler starts, and the tables of what waits for what.
+    numbers are not computed. COMPILE: every pass, then the AICore C++.
     """
 
     NUMBERS = "numbers"
     VERIFY = "verify"
     COST = "cost"
     COMPILE = "compile"
-    SCHEDULE = "schedule"
 
 
-_WITHOUT_NUMBERS = (Mode.COST, Mode.COMPILE, Mode.SCHEDULE)
+_WITHOUT_NUMBERS = (Mode.COST, Mode.COMPILE)
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,7 @@ class Execution:
         rows: PyPTO's comparisons, in VERIFY.
         cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
             own complaints in VERIFY.
-        order: the tasks of the run and what waits for what, in SCHEDULE.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
-        schedule: in SCHEDULE, what the scheduler logged of its tasks; `tests/support/aicore.schedule` reads it.
     """
 
     seconds: float
@@ -119,9 +114,7 @@ class Execution:
     cycles: int | None = None
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
-    order: list[TaskOrder] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
-    schedule: str = ""
 
 
 class SimulatorError(InputError):
@@ -144,9 +137,13 @@ class Simulator:
     The process starts with the first call and again after one that killed it. Use it as a context manager or call
     `close`; one that is forgotten ends with its process.
 
+    Attributes:
+        worker: the module whose `serve` is the process.
     Raises:
         InputError: PyPTO or a compiler is missing.
     """
+
+    worker = "haarkv.tq_ops.npu.sim.worker"
 
     def __init__(self) -> None:
         if reason := unavailable():
@@ -203,7 +200,7 @@ class Simulator:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
             answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
-            [Task(*task) for task in answer["tasks"]], answer["order"], answer["sources"], answer["schedule"],
+            [Task(*task) for task in answer["tasks"]], answer["sources"],
         )  # fmt: skip
 
     def _take_outputs(
@@ -249,7 +246,7 @@ class Simulator:
             work.mkdir(exist_ok=True)
             with (self._folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, str(theirs.fileno())],
+                    [sys.executable, "-c", _BOOT, self.worker, str(theirs.fileno())],
                     cwd=work, env=_environment(self._tools()), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
@@ -281,7 +278,10 @@ class Simulator:
 
 
 _TAIL = 120  # characters of the log that fit into a line
-_BOOT = "import sys; from haarkv.tq_ops.npu.sim import worker; worker.serve(worker.Connection(int(sys.argv[1])))"
+_BOOT = (
+    "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
+    "import_module(sys.argv[1]).serve(Connection(int(sys.argv[2])))"
+)
 
 
 _PYTHON3 = """#!/bin/sh

@@ -15,6 +15,8 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from csv import DictReader
 from functools import cache
 from multiprocessing.connection import Connection
@@ -29,8 +31,6 @@ from pypto.frontend.parser import entry
 
 from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
-from haarkv.tq_ops.npu.sim.order import read_order
-from haarkv.tq_ops.npu.sim.record import recorded
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
 from haarkv.tq_ops.temporary import TemporaryFolder
 
@@ -86,9 +86,6 @@ def _options(mode: Mode) -> dict[str, dict[str, Any]]:
     stage = pypto.CompStage
     if mode is Mode.COST:
         return {"runtime_options": _SIM}
-    if mode is Mode.SCHEDULE:
-        # Without it the tables of what waits for what are not written; the cycles are the same.
-        return {"runtime_options": _SIM, "debug_options": {"runtime_debug_mode": 1}}
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
     verify = {"enable_pass_verify": True, "pass_verify_save_tensor": True, "pass_verify_error_tol": _LOOSE}
@@ -120,33 +117,28 @@ def _run(request: Request) -> dict[str, Any]:
         goldens[index] = stored.map()
     if mode in (Mode.NUMBERS, Mode.VERIFY):
         pypto.set_verify_golden_data(goldens=goldens)
-    schedule = ""
     began = time.perf_counter()
-    if mode is Mode.COMPILE:
-        _with_fake_toolchain(lambda: _kernel(program, mode)(*tensors))
-    elif mode is Mode.SCHEDULE:
-        schedule = recorded(lambda: _kernel(program, mode)(*tensors))
-    else:
+    with _fake_toolchain() if mode is Mode.COMPILE else nullcontext():
         _kernel(program, mode)(*tensors)
     seconds = time.perf_counter() - began
     # The verifier's files are C streams, which are otherwise flushed at exit only.
     ctypes.CDLL(None).fflush(None)
     folders = sorted(Path("output").glob("output_*"), key=lambda p: p.stat().st_mtime_ns)
     result = {"seconds": seconds, "rows": [], "filled": [], "cycles": None, "report": "", "tasks": [], "sources": {}}
-    result |= {"order": [], "schedule": schedule}
     for folder in folders[-1:]:
         _collect(folder, request, tensors, result)
     shutil.rmtree("output", ignore_errors=True)
     return result
 
 
-def _with_fake_toolchain(compile_program: Any) -> None:
+@contextmanager
+def _fake_toolchain() -> Iterator[None]:
     """Code generation asks where the toolkit is and, given a folder with its include path, writes the C++ and stops."""
     root = Path("toolkit").absolute()
     (root / "include/pto").mkdir(parents=True, exist_ok=True)
     os.environ["ASCEND_HOME_PATH"] = str(root)
     try:
-        compile_program()
+        yield
     finally:
         del os.environ["ASCEND_HOME_PATH"]
 
@@ -177,9 +169,6 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         result["tasks"] = [
             (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
         ]
-    if (table := folder / "dyn_topo.txt").exists():
-        control = "".join(p.read_text(encoding="utf-8") for p in folder.glob("kernel_aicpu/controlFlow_*.cpp"))
-        result["order"] = read_order(table.read_text(encoding="utf-8"), control)
     # The kernel functions include a header of the control flow: all sources, each in its place.
     sources = folder.glob("kernel_*/*") if request.mode is Mode.COMPILE else ()
     for source in sorted(p for p in sources if p.suffix in (".cpp", ".h")):

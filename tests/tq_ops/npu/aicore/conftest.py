@@ -4,11 +4,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from aicore.emission import Recorder
 from aicore.toolchain import find_toolchain
 from executed_leaves import ROWS
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
+from haarkv.tq_ops.npu.sim.simulator import unavailable
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def toolchain(request):
 
 @pytest.fixture(scope="session")
 def simulator(toolchain):
-    with Simulator() as simulator:
+    with Recorder() as simulator:
         yield simulator
 
 

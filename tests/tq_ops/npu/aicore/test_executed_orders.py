@@ -5,13 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from aicore.emission import emit
+from aicore.emission import Recorder, emit
 from npu_layers import layer_call
 from planted_programs import Unordered
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
-from haarkv.tq_ops.npu.sim.simulator import Simulator
 from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
@@ -33,7 +32,7 @@ def call():
 def run_orders(program, case, toolchain, count):
     """Outputs that differ from the reference's cache, or from the first order's output -> in how many orders."""
     arguments, goldens, out, tiling, expected = case
-    with Simulator() as simulator:
+    with Recorder() as simulator:
         machine = emit(simulator, program, arguments).machine(toolchain)
     first = machine.run()[out]
     ours = first[tiling.row].float()

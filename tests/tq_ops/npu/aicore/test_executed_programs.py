@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from aicore.build import check_leaves
-from aicore.emission import emit
+from aicore.emission import Recorder, emit
 from aicore.leaf import distinct, read_leaves
 from executed_leaves import ROWS
 from npu_layers import LAYER, layer_call
@@ -19,7 +19,6 @@ from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.tq_ops.npu.sim.simulator import Simulator
 from haarkv.validation.bounds import LAYER_BF16
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
@@ -120,7 +119,7 @@ def test_quantize_and_append_write_the_bytes_of_the_format(stored):
 def test_the_strided_where_writes_wrong_codes(toolchain):
     """What PyPTO's interpreter finds right: `where` of views into a wider tile. Half of the codes are wrong, no scale is."""
     case = store_case(16, make=StridedWhere)
-    with Simulator() as simulator:
+    with Recorder() as simulator:
         emission = emit(simulator, case.program, ordered(case.program, case.tensors))
     wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
     print(wrong)

@@ -39,6 +39,8 @@ class TaskOrder:
 
 _ROOT_NAME = re.compile(r"#name: TENSOR_(\w+?)(?:_Unroll\d+)?(?:_PATH(\d+))?(?:_hiddenfunc\d+)?_root #hash: (\d+)")
 
+_COLUMNS = ["seqNo", "taskId", "rootIndex", "rootHash", "opmagic", "leafIndex", "leafHash", "coreType", "psgId", "successors"]
+
 
 def read_order(table: str, control_flow: str) -> list[TaskOrder]:
     """Read PyPTO's table of tasks.
@@ -52,19 +54,7 @@ def read_order(table: str, control_flow: str) -> list[TaskOrder]:
     names = {hash_: (name, int(path or -1)) for name, path, hash_ in _ROOT_NAME.findall(control_flow)}
     rows = reader(table.splitlines())
     head = next(rows, [])
-    expected = [
-        "seqNo",
-        "taskId",
-        "rootIndex",
-        "rootHash",
-        "opmagic",
-        "leafIndex",
-        "leafHash",
-        "coreType",
-        "psgId",
-        "successors",
-    ]
-    if head != expected:
+    if head != _COLUMNS:
         raise ValueError(f"PyPTO's table of tasks has other columns: {head}")
     tasks = []
     for step, number, _, root_hash, _, _, leaf, _, _, *successors in rows:
