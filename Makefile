@@ -96,7 +96,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/clang-format --dry-run -Werror tq_ops/*/csrc/*
 
 tables: $(VENV)/run.stamp
-	$(BIN)/python -m haarkv.codebooks
+	$(BIN)/python tests/support/shipped_tables.py
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/tq bench decode --model tiny --executor reference --dtype float32 --contexts 512 --kv fp32,bf16,tq4 --peers transformers \

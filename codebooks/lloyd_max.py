@@ -56,7 +56,7 @@ def _published(levels: int, sigma: float) -> Codebook:
     """The published FP32 iteration, operation for operation.
 
     200 iterations amplify the last bit of `exp` and `erf`, so another math library ends up to 2e-6 away (in units of
-    sigma: 2e-5). The shipped table carries the published bits; `codebooks/__main__.py` says how they are regenerated.
+    sigma: 2e-5). The shipped table carries the published bits; `make tables` regenerates them.
     """
     reach = 3.5 * sigma
     centroids = torch.linspace(-reach, reach, levels + 2, dtype=torch.float32)[1:-1]

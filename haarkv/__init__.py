@@ -4,6 +4,6 @@ This package is what gets installed. Its rooms lie at the top of the repository,
 folder `models/`. `import tq` is the short face.
 """
 
-from haarkv.tq_ops.npu.autoload import leave_unsourced_npu_alone
+from haarkv.tq_ops.npu.versions import leave_unsourced_npu_alone
 
 leave_unsourced_npu_alone()

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.autoload import leave_npu_alone
+from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
 from tq.failures import InterruptedCommandError, SystemRefusedError, ended
 from tq.output import unsaid_is_fine

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.folders import send_pypto_output_away
+from haarkv.tq_ops.npu.folders import in_one_line, send_pypto_output_away
 from haarkv.tq_ops.npu.program import Kernel, Program
-from haarkv.tq_ops.npu.refusals import in_one_line
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.tq_ops.npu.versions import installed, unpublished
 

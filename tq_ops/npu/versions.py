@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -39,35 +41,21 @@ class Combination:
 
 PUBLISHED = (
     Combination(
-        pypto="0.2.0",
-        cann="9.0.0",
-        torch_npu={
-            "2.7.1": ("2.7.1.post4",),
-            "2.8.0": ("2.8.0.post4",),
-            "2.9.0": ("2.9.0.post2",),
-            "2.10.0": ("2.10.0",),
-        },
-        driver="25.5.0",
-        python=("3.11", "3.12"),
-        chips="Atlas A2 and A3",
-        install="pip install 'haarkv[npu]'",
+        "0.2.0", "9.0.0",
+        {"2.7.1": ("2.7.1.post4",), "2.8.0": ("2.8.0.post4",), "2.9.0": ("2.9.0.post2",), "2.10.0": ("2.10.0",)},
+        driver="25.5.0", python=("3.11", "3.12"), chips="Atlas A2 and A3", install="pip install 'haarkv[npu]'",
     ),
     Combination(
-        pypto="0.2.1",
-        cann="9.1",
-        torch_npu={
-            "2.7.1": ("2.7.1.post8", "2.7.1.post10"),
-            "2.9.0": ("2.9.0.post6", "2.9.0.post8"),
-            "2.10.0": ("2.10.0.post4", "2.10.0.post6"),
-            "2.11.0": ("2.11.0", "2.11.0.post2"),
+        "0.2.1", "9.1",
+        {
+            "2.7.1": ("2.7.1.post8", "2.7.1.post10"), "2.9.0": ("2.9.0.post6", "2.9.0.post8"),
+            "2.10.0": ("2.10.0.post4", "2.10.0.post6"), "2.11.0": ("2.11.0", "2.11.0.post2"),
             "2.12.0": ("2.12.0", "2.12.0.post2"),
         },
-        driver="25.5.0",
-        python=("3.11", "3.12"),
-        chips="Atlas A2 and A3, Ascend 950",
+        driver="25.5.0", python=("3.11", "3.12"), chips="Atlas A2 and A3, Ascend 950",
         install="it comes with CANN: source set_env.sh",
     ),
-)
+)  # fmt: skip
 """What PyPTO's releases r0.2.0 and v9.1.0 and torch-npu's version tables say (gitcode.com/Ascend/pytorch, read 2026-11).
 
 PyPTO of CANN 9.1.0 calls itself 0.2.1. Python is what haarkv and every one of them support.
@@ -186,6 +174,29 @@ def _torch(row: Combination, found: Installed) -> str | None:
             f"torch {ours} with CANN {row.cann} goes with torch-npu {wanted}, and {found.torch_npu} is installed; install that"
         )
     return None
+
+
+# -- Loading nothing --------------------------------------------------------------------------------------------------------
+
+
+def leave_npu_alone() -> None:
+    """Let torch load no device extension in this process and in those that it starts. To be called before torch is imported.
+
+    torch-npu is registered with torch, so that `import torch` loads it, and where CANN is not sourced every command would end
+    in its traceback. torch's own switch is the one way to prevent this. The executor `npu` loads torch-npu itself.
+
+    For the command, whose process nobody else shares.
+    """
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def leave_unsourced_npu_alone() -> None:
+    """The same where loading could do nothing but raise: torch-npu is there and CANN is not sourced.
+
+    For `import haarkv` in somebody's program, which keeps its NPU where it works.
+    """
+    if "torch" not in sys.modules and sourced_from() is None and find_spec("torch_npu") is not None:
+        leave_npu_alone()
 
 
 # -- Where versions stand ----------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def _library() -> Path:
 
 
 def serve(connection: Any) -> None:
-    """As the worker that it is made of; an answer to COST has what PyPTO wrote in `topology`, `control_flow` and `schedule`."""
+    """As the worker that it is made of; an answer to COST has PyPTO's `topology`, `control_flow` and `schedule`."""
     options, kernel, collect = worker._options, worker._kernel, worker._collect
 
     def with_tables(mode: Mode) -> dict[str, dict[str, Any]]:

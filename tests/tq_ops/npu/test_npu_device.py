@@ -9,7 +9,7 @@ from npu_programs import with_pypto
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu import folders
-from haarkv.tq_ops.npu.refusals import DeviceError, in_one_line
+from haarkv.tq_ops.npu.folders import DeviceError, in_one_line
 
 RUNNER = """
 import os

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.folders import refusal
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.refusals import refusal
 from haarkv.tq_ops.npu.versions import installed, unsimulated
 from haarkv.tq_ops.temporary import TemporaryFolder
 

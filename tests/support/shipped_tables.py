@@ -1,4 +1,4 @@
-"""Regenerate the shipped tables: `python -m haarkv.codebooks` writes them, `python -m haarkv.codebooks --check` compares only.
+"""Regenerate the shipped tables: `make tables` writes them, this file with `--check` compares only.
 
 Rotations and signs come out the same on every machine. The published Lloyd-Max table depends on the last bit of the math
 library's `exp` and `erf` (see `lloyd_max.py`): its authors' bits come out of Intel MKL's machine-independent code path, so a
@@ -16,16 +16,30 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save
 
 from haarkv.codebooks.haar import compute_rotation
-from haarkv.codebooks.hadamard import sign_tables
 from haarkv.codebooks.lloyd_max import MAX_BITS, Solver, solve
 from haarkv.codebooks.tables import CHECKSUMS, DATA, HAAR, HADAMARD, LLOYD_MAX, SHIPPED_HEAD_DIMS, SHIPPED_LAYERS, codebook_key
+from haarkv.tq_ops.output_files import write_whole
 
 _REPRODUCIBLE = {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 _SOLVERS: tuple[Solver, ...] = ("published", "converged")
+# llama.cpp's TQ3_0: one vector for every block of 32.
+_TQ3_0 = "+-++--+-++-+-+--+--++-+--+++--+-"
+
+
+def sign_tables() -> dict[str, str]:
+    """Sign vectors of Walsh-Hadamard rotations by name, as other implementations fixed them: `+` or `-` a coordinate.
+
+    TBQ4_0's two are drawn from numpy's generator, whose stream may change between its versions: hence a shipped table.
+    """
+    generator = np.random.default_rng(42)
+    first, second = (generator.choice([-1, 1], 128) for _ in range(2))
+    tables = {"tbq4_0/before": first, "tbq4_0/after": second}
+    return {"tq3_0": _TQ3_0, **{name: "".join("+-"[int(s < 0)] for s in signs) for name, signs in tables.items()}}
 
 
 def build() -> dict[str, bytes]:
@@ -56,15 +70,6 @@ def _has_mkl() -> bool:
     return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and move it there, so that nobody ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
-        scratch.write(content)
-    Path(scratch.name).chmod(0o644)
-    Path(scratch.name).replace(path)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the shipped files; write nothing")
@@ -72,11 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.into:
         for name, content in build().items():
-            write_whole(args.into / name, content)
+            (args.into / name).write_bytes(content)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        child = [sys.executable, "-m", "haarkv.codebooks", "--into", scratch]
-        subprocess.run(child, check=True, env={**os.environ, **_REPRODUCIBLE}, cwd=Path(__file__).parents[1])
+        child = [sys.executable, __file__, "--into", scratch]
+        subprocess.run(child, check=True, env={**os.environ, **_REPRODUCIBLE})
         fresh = {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
     if not _has_mkl():
         print(f"this torch has no MKL, which gives the published bits of {LLOYD_MAX}: it is kept", file=sys.stderr)
