@@ -6,18 +6,13 @@ loss in a quantized cache is the planted fault's.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import TINY
 from haarkv.models.weights import LayerWeights, tensors_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -104,18 +99,6 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
     return _changed(model, change)
 
 
-def dead_head(model: DecoderModel, head: int = 0) -> DecoderModel:
-    """A KV head whose V is 0 in every layer: its query heads give nothing. The function differs."""
-    dim = model.config.heads.head_dim
-    rows = torch.ones(model.config.heads.kv_size)
-    rows[head * dim : (head + 1) * dim] = 0.0
-
-    def change(field: str, tensor: Tensor) -> Tensor:
-        return tensor * rows[:, None].to(tensor.dtype) if field == "v_proj" else tensor
-
-    return _changed(model, lambda _, layer: layer.changed(change))
-
-
 def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """By what the norms of Q and K divide on average: [layers, num_heads] and [layers, num_kv_heads] fp32.
 
@@ -137,24 +120,6 @@ def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor,
     with torch.inference_mode():
         model.forward(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
     return torch.stack(found[0::2]).clone(), torch.stack(found[1::2]).clone()
-
-
-def save(model: DecoderModel, folder: Path) -> Path:
-    """Write a model made of `tiny` as a checkpoint folder.
-
-    Args:
-        folder: to make; it must not be there.
-    """
-    folder.mkdir(parents=True)
-    settings = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
-    if settings["model_type"] != model.config.model_type:
-        del settings["architectures"]  # readers know it by the model type
-    settings |= {"model_type": model.config.model_type, "hidden_size": model.config.hidden_size, "dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(TINY / name, folder / name)
-    save_file({name: tensor.contiguous() for name, tensor in model.weights.named()}, folder / "model.safetensors")
-    return folder
 
 
 def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, looked_at: float = 0.02) -> DecoderModel:

@@ -159,8 +159,9 @@ def test_op_names_are_all_of_the_protocol():
 def test_the_environment_is_never_read():
     """No environment variables steer the project.
 
-    Others' code is spoken to in the one way it listens to: torch is told to load no device extension, PyPTO where its output goes and, while it emits C++, of a toolkit; and CANN's own
-    mark of where it lies is read to say what is installed.
+    Others' code is spoken to in the one way it listens to: torch is told to load no device extension, PyPTO where its
+    output goes and, while it emits C++, of a toolkit; and CANN's own mark of where it lies is read to say what is
+    installed.
     """
     readers = [p for p in sources() if re.search(r"\bos\.environ|\bgetenv", p.read_text(encoding="utf-8"))]
     assert [p.relative_to(ROOT).as_posix() for p in readers] == [

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import run, text, tiny, tiny_qwen2, token_ids
+from planted import dead_head, run, save_tiny, text, tiny, tiny_qwen2, token_ids
 
 from haarkv.engine import collapse
 from haarkv.engine.loading import load
@@ -27,9 +27,9 @@ def folders(tmp_path_factory):
         "far_outliers": planted.outlier_channels(tiny(), 100),
         "biases": planted.key_biases(tiny_qwen2(), 800, (1, 4)),
         "huge_biases": planted.key_biases(tiny_qwen2(), 3000, (1, 4)),
-        "dead_head": planted.dead_head(tiny()),
+        "dead_head": dead_head(tiny()),
     }
-    return {name: planted.save(model, root / name) for name, model in models.items()}
+    return {name: save_tiny(model, root / name) for name, model in models.items()}
 
 
 def session(folder, said, **options):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import run, tiny, tiny_qwen2, token_ids
+from planted import dead_head, run, save_tiny, tiny, tiny_qwen2, token_ids
 from small_models import CONFIGS, resized, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
@@ -133,7 +133,7 @@ class TestModel:
         assert changed_fields(planted.outlier_channels(tiny(), 30), made.model) == {"v_proj", "o_proj"}
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
-        made = balance(planted.dead_head(planted.outlier_channels(tiny(), 30)))
+        made = balance(dead_head(planted.outlier_channels(tiny(), 30)))
         assert all(torch.isfinite(x).all() for layer in made.model.weights.layers for _, _, x in layer.named())
         whole = balance(planted.outlier_channels(tiny(), 30))
         dim = tiny().config.heads.head_dim
@@ -159,7 +159,7 @@ def test_layers_in_words(layers, words):
 @pytest.mark.parametrize("name", ["norms", "biases"])
 def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
     model = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 100, (1,))
-    folder = planted.save(model, tmp_path / "m")
+    folder = save_tiny(model, tmp_path / "m")
     of_file, config = moments_of(folder), model.config
     assert len(of_file) == config.num_layers
     for layer, pair in of_file.items():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from planted import save_tiny
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -189,7 +190,7 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    folder = planted.save(planted.outlier_channels(load_model("tiny"), 100), tmp_path / "model")
+    folder = save_tiny(planted.outlier_channels(load_model("tiny"), 100), tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:
         args = EngineArgs(

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from planted import text, tiny
+from planted import save_tiny, text, tiny
 from refusals import assert_refused
 
 from haarkv.models import planted
@@ -12,7 +12,7 @@ from tq.cli import main
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return planted.save(planted.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
+    return save_tiny(planted.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from planted import text, tiny, tiny_qwen2
+from planted import save_tiny, text, tiny, tiny_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import tq
@@ -36,7 +36,7 @@ def ids():
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("planted")
     return {
-        name: AutoModelForCausalLM.from_pretrained(planted.save(make(), root / name), dtype=torch.float32)
+        name: AutoModelForCausalLM.from_pretrained(save_tiny(make(), root / name), dtype=torch.float32)
         for name, make in PLANTED.items()
     }
 
