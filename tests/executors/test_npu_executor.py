@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
-from npu_programs import with_pypto
-from small_models import SMALL, new_cache, resized, small_model
+from npu_programs import needs_pypto
+from small_models import new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
@@ -21,7 +21,7 @@ from haarkv.tq_ops.npu.sides import SIDES
 from haarkv.tq_ops.npu.sim import simulator
 from haarkv.tq_ops.npu.versions import SIMULATED, installed
 
-TQ4 = TQ4_SPEC.plan(SMALL.num_layers)
+TQ4 = TQ4_SPEC.plan(CONFIG.num_layers)
 
 
 def batch_of(new_tokens, stored=()):
@@ -124,7 +124,7 @@ def test_another_format_and_another_block_size_are_refused():
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
 
 
-HERE = torch.__version__.split("+")[0]
+OURS = torch.__version__.split("+")[0]
 
 
 @pytest.mark.parametrize(
@@ -134,35 +134,33 @@ HERE = torch.__version__.split("+")[0]
         ("npu:x", None, "not on 'npu:x'"),
         ("npu:0", None, "torch-npu is not installed"),
         ("npu:0", {"version": "1.11.0"}, r"torch-npu 1\.11\.0 is made for another torch"),
-        ("npu:0", {"broken": True}, r"cannot be loaded .*set_env\.sh"),
-        ("npu:0", {"available": False}, "sees no NPU"),
-        ("npu:2", {"count": 2}, "no npu:2; torch-npu sees 2 NPUs"),
+        ("npu:0", {"version": OURS, "broken": True}, r"cannot be loaded .*set_env\.sh"),
+        ("npu:0", {"version": OURS, "available": False}, "sees no NPU"),
+        ("npu:2", {"version": OURS}, "no npu:2; torch-npu sees 2 NPUs"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, said):
-    if torch_npu is not None:
-        given = {"version": HERE, "available": True, "count": 1, "broken": False} | torch_npu
-        npu = SimpleNamespace(
-            is_available=lambda: given["available"], device_count=lambda: given["count"], set_device=lambda _: None
-        )
+    """Without torch-npu, or with one that claims to see two NPUs."""
+    if torch_npu:
+        npu = SimpleNamespace(is_available=lambda: torch_npu.get("available", True), device_count=lambda: 2)
         monkeypatch.setattr(device, "find_spec", lambda name: object())
-        monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=given["version"]))
-        monkeypatch.setitem(sys.modules, "torch_npu", None if given["broken"] else SimpleNamespace(npu=npu))
+        monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=torch_npu["version"]))
+        monkeypatch.setitem(sys.modules, "torch_npu", None if torch_npu.get("broken") else SimpleNamespace(npu=npu))
     with pytest.raises(InputError, match=said):
         device.open_runner(name)
 
 
 @pytest.mark.parametrize(
-    ("pypto", "said"),
+    ("pypto", "missing", "said"),
     [
-        (None, r"pip install 'haarkv\[npu\]'"),
-        ("0.2.1", r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"),
-        (SIMULATED, "cmake not found"),
+        (None, None, r"pip install 'haarkv\[npu\]'"),
+        ("0.2.1", None, r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"),
+        (SIMULATED, "cmake", "cmake not found"),
     ],
 )
-def test_what_the_simulator_lacks_is_named(monkeypatch, pypto, said):
+def test_what_the_simulator_needs_is_named(monkeypatch, pypto, missing, said):
     monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=pypto))
-    monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == "cmake" else "/usr/bin/" + tool)
+    monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == missing else "/usr/bin/" + tool)
     with pytest.raises(InputError, match=said):
         device.open_runner("sim")
 
@@ -217,22 +215,18 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, ne
 
 @with_pypto
 @pytest.mark.parametrize(
-    ("kv", "heads", "new", "stored"),
+    ("kv", "case"),
     [
-        pytest.param("bf16", *DECODE, id="decode-bf16"),
-        pytest.param("tq4_seed", *PREFILL, id="prefill-tq4_seed", marks=pytest.mark.npu_long),
-        pytest.param("bf16", *PREFILL, id="prefill-bf16", marks=pytest.mark.npu_long),
-        pytest.param("tq4_seed", *DECODE, id="decode-tq4_seed", marks=pytest.mark.npu_long),
+        ("bf16", DECODE),
+        ("k=tq4,v=tq4_seed", DECODE),
+        *(
+            pytest.param(kv, case, marks=pytest.mark.npu_long)
+            for kv, case in (("k=bf16,v=tq4", DECODE), ("tq4_seed", DECODE), ("tq4_seed", PREFILL), ("bf16", PREFILL))
+        ),
     ],
 )
-def test_a_layer_of_another_format_does_so_too(kv, heads, new, stored):
-    check_layer(heads, new, stored, KVSpec(kv))
-
-
-@with_pypto
-@pytest.mark.parametrize("kv", [pytest.param("k=bf16,v=tq4", marks=pytest.mark.npu_long), "k=tq4,v=tq4_seed"])
-def test_k_and_v_of_a_layer_may_have_different_formats(kv):
-    check_layer(*DECODE, KVSpec(kv))
+def test_a_layer_of_other_formats_does_so_too(kv, case):
+    check_layer(*case, KVSpec(kv))
 
 
 def test_no_two_arguments_of_a_program_share_a_name():

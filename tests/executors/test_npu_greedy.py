@@ -59,15 +59,10 @@ def check(sides, lengths):
 
 # Greedy text is also a rung of the bring-up that the ordinary tests climb in the simulator.
 @pytest.mark.npu_long
-@pytest.mark.parametrize("tokens", [5, 129])
-def test_a_prompt_gives_the_references_tokens(sides, tokens):
-    check(sides, [tokens])
-
-
-@pytest.mark.npu_long
-@pytest.mark.parametrize("tokens", [1, 127, 128, 300])
-def test_a_prompt_around_a_block_gives_the_references_tokens(sides, tokens):
-    check(sides, [tokens])
+@pytest.mark.parametrize("tokens", [[5], [129], [1], [127], [128], [300], [300, 5, 129]], ids=str)
+def test_prompts_give_the_references_tokens(sides, tokens):
+    """Around a block, and as a ragged batch."""
+    check(sides, tokens)
 
 
 @pytest.mark.npu_long
@@ -75,11 +70,6 @@ def test_a_prompt_around_a_block_gives_the_references_tokens(sides, tokens):
 def test_another_format_gives_the_references_tokens(kv):
     names = Contender("reference", kv), Contender("npu", kv)
     check(load_contenders("tiny", *names, dtype="bfloat16", device="sim"), [5])
-
-
-@pytest.mark.npu_long
-def test_a_ragged_batch_gives_the_references_tokens(sides):
-    check(sides, [300, 5, 129])
 
 
 def test_a_near_tie_is_one_of_the_reference(sides):

@@ -109,7 +109,7 @@ def test_graphs_are_given_the_caches_and_the_models_own_memory(monkeypatch):
 
 def test_what_is_not_finite_is_named_and_nothing_is_stored():
     model = small_model(CONFIG)
-    model.weights.layers[1].v_proj[200:, 3] = torch.inf
+    model.weights.layers[1]["v_proj"][200:, 3] = torch.inf
     cache = new_cache(CONFIG)
     paging = new_paging(cache)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 0 of the batch \(slot 0\), KV head 1 is not finite"):

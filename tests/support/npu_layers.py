@@ -44,7 +44,7 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
     batch, hidden = run(stored)
     executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     batch, hidden = run(new)
-    tiling = inputs.tile(batch, program, model.rope.at(batch.positions))
+    tiling = inputs.tile(batch, program, model.ropes[model.config.common.attention.rope].at(batch.positions))
     constants = {**inputs.layer_constants(model, LAYER), "mask": program.attention.mask()}
     arguments, _ = inputs.layer_call(program, constants, tiling.spread(hidden), tiling, cache, LAYER)
     # The program gets copies; the reference then writes the cache itself.

@@ -79,7 +79,7 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
     Raises:
         InputError: a config or a format that no program can be built for.
     """
-    if reason := programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes):
+    if reason := programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes[: len(plan.layers)]):
         raise InputError(f"nothing to compile: {reason}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):

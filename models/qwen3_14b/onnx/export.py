@@ -6,9 +6,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -119,10 +120,19 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
         "weights": WEIGHTS,
         "graphs": list(graphs),
         "files": sorted(path.name for path in folder.iterdir()),
-        "config": asdict(export.config),
+        "config": _sizes(export.config),
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return list(graphs)
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    """What a host of the graphs has to know of the model."""
+    return {
+        "model_type": config.model_type, "num_layers": config.num_layers, **config.heads._asdict(),
+        "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": config.tied,
+        "max_position_embeddings": config.max_position_embeddings, "eos_token_ids": config.eos_token_ids,
+    }  # fmt: skip
 
 
 def _graphs(export: Export, scopes: Qwen3Scopes, stored: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:

@@ -40,7 +40,7 @@ def run(data, published_rotation):
             one_each = len(hidden) == len(batch.seq_lens)
             build = programs.decode_program if one_each else programs.prefill_program
             program = build(CONFIG, PUBLISHED, PUBLISHED)
-            tiling = inputs.tile(batch, program, model.rope.at(batch.positions))
+            tiling = inputs.tile(batch, program, model.ropes[model.config.common.attention.rope].at(batch.positions))
             state = tiling.spread(hidden)
             for index in LAYERS:
                 rotation = published_rotation(index, 128).contiguous()

@@ -75,7 +75,7 @@ def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
     model = load_model("tiny")
     values = dict(model.weights.named()) | {
         "layers.5.rotation": haar_rotation(5, 128).float(),
-        "rope.sin": model.rope.whole()[1],
+        "rope.sin": model.ropes[model.config.common.attention.rope].whole()[1],
     }
     data = np.memmap(tiny / WEIGHTS, np.uint8, "r")
     placed = []

@@ -186,11 +186,8 @@ def test_kernel_functions_of_one_kind_are_compiled_in_one_way(emitted):
         build_files({"head": mixed})
 
 
-def test_a_file_without_a_function_is_refused():
+def test_a_file_or_a_program_without_kernel_functions_is_named():
     with pytest.raises(UnknownTextError, match="no kernel function"):
         parse("a.cpp", "int main() {}")
-
-
-def test_a_program_without_kernel_functions_is_a_finding():
     (finding,) = check("moved", {"elsewhere/x.cpp": ""}).findings
     assert "holds no kernel function" in str(finding)

@@ -54,13 +54,8 @@ def device(tmp_path):
     return run
 
 
-def test_a_program_is_announced_and_compiled_once(device):
-    told = device("for _ in range(3): runner.call(Program('good'), [])\nprint(said)")
-    assert told == "['good']\n"
-
-
-def test_output_goes_to_the_cache_folder(device, tmp_path):
-    device("runner.call(Program('good'), [])")
+def test_a_program_is_announced_and_compiled_once_and_its_output_goes_to_the_cache_folder(device, tmp_path):
+    assert device("for _ in range(3): runner.call(Program('good'), [])\nprint(said)") == "['good']\n"
     (folder,) = (tmp_path / ".cache/haarkv/pypto_output").iterdir()
     assert [path.name for path in folder.iterdir()] == ["kernel.o"]
 
