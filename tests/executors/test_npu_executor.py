@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
-from npu_programs import needs_pypto
 from small_models import new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu

@@ -89,8 +89,11 @@ def windows(*seen):
         ({"sliding_window": 4096, "use_sliding_window": False}, "num_layers", 2),
         ({"layer_types": ["full_attention"] * 2}, "num_layers", 2),
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, "kv_shapes", windows(None, 64)),
-        ({"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
-         "kv_shapes", windows(64, None)),
+        (
+            {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            "kv_shapes",
+            windows(64, None),
+        ),
     ],
 )
 def test_both_generations_of_config_are_read(tmp_path, entries, field, value):

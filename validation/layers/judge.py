@@ -110,7 +110,10 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed
     compared = compare_vectors(ours, result, allowed=allowed)
     verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
     if verdict.reason == "fault" and call.op == "paged_attention":
-        return replace(verdict, head=_guilty_head(ours, nearer(ours, result, allowed), call.args[1].shape(call.args[2]).num_kv_heads, bound))
+        return replace(
+            verdict,
+            head=_guilty_head(ours, nearer(ours, result, allowed), call.args[1].shape(call.args[2]).num_kv_heads, bound),
+        )
     return verdict
 
 
