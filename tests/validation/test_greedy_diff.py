@@ -63,11 +63,12 @@ class Altered:
     def __init__(self, alter):
         self._alter, self._reference = alter, ReferenceExecutor(MODEL)
 
-    def prefill(self, token_ids, batch, cache):
-        return self._alter(self._reference.prefill(token_ids, batch, cache).clone(), token_ids, batch.seq_lens)
+    def forward(self, token_ids, batch, cache):
+        self._fed = token_ids, batch.seq_lens
+        return self._reference.forward(token_ids, batch, cache)
 
-    def decode(self, token_ids, batch, cache):
-        return self._alter(self._reference.decode(token_ids, batch, cache).clone(), token_ids, batch.seq_lens)
+    def head(self, hidden):
+        return self._alter(self._reference.head(hidden).clone(), *self._fed)
 
 
 def preferring(choose, *lengths):

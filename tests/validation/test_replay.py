@@ -164,8 +164,8 @@ def test_a_case_that_does_not_fail_is_left_as_it_is():
 
 def test_what_is_in_no_single_layer_has_no_file():
     class WrongHead(ReferenceExecutor):
-        def prefill(self, *given):
-            return super().prefill(*given).roll(1, -1)
+        def head(self, hidden):
+            return super().head(hidden).roll(1, -1)
 
     run = failed(MODEL, lambda model, plan: WrongHead(model), [random_tokens(SMALL, 6)], modes=("free-running",))
     with pytest.raises(InputError, match="no single layer"):

@@ -13,7 +13,6 @@ from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, rand
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.runner as runner
-from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
@@ -56,7 +55,7 @@ def candidate_with(model=MODEL, **ops):
 
 
 class Whole(WholeLayers):
-    """A fused executor whose layers, prefill or decode can be spoilt."""
+    """A fused executor whose layers, forward or head can be spoilt."""
 
     def __init__(self, model=MODEL, **changed):
         super().__init__(ReferenceExecutor(model))
@@ -215,7 +214,7 @@ def test_every_op_is_judged_by_itself(op, spoil):
     # Its layers are right, its op table is not: what is wrong is seen in the replay alone.
     executor = ReferenceExecutor(MODEL)
     lying = SimpleNamespace(**{n: getattr(executor, n) for n in ("name", "config", "device", "supports", "layers")})
-    lying.prefill, lying.decode, lying.ops = executor.prefill, executor.decode, table_with({op: wrong})
+    lying.forward, lying.head, lying.ops = executor.forward, executor.head, table_with({op: wrong})
     assert where(run(lying, steps=0)) == (0, STAGE_OF_OP[op])
 
 
@@ -259,34 +258,39 @@ def test_a_wrong_scale_is_found_in_every_format(kv, factor):
 
 # -- Fused executors -------------------------------------------------------------------------------------------------------
 def test_a_fused_executor_with_a_wrong_head_is_found():
-    report = run(Whole(prefill=lambda e, *args: prefill(e, *args).roll(1, -1)))
+    report = run(Whole(head=lambda e, hidden: e.head(hidden).roll(1, -1)))
     assert where(report) == (None, "head")
-    report = run(Whole(decode=lambda e, *args: verify(e, *args) * torch.linspace(0.9, 1.1, SMALL.vocab_size)))
+
+    def bent_steps(e, token_ids, batch, cache):
+        hidden = e.forward(token_ids, batch, cache)
+        return hidden * torch.linspace(0.9, 1.1, SMALL.hidden_size) if len(token_ids) == len(batch.rows) else hidden
+
+    report = run(Whole(forward=bent_steps))
     assert where(report) == (None, "head")
     assert report.first_divergence.phase == "decode"
 
 
 def test_a_whole_forward_that_is_not_that_of_the_op_table_is_found():
     lying = ReferenceExecutor(MODEL)
-    lying.decode = lambda token_ids, batch, cache: verify(ReferenceExecutor(MODEL), token_ids.flip(0), batch, cache)
+    lying.forward = lambda token_ids, batch, cache: ReferenceExecutor(MODEL).forward(token_ids.flip(0), batch, cache)
     assert where(run(lying)) == (None, "forward")
 
 
 def test_a_whole_forward_that_stores_something_else_or_elsewhere_is_found():
     def consistently_wrong(e, token_ids, batch, cache):
-        logits = prefill(e, token_ids, batch, cache)
+        hidden = e.forward(token_ids, batch, cache)
         for layer in range(SMALL.num_layers):
             cache.v_fields(layer)["scale"].mul_(2)
-        return logits
+        return hidden
 
-    assert where(run(Whole(prefill=consistently_wrong), steps=0)) == (None, "head")
+    assert where(run(Whole(forward=consistently_wrong), steps=0)) == (None, "head")
 
     def stray(e, token_ids, batch, cache):
-        logits = prefill(e, token_ids, batch, cache)
+        hidden = e.forward(token_ids, batch, cache)
         cache.k_fields(2)["codes"][0, 0, 5] ^= 1
-        return logits
+        return hidden
 
-    assert where(run(Whole(prefill=stray), steps=0)) == (None, "untouched_slots")
+    assert where(run(Whole(forward=stray), steps=0)) == (None, "untouched_slots")
 
 
 def test_writing_into_another_layers_cache_is_found():
@@ -450,12 +454,12 @@ def test_nan_anywhere_fails(bad):
 
 
 def test_nan_logits_fail():
-    def nan(e, *args):
-        logits = prefill(e, *args).clone()
+    def nan(e, hidden):
+        logits = e.head(hidden).clone()
         logits[0, 3] = math.nan
         return logits
 
-    assert where(run(Whole(prefill=nan), steps=0)) == (None, "head")
+    assert where(run(Whole(head=nan), steps=0)) == (None, "head")
 
 
 def test_an_executor_that_refuses_its_own_values_fails_and_is_no_user_error():
@@ -532,11 +536,11 @@ def test_what_is_wrong_when_left_to_itself_is_named(spoil):
             last["hidden"] = out = spoil(out)
         return out
 
-    def prefill(e, token_ids, batch, cache):
-        prefill(e, token_ids, batch, cache)
-        return MODEL.head(last["hidden"][batch.query_start_loc[1:].long() - 1], reference)
+    def forward(e, token_ids, batch, cache):
+        e.forward(token_ids, batch, cache)
+        return last["hidden"]
 
-    report = run(Whole(layers=layers, prefill=prefill), steps=0)
+    report = run(Whole(layers=layers, forward=forward), steps=0)
     assert where(report) == (SMALL.num_layers - 1, "free_running")
     assert all(row.passed for row in report.rows if row.mode == "teacher-forced")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partialmethod
 from typing import Any, cast
 
 import torch
@@ -15,13 +14,10 @@ from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.contenders import Contender
 from haarkv.validation.fidelity.scores import Candidate, Fidelity, Scored, summarize, teacher_forced
-from haarkv.validation.layers.trial import run_phase
 
 OnStep = Callable[[str], None]
 """Told what is being done each time a token of it is done."""
@@ -209,12 +205,8 @@ class _Finite:
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
-    def _forward(self, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        logits = run_phase(self._executor, phase, token_ids, batch, cache)
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._executor.head(hidden)
         if torch.isfinite(logits).all():
             return logits
         raise NonFiniteError(f"{self._side} ({self.description}) gave logits that are not finite")
-
-    prefill = partialmethod(_forward, "prefill")
-    decode = partialmethod(_forward, "decode")
-    verify = partialmethod(_forward, "verify")

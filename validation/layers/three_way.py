@@ -28,7 +28,7 @@ class Errors:
     Attributes:
         along: of the candidate's difference from the reference.
         squares: of the same, squared vector by vector.
-        own: of the reference's error along it, squared vector by vector; of FP32, what rounding its numbers is expected to make.
+        own: of the reference's error along it, squared vector by vector; of FP32, what rounding is expected to make.
         size: of the direction, squared.
         samples: vectors.
         theirs, ours: squared distance of the candidate and of the reference from what is not rounded.
@@ -124,7 +124,7 @@ def uneven_errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction:
 
 _FP32_ROUNDING = 2 * 2.0**-48 / 3
 """Variance of a number that was rounded to FP32 twice, relative to its square: half a unit in its last place each time, evenly.
-In a hidden state of 10,000, as pretrained models have at a few channels, that is more than many a layer adds to others."""
+At a hidden state of 10,000, as pretrained models have in a few channels, it is more than many a layer adds elsewhere."""
 
 
 def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
