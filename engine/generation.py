@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import Beginning, Draft, DraftCost
+from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
 from haarkv.executors.base import Executor, prefill, verify
@@ -61,7 +61,7 @@ class Timing:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    drafts: DraftCost | None = None
+    drafts: DraftCounts | None = None
 
     @property
     def speed_up(self) -> float | None:
@@ -135,7 +135,7 @@ def generate(
     prefiller: Executor | None = None,
     stored: Sequence[StoredSequence | None] = (),
     on_end: Callable[[int, StoredSequence], object] | None = None,
-    draft: Draft | None = None,
+    draft: DraftSource | None = None,
     draft_tokens: int = 4,
 ) -> tuple[list[Completion], Timing]:
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.

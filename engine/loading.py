@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
@@ -78,7 +78,7 @@ def load(
     _check_generation(generation, name)
     dtype = dtype or default_dtype(selected.name)
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
-    drafted = Drafted(name, part, plan, selected.name, device, dtype, ranks, balance)
+    drafted = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, drafted, progress, on_program) if drafts else None
     loaded = load_model(name, dtype, layers, progress, ranks)
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor

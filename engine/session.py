@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.drafting import Drafting, drafting_of
-from haarkv.engine.drafts import Draft
+from haarkv.engine.drafts import DraftReport, DraftSource, report_of
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.plans import shape_of
 from haarkv.engine.prompts import context_for, encode
@@ -70,7 +69,7 @@ class Result:
     sampling: Sampling
     ranks: tuple[RankMemory, ...] = ()
     stored: tuple[StoredSequence, ...] = ()
-    drafting: Drafting | None = None
+    drafting: DraftReport | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Session:
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
-    draft: Draft | None = None
+    draft: DraftSource | None = None
     draft_tokens: int = 4
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
     _process: int = field(default_factory=os.getpid, repr=False, compare=False)
@@ -224,7 +223,7 @@ class Session:
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
-        drafting = drafting_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
+        drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
         return Result(
             texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
         )

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import DraftCost, Drafter, Proposal
+from haarkv.engine.drafts import DraftCounts, Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
@@ -64,7 +64,7 @@ class Speculation:
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
         self._tokens = min(tokens, *limits) if limits else tokens
         self._advance: Advance | None = None
-        self.cost = DraftCost()
+        self.cost = DraftCounts()
 
     def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
         """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
