@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
+    import rich.progress
     from rich.console import Console
 
     from haarkv.engine.generation import OnPrefill
@@ -153,13 +154,26 @@ def drop_output(stream: TextIO) -> None:
 # -- Progress --------------------------------------------------------------------------------------------------------------
 
 
+def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
+    """A bar on stderr behind some words; silent when stderr is not a terminal.
+
+    Args:
+        words: columns before the bar, in which rich fills in `{task.description}`.
+        count: shows how many are done, of what; "" shows a percentage.
+        left: shows the time that is left as well.
+    """
+    from rich import progress as rich
+
+    columns: list[rich.ProgressColumn] = [*(rich.TextColumn(word, markup=False) for word in words), rich.BarColumn()]
+    columns += [rich.MofNCompleteColumn(), rich.TextColumn(count.strip())] if count else [rich.TaskProgressColumn()]
+    columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
+    return rich.Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
+
+
 @contextmanager
 def loading(model: str) -> Iterator[Progress]:
-    """A progress bar on stderr while weights are read; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+    """A bar while weights are read."""
+    with _bar("loading {task.description}", count=" ") as bar:
         task = bar.add_task(visible(model), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -171,14 +185,8 @@ def compiling(program: str) -> None:
 
 @contextmanager
 def prefilling() -> Iterator[OnPrefill]:
-    """A bar on stderr while prompts are read, gone before the first new token; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(), TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    bar = Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
+    """A bar while prompts are read, gone before the first new token."""
+    bar = _bar("reading the prompt", count="tokens")
     task = bar.add_task("")
 
     def on_prefill(done: int, total: int) -> None:
@@ -196,13 +204,15 @@ def prefilling() -> Iterator[OnPrefill]:
 
 @contextmanager
 def scoring(total: int) -> Iterator[OnStep]:
-    """A bar on stderr that names the current step; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+    """A bar that names the current step."""
+    with _bar("{task.description}", left=True) as bar:
         task = bar.add_task("scoring", total=total)
         yield lambda what, tokens: bar.update(task, description=what, advance=tokens)
+
+
+@contextmanager
+def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
+    """A bar that names what is done next, in `words` as of `_bar`."""
+    with _bar(words, count=" ") as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, description=name, advance=1)

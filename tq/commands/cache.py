@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +11,16 @@ import click
 
 from tq.commands.generate import read_prompts
 from tq.options import (
-    balance_option,
     chat_options,
-    collapse_option,
-    executor_option,
     json_option,
     kv_options,
     kv_spec,
     model_option,
+    open_session,
     prompt_options,
-    run_options,
-    set_threads,
-)
-from tq.output import compiling, err, loading, prefilling, print_table, warn
+    session_options,
+)  # fmt: skip
+from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.cache_file import Origin
@@ -43,31 +41,14 @@ def command() -> None:
 @command.command("save")
 @model_option()
 @prompt_options
-@kv_options()
-@balance_option
-@collapse_option
-@executor_option()
-@run_options()
+@session_options
 @chat_options
 @_COMPRESS
 @_OUT
 def save(
-    model: str,
-    prompts: tuple[str, ...],
-    files: tuple[str, ...],
-    balance: str,
-    allow_collapse: bool,
-    executor: str,
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    chat: bool | None,
-    system: str | None,
-    compress: bool,
-    out: Path,
-    **others: Any,
-) -> None:
+    prompts: tuple[str, ...], files: tuple[str, ...], chat: bool | None, system: str | None, compress: bool, out: Path,
+    **given: Any,
+) -> None:  # fmt: skip
     """Run a prompt through the model, and store its tokens with their K and V."""
     from haarkv.models.parallel import ALONE
     from haarkv.tq_ops.output_files import check_writable
@@ -76,21 +57,13 @@ def save(
     if len(texts) > 1:
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)
-    with loading(model) as progress:
-        from haarkv.engine.loading import load
-        from haarkv.tq_ops.kv.stored import StoredSequence
-
-        set_threads(threads)
-        session = load(
-            model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
-        )  # fmt: skip
+    session = open_session(given)
     with prefilling() as on_prefill:
         result = session.generate(
             texts, max_new_tokens=1, chat=chat, system=system, on_prefill=on_prefill, on_warning=warn, keep=True
         )
-    found = result.stored[0]
-    stored = StoredSequence(found.token_ids[: found.length], found.length, found.tensors)
+    whole = result.stored[0]
+    stored = replace(whole, token_ids=whole.token_ids[: whole.length])
     session.save_cache(out, stored, compress=compress)
     print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 

@@ -42,13 +42,9 @@ class _Layers(click.ParamType[tuple[int | None, int]]):
 )
 @click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23; 15 for atc].")
 @click.option(
-    "--for",
-    "target",
-    type=click.Choice(["onnxruntime", "atc"]),
-    default="onnxruntime",
-    show_default=True,
+    "--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True,
     help="The runtime to write for.",
-)
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @json_option
 def command(

@@ -66,20 +66,18 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     rows = _kv_rows(config, memories, context)
     if as_json:
         shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights}
-        found = {"model": model, **shapes, "memory": memories[0], "memories": memories, "context": context, "kv": rows}
-        print(json.dumps(found))
+        asked = {"memory": memories[0], "memories": memories, "context": context}
+        print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
     print_table(model, [], _shape_rows(config, weights))
     cells = [
         (
-            r["format"],
-            f"{r['bytes_per_token']:,.0f}",
-            f"{r['ratio']:.2f}x",
+            r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
             *(f"{n:,}" if weights < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
             *([f"{r['bytes'] / 2**30:,.2f}"] if context else []),
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     sizes = [f"{memory / 2**30:.1f} GiB" for memory in memories]
     title = f"KV cache; tokens that fit in {', '.join(sizes)} beside the weights"
     names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
@@ -111,8 +109,7 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
 
 def _kv_rows(config: ModelConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
-    from haarkv.engine.memory import longest_context, needed
-    from haarkv.engine.plans import plan_for
+    from haarkv.engine.plans import longest_context, needed, plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
