@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from haarkv.models.balance import Uneven
+from haarkv.models.balance import Scales, Uneven
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
@@ -19,7 +19,7 @@ from tq.hf.attention import IMPLEMENTATION
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.stats import CacheStats, layer_stats
-from tq.hf.weights import Scales, Watch, balance_of
+from tq.hf.weights import Watch, balance_of
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -80,7 +80,7 @@ class TQCache(Cache):  # type: ignore[misc]
             learned = (file.shape, file.calibration) if file else (None, None)
             spec = KVSpec(kv, tail, sink, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
-        scales: dict[int, Scales] = {}
+        scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
             scales, self.uneven = balance_of(model, decoder, chosen, wanted=balance, allow_collapse=allow_collapse)

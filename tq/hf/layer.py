@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from tq.hf.attention import Stored
 from tq.hf.kernels import Reader, readable
 from tq.hf.store import SideStore
-from tq.hf.weights import Scales, Watch
+from tq.hf.weights import Watch
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]

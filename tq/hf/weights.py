@@ -11,15 +11,13 @@ from torch import Tensor
 
 from haarkv.engine.collapse import LEAST_TOKENS, MOST_TOKENS, Guard, Loss, channel_loss, describe
 from haarkv.models import balance
-from haarkv.models.balance import Moments, Uneven, key_moments, scales_of, value_moments
+from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.warn import warn
 from tq.hf.config import head_dims
 
-Scales = tuple[Tensor | None, Tensor | None]
-"""What channels [H, D] of K and of V are multiplied with before they are stored; None leaves them as they are."""
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn\.([qkvo]_proj|[qk]_norm)|(input)_layernorm)\.(weight|bias)")
 _NEEDED = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -103,7 +101,7 @@ class Watch:
 
 def balance_of(
     model: Any, decoder: Any, plan: KVPlan, *, wanted: bool, allow_collapse: bool
-) -> tuple[dict[int, Scales], tuple[Uneven, ...]]:
+) -> tuple[Mapping[int, Scales], tuple[Uneven, ...]]:
     """Scales of each layer that is uneven, after a look at what the cache would lose with them.
 
     Args:
@@ -115,20 +113,8 @@ def balance_of(
     Raises:
         InputError: text would be garbage; it names the layers, and says what to use instead.
     """
-    scales: dict[int, Scales] = {}
-    now: dict[int, tuple[Moments, Moments]] = {}
-    uneven = []
-    for layer, pair in moments_of(model, decoder).items():
-        found: list[Tensor | None] = [None, None]
-        for index, (side, of) in enumerate(zip("KV", pair, strict=True)):
-            of_side, ratio = scales_of(of)
-            if wanted and ratio > 1 and plan.layers[layer][index].lossy:
-                found[index] = of_side
-                uneven.append(Uneven(layer, side, ratio))
-        scales[layer] = found[0], found[1]
-        k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, found, strict=True))
-        now[layer] = k, v
-    if uneven:
-        warn(f"{balance.describe(uneven)}; balance=False leaves them as they are")
-    Guard(plan, now, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
-    return scales, tuple(uneven)
+    scaling = balance.scaling_of(moments_of(model, decoder), balance.where_lossy(plan, wanted))
+    if scaling.uneven:
+        warn(f"{balance.describe(scaling.uneven)}; balance=False leaves them as they are")
+    Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
+    return scaling.scales, scaling.uneven
