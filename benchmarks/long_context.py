@@ -29,8 +29,7 @@ import torch
 
 from haarkv.benchmarks.filled_cache import Case, Request, loaded
 from haarkv.benchmarks.report import machine
-from haarkv.engine.memory import needed
-from haarkv.engine.plans import plan_for
+from haarkv.engine.plans import needed, plan_for
 from haarkv.executors.base import Executor
 from haarkv.models.catalog import DTYPES
 from haarkv.tq_ops.errors import InputError
@@ -80,7 +79,7 @@ def memory_line(request: Request) -> dict[str, Any]:
     """The longest context in this process: prefill at its end, steps, and memory. The process must be new.
 
     Returns:
-        `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
+        `predicted_bytes` of `engine.plans.needed`; `resident_bytes` after the steps, less those before the model was loaded,
         and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps for later; `prompt_bytes`, the most that the process
         grew by while the prompt was computed, after a first token; and `peak_bytes`, the most of all, with code and loading.
     """

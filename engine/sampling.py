@@ -201,27 +201,6 @@ class BatchSampler:
         return torch.where(kept, weights, 0.0)
 
 
-class Sampler:
-    """Draws the tokens of one sequence, as `BatchSampler` does whatever else runs beside it.
-
-    Args:
-        sampling: the settings.
-        index: of the sequence among those generated together.
-        prompt: its token ids, which a repetition penalty counts as said.
-    """
-
-    def __init__(self, sampling: Sampling, index: int = 0, prompt: Iterable[int] = ()) -> None:
-        self._batch = BatchSampler(sampling, [list(prompt)], index)
-
-    def next(self, logits: Tensor) -> int:
-        """Draw from logits [vocab] fp32; the lowest id wins a tie when greedy."""
-        return int(self._batch.next(logits.unsqueeze(0), [0]))
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The probability [vocab] fp64 with which `next` draws each token at a temperature above 0."""
-        return self._batch.probabilities(logits.unsqueeze(0))[0]
-
-
 def drawn_from(weights: Tensor, u: float) -> int:
     """The first token whose weight and those before it, [vocab] fp64, add up to more than u in [0, 1) of all."""
     sums = weights.cumsum(-1)

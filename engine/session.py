@@ -13,10 +13,9 @@ from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftReport, DraftSource, report_of
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.plans import shape_of
-from haarkv.engine.prompts import context_for, encode
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.text import GrowingText, before_stop, stop_list
+from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -123,7 +122,7 @@ class Session:
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, as `engine.prompts.encode` makes them with this model's tokenizer."""
+        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer."""
         return encode(self.tokenizer, self.config.vocab_size, prompts, chat, system)
 
     def sampling_with(self, **given: Any) -> Sampling:

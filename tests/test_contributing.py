@@ -25,7 +25,6 @@ CHOOSES = (
     "validation/planning/candidates.py",
     "validation/ops/suite.py",
     "validation/fidelity/peers.py",
-    "tq/hf/families.py",
 )
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)

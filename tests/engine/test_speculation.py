@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIG, EMBEDDING, HEAD, write_checkpoint
+from samplers import Sampler
 
 import tq
 from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, looked_up
 from haarkv.engine.generation import generate
-from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
+from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import judged
 from haarkv.models.catalog import folder_of
 from haarkv.models.parallel import ALONE
