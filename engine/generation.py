@@ -86,14 +86,9 @@ class Timing:
 
 
 def prefill_in_chunks(
-    executor: Executor,
-    prompts: Sequence[Sequence[int]],
-    sequences: Sequence[int],
-    paging: PagedSequences,
-    cache: PagedKVCache,
-    chunk: int = PREFILL_CHUNK,
-    on_prefill: OnPrefill | None = None,
-) -> Tensor:
+    executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences,
+    cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None,
+) -> Tensor:  # fmt: skip
     """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
     Returns:
@@ -120,24 +115,12 @@ def prefill_in_chunks(
 
 
 def generate(
-    executor: Executor,
-    cache: PagedKVCache,
-    paging: PagedSequences,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    max_context: int,
-    eos_token_ids: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    chunk: int = PREFILL_CHUNK,
-    on_prefill: OnPrefill | None = None,
-    on_token: Callable[[int, int], bool | None] | None = None,
-    prefiller: Executor | None = None,
-    stored: Sequence[StoredSequence | None] = (),
-    on_end: Callable[[int, StoredSequence], object] | None = None,
-    draft: DraftSource | None = None,
-    draft_tokens: int = 4,
-) -> tuple[list[Completion], Timing]:
+    executor: Executor, cache: PagedKVCache, paging: PagedSequences, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    max_context: int, eos_token_ids: Sequence[int] = (), sampling: Sampling | None = None, chunk: int = PREFILL_CHUNK,
+    on_prefill: OnPrefill | None = None, on_token: Callable[[int, int], bool | None] | None = None,
+    prefiller: Executor | None = None, stored: Sequence[StoredSequence | None] = (),
+    on_end: Callable[[int, StoredSequence], object] | None = None, draft: DraftSource | None = None, draft_tokens: int = 4,
+) -> tuple[list[Completion], Timing]:  # fmt: skip
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
     Args:

@@ -51,14 +51,9 @@ class Speculation:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        cache: PagedKVCache,
-        paging: PagedSequences,
-        sampler: BatchSampler,
-        drafter: Drafter,
+        self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
         tokens: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]

@@ -11,12 +11,9 @@ from haarkv.tq_ops.errors import InputError
 
 
 def encode(
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    prompts: Sequence[str | Sequence[int]],
-    chat: bool | None = None,
+    tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: bool | None = None,
     system: str | None = None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Token ids of prompts; one that is token ids already stays as it is.
 
     Args:
@@ -43,12 +40,9 @@ def encode(
 
 
 def context_for(
-    ids: Sequence[Sequence[int]],
-    limit: int,
-    max_new_tokens: int,
-    wanted: int | None = None,
+    ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, wanted: int | None = None,
     on_warning: Callable[[str], object] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Tokens that the cache must hold for each prompt.
 
     Args:

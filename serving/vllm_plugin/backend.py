@@ -143,19 +143,11 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **others: object,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **others: object,
+    ) -> None:  # fmt: skip
         unusual = {
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "capped logits": logits_soft_cap,
             "K and V of another layer": kv_sharing_target_layer_name, **others,
@@ -193,17 +185,9 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: RotatedMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")

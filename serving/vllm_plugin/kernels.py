@@ -102,13 +102,9 @@ class GpuKernels:
         if (key := int(self._seen)) != NO_FAULT:
             layer, side, token, head = self._ops.fault_place(key)
             logger.error(
-                "layer %d: %s of token %d of an earlier batch, KV head %d is not finite; %s",
-                layer,
-                side,
-                token,
-                head,
+                "layer %d: %s of token %d of an earlier batch, KV head %d is not finite; %s", layer, side, token, head,
                 STAND_IN,
-            )
+            )  # fmt: skip
         self._seen.copy_(self._fault, non_blocking=True)
         self._fault.fill_(NO_FAULT)
         if self._copied is not None:

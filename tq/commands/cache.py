@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq import options
 from tq.commands.generate import read_prompts
-from tq.options import (
-    chat_options,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    open_session,
-    prompt_options,
-    session_options,
-)  # fmt: skip
 from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
@@ -39,10 +30,10 @@ def command() -> None:
 
 
 @command.command("save")
-@model_option()
-@prompt_options
-@session_options
-@chat_options
+@options.model_option()
+@options.prompt_options
+@options.session_options
+@options.chat_options
 @_COMPRESS
 @_OUT
 def save(
@@ -57,7 +48,7 @@ def save(
     if len(texts) > 1:
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)
-    session = open_session(given)
+    session = options.open_session(given)
     with prefilling() as on_prefill:
         result = session.generate(
             texts, max_new_tokens=1, chat=chat, system=system, on_prefill=on_prefill, on_warning=warn, keep=True
@@ -70,7 +61,7 @@ def save(
 
 @command.command("info")
 @click.argument("file", type=_FILE)
-@json_option
+@options.json_option
 def info(file: Path, as_json: bool) -> None:
     """Check a file against its digests, and say what it holds."""
     from haarkv.tq_ops.kv.cache_file import load
@@ -99,7 +90,7 @@ def info(file: Path, as_json: bool) -> None:
 
 @command.command("convert")
 @click.argument("file", type=_FILE)
-@kv_options()
+@options.kv_options()
 @_COMPRESS
 @_OUT
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
@@ -115,7 +106,7 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     from haarkv.tq_ops.output_files import check_writable
 
     check_writable(out)
-    spec = kv_spec(others)
+    spec = options.kv_spec(others)
     stored, origin = cache_file.load(file)
     shape, layers = origin.shape, dict(enumerate(origin.layers))
     # Learned formats of the file, if it has any, are of the calibration that is given.

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import (
-    draft_options,
-    model_option,
-    open_session,
-    sampling_of,
-    sampling_options,
-    session_options,
-    system_option,
-)  # fmt: skip
+from tq import options
 from tq.output import err, warn
 
 if TYPE_CHECKING:
@@ -29,12 +21,12 @@ _MOST_LINE = 2**20
 
 
 @click.command("chat")
-@model_option()
-@session_options
+@options.model_option()
+@options.session_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
-@sampling_options
-@draft_options
-@system_option
+@options.sampling_options
+@options.draft_options
+@options.system_option
 @click.option(
     "--session", "file", type=click.Path(path_type=Path), metavar="FILE",
     help="Keep the conversation in this file after each answer, and go on with it if it exists.",
@@ -48,10 +40,10 @@ def command(max_new_tokens: int, seed: int, system: str | None, file: Path | Non
 
     if file is not None:
         check_writable(file)
-    session = open_session(given)
+    session = options.open_session(given)
     if system is not None and not session.tokenizer.has_chat_template:
         raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
-    sampling = session.sampling_with(seed=seed, **sampling_of(given))
+    sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
     messages, stored = _begun(session, file, system)
     if messages and file is not None:
         print(f"{file}: {sum(m['role'] == 'user' for m in messages)} earlier messages", file=err().file)

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_writable
-from tq.options import (
-    SAMPLING,
-    chat_options,
-    draft_options,
-    json_option,
-    model_option,
-    open_session,
-    prompt_options,
-    sampling_of,
-    sampling_options,
-    session_options,
-)  # fmt: skip
+from tq import options
 from tq.output import err, prefilling, print_table, warn
 from tq.ranks import tensor_parallel
 
@@ -40,18 +29,18 @@ _MOST_TEXT = 2**28
 
 
 @click.command("generate")
-@model_option()
-@prompt_options
-@session_options
+@options.model_option()
+@options.prompt_options
+@options.session_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
-@sampling_options
-@draft_options
-@chat_options
+@options.sampling_options
+@options.draft_options
+@options.chat_options
 @click.option("--load-cache", type=_FILE, metavar="FILE", help="Copy what a prompt shares with this stored sequence.")
 @click.option("--save-cache", type=_FILE, metavar="FILE", help="Store prompt and text, to go on with them later.")
-@json_option
+@options.json_option
 @tensor_parallel
 def command(
     prompts: tuple[str, ...], files: tuple[str, ...], load_cache: Path | None, save_cache: Path | None, as_json: bool,
@@ -75,8 +64,8 @@ def command(
         if len(texts) > 1:
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
-    chosen = sampling_of(given)
-    session = open_session(given, ranks=ranks)
+    chosen = options.sampling_of(given)
+    session = options.open_session(given, ranks=ranks)
     stored = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
     asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", "chat", "system")}
@@ -221,7 +210,7 @@ def _rate(tokens_per_s: float | None) -> str:
 def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
     """The settings that count, and which of them the model's generation_config.json set."""
     used, neutral = result.sampling, type(result.sampling)()
-    names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
+    names = [name for name in options.SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
         names = [name for name in names if name == "repetition_penalty"]
     parts = ["greedy"] if not used.temperature else []

@@ -56,19 +56,10 @@ class TQCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        config: Any,
-        kv: str = "tq4",
-        *,
-        tail: int | None = None,
-        sink: int = 0,
-        skip_layers: Sequence[int] = (),
-        plan: Mapping[int, str] | str | Path | None = None,
-        calibration: CalibrationFile | str | Path | None = None,
-        model: Any = None,
-        balance: bool = True,
-        allow_collapse: bool = False,
-    ) -> None:
+        self, config: Any, kv: str = "tq4", *, tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (),
+        plan: Mapping[int, str] | str | Path | None = None, calibration: CalibrationFile | str | Path | None = None,
+        model: Any = None, balance: bool = True, allow_collapse: bool = False,
+    ) -> None:  # fmt: skip
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):

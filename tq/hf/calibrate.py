@@ -27,14 +27,9 @@ _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def calibrate(
-    model: PreTrainedModel,
-    windows: Sequence[Sequence[int]],
-    *,
-    held_back: Sequence[Sequence[int]] = (),
-    context: int | None = None,
-    out: str | Path | None = None,
-    on_window: Callable[[int, int], None] = lambda *_: None,
-) -> CalibrationFile:
+    model: PreTrainedModel, windows: Sequence[Sequence[int]], *, held_back: Sequence[Sequence[int]] = (),
+    context: int | None = None, out: str | Path | None = None, on_window: Callable[[int, int], None] = lambda *_: None,
+) -> CalibrationFile:  # fmt: skip
     """Learn the coordinates of every layer's K and V, for formats `lrN` of `TQCache`.
 
         file = tq.calibrate(model, [tokenizer(text).input_ids for text in texts])

@@ -37,19 +37,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self,
-        k_format: KVFormat,
-        v_format: KVFormat,
-        layer: int,
-        *,
-        sink: int,
-        tail: tuple[int, int],
-        window: int | None,
-        scales: Scales = (None, None),
-        watch: Watch | None = None,
-        require_context: Callable[[int], None] = lambda _: None,
+        self, k_format: KVFormat, v_format: KVFormat, layer: int, *, sink: int, tail: tuple[int, int], window: int | None,
+        scales: Scales = (None, None), watch: Watch | None = None, require_context: Callable[[int], None] = lambda _: None,
         reads_packed: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window

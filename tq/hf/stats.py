@@ -70,11 +70,6 @@ def layer_stats(layer: int, kv: str, sides: tuple[SideStore, ...]) -> LayerStats
     """The row of one layer; `sides` is empty before the first token."""
     values = sum(side.tokens * side.tail.shape[0] * side.tail.shape[1] * side.tail.shape[3] for side in sides)
     return LayerStats(
-        layer=layer,
-        kv=kv,
-        tokens=sides[0].tokens if sides else 0,
-        used=sum(side.used_bytes for side in sides),
-        allocated=sum(side.allocated_bytes for side in sides),
-        bf16=2 * values,
-        fp32=4 * values,
-    )
+        layer=layer, kv=kv, tokens=sides[0].tokens if sides else 0, used=sum(side.used_bytes for side in sides),
+        allocated=sum(side.allocated_bytes for side in sides), bf16=2 * values, fp32=4 * values,
+    )  # fmt: skip
