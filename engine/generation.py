@@ -144,7 +144,7 @@ def generate(
         for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
             count = reusable(known, prompt, cache) if known else 0
             sequences.append(put(known, cache, paging, count) if known and count else paging.add())
-            texts.append(_Text(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
+            texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
         timing, sampler = Timing(prefill_tokens=sum(map(len, rest))), BatchSampler(sampling, prompts)
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
@@ -181,7 +181,7 @@ def generate(
 
 
 @dataclass
-class _Text:
+class Growing:
     """A sequence as it grows.
 
     Attributes:
