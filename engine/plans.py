@@ -69,11 +69,7 @@ class Needed:
 
 
 def needed(config: ModelConfig, plan: KVPlan, tokens: int, sequences: int = 1, number_bytes: int = 2) -> Needed:
-    """What sequences of so many tokens each take.
-
-    Args:
-        number_bytes: of one weight: 2 in bfloat16, 4 in float32.
-    """
+    """What sequences of so many tokens each take, where one weight takes `number_bytes`."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
     return Needed(number_bytes * num_parameters(config), kv)
 

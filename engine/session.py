@@ -55,7 +55,6 @@ class Result:
     """Texts and cost of one `Session.generate`.
 
     Attributes:
-        sampling: as it was done.
         ranks: what each rank holds, on rank 0; elsewhere nothing.
         stored: the sequences as they are stored, prompt and text, if they were to be kept.
         drafting: what it did, if tokens were drafted.
@@ -265,11 +264,9 @@ class Session:
         require_memory(needed, what, "take fewer tokens or sequences, or a smaller format")
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
-        shapes, ranks = self.config.kv_shapes, self.ranks.size
-        bf16 = KVSpec("bf16").plan(self.config.num_layers)
-        return KVUsage(
-            format=self.plan.describe(),
-            bytes_per_token=ranks * self.plan.bytes_per_token(shapes),
-            bytes=ranks * cache.nbytes,
-            bf16_bytes=ranks * cache_bytes(bf16, max_context, shapes, sequences, self.config.state_bytes),
+        config, ranks = self.config, self.ranks.size
+        bf16 = cache_bytes(
+            KVSpec("bf16").plan(config.num_layers), max_context, config.kv_shapes, sequences, config.state_bytes
         )
+        per_token = self.plan.bytes_per_token(config.kv_shapes)
+        return KVUsage(self.plan.describe(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)

@@ -6,9 +6,9 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import rich.progress
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from haarkv.models.checkpoint import Progress
     from haarkv.validation.fidelity.evaluation import OnStep
 
+
+T = TypeVar("T")
 
 _MOST_SHOWN = 2000
 """Characters of one message; what a file holds may be quoted in it."""
@@ -92,11 +94,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 class _Tolerant:
-    """A text stream that may fail; what is written after that is dropped.
-
-    Args:
-        failure: as which it may fail.
-    """
+    """A text stream that may fail in one way; what is written after that is dropped."""
 
     def __init__(self, stream: TextIO, failure: type[OSError]) -> None:
         self._stream, self._failure = stream, failure
@@ -105,43 +103,40 @@ class _Tolerant:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except self._failure:
-            drop_output(self._stream)
-            return len(text)
+        return self._tried(lambda: self._stream.write(text), len(text))
 
     def flush(self) -> None:
+        self._tried(self._stream.flush, None)
+
+    def _tried(self, action: Callable[[], T], otherwise: T) -> T:
         try:
-            self._stream.flush()
+            return action()
         except self._failure:
             drop_output(self._stream)
+            return otherwise
 
 
 @contextmanager
-def unread_is_fine() -> Iterator[None]:
-    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
-    stream = sys.stdout
-    sys.stdout = cast(TextIO, _Tolerant(stream, BrokenPipeError))
+def _tolerant(name: str, failure: type[OSError]) -> Iterator[None]:
+    stream = getattr(sys, name)
+    setattr(sys, name, _Tolerant(stream, failure))
     try:
         yield
     finally:
         try:
-            sys.stdout.flush()
+            getattr(sys, name).flush()
         finally:
-            sys.stdout = stream
+            setattr(sys, name, stream)
 
 
-@contextmanager
-def unsaid_is_fine() -> Iterator[None]:
+def unread_is_fine() -> AbstractContextManager[None]:
+    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
+    return _tolerant("stdout", BrokenPipeError)
+
+
+def unsaid_is_fine() -> AbstractContextManager[None]:
     """Let a command go on though what it says on stderr cannot be written; its exit code and its output stay what they are."""
-    stream = sys.stderr
-    sys.stderr = cast(TextIO, _Tolerant(stream, OSError))
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        sys.stderr = stream
+    return _tolerant("stderr", OSError)
 
 
 def drop_output(stream: TextIO) -> None:
@@ -155,10 +150,9 @@ def drop_output(stream: TextIO) -> None:
 
 
 def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
-    """A bar on stderr behind some words; silent when stderr is not a terminal.
+    """A bar on stderr behind some words, in which rich fills in `{task.description}`; silent when stderr is not a terminal.
 
     Args:
-        words: columns before the bar, in which rich fills in `{task.description}`.
         count: shows how many are done, of what; "" shows a percentage.
         left: shows the time that is left as well.
     """

@@ -139,13 +139,9 @@ class _Writer:
 
     def finish(self, texts: Sequence[str]) -> None:
         """Print what is left: the end of the line, or the texts of several prompts."""
-        if self._single:
-            print(flush=True)
-            return
         if self._tokens:
             print(file=sys.stderr)
-        for number, text in enumerate(texts, 1):
-            print(f"── prompt {number}\n{text}")
+        print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
 
 
 def _describe(completion: Completion, text: str) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "model": session.name,
         "completions": each,
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
-        **({"ranks": [rank.as_json() for rank in result.ranks]} if len(result.ranks) > 1 else {}),
+        **({"ranks": [asdict(rank) for rank in result.ranks]} if len(result.ranks) > 1 else {}),
     }
 
 
