@@ -64,10 +64,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             InputError: a format has no layout for D.
         """
-        described = (
-            ("K", self.k_format, key_states, self.tail[0], self._scales[0]),
-            ("V", self.v_format, value_states, self.tail[1], self._scales[1]),
-        )
+        described = zip("KV", (self.k_format, self.v_format), (key_states, value_states), self.tail, self._scales, strict=True)
         self.sides = tuple(
             SideStore(
                 name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]),
@@ -128,7 +125,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _unrestored(self, reader: Reader, tokens: int, states: tuple[Tensor, Tensor]) -> list[Tensor]:
         seen = self._seen
-        restored: list[Tensor] = [
+        return [
             Stored(
                 lambda side=side, x=x: side.read(tokens, x.dtype),  # type: ignore[misc]
                 lambda q, scale, padding: reader.attend(q, seen, scale, padding),
@@ -136,7 +133,6 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             )
             for side, x in zip(self.sides, states, strict=True)
         ]  # fmt: skip
-        return restored
 
     def _check_shapes(self, states: tuple[Tensor, Tensor]) -> None:
         for side, x in zip(self.sides, states, strict=True):
