@@ -119,13 +119,10 @@ class _NgramDrafter:
         self._lengths = [0] * len(beginning.prompts)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        return {row: Proposal(self._following(row, text, most[row])) for row, text in texts.items()}
-
-    def _following(self, row: int, text: Sequence[int], most: int) -> list[int]:
-        known, length, tokens = self._lengths[row], len(text), self._tokens[row]
-        tokens[known:length] = text[known:]
-        self._lengths[row] = length
-        return looked_up(tokens[:length], most)
+        for row, text in texts.items():
+            self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
+            self._lengths[row] = len(text)
+        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
 
 
 def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:

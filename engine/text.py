@@ -60,7 +60,11 @@ def context_for(
     context = wanted or min(limit, longest + max_new_tokens)
     # The last token is predicted and never stored.
     if on_warning and longest <= context < longest + max_new_tokens - 1:
-        on_warning(_cut_short(longest, max_new_tokens, context, limit))
+        tokens = f"{context - longest + 1} of {max_new_tokens} new token{'s' * (max_new_tokens != 1)}"
+        on_warning(
+            f"the context ends after {tokens}: the prompt has {longest} tokens, the context {context}; "
+            + ("shorten the prompt" if context == limit else "raise --max-context")
+        )
     return context
 
 
@@ -69,13 +73,6 @@ def _require_unicode(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise InputError(f"{what} is not valid UTF-8; convert it first") from None
-
-
-def _cut_short(prompt: int, wanted: int, context: int, limit: int) -> str:
-    room = context - prompt + 1
-    remedy = "shorten the prompt" if context == limit else "raise --max-context"
-    tokens = f"{room} of {wanted} new token{'s' * (wanted != 1)}"
-    return f"the context ends after {tokens}: the prompt has {prompt} tokens, the context {context}; {remedy}"
 
 
 # -- What comes --------------------------------------------------------------------------------------------------------------
@@ -103,9 +100,8 @@ class GrowingText:
             return ""
         looked_at = max(0, len(self._text) - max(map(len, self._stops), default=0) + 1)
         self._text += self._stream.push(token)
-        found = _first(self._text, self._stops, looked_at)
-        if found is not None:
-            self.stopped, self._text = True, self._text[:found]
+        if (end := _first(self._text, self._stops, looked_at)) is not None:
+            self.stopped, self._text = True, self._text[:end]
         certain = len(self._text) - (0 if self.stopped else self._held_back())
         given, self._given = self._given, max(self._given, certain)
         return self._text[given : self._given]
@@ -116,15 +112,9 @@ class GrowingText:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max(
-            (
-                n
-                for stop in self._stops
-                for n in range(1, min(len(stop), len(self._text) + 1))
-                if self._text.endswith(stop[:n])
-            ),
-            default=0,
-        )
+        text = self._text
+        beginnings = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)))
+        return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -146,5 +136,5 @@ def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
     """Where the stop string begins that is complete first, or None; the longest of those that end together."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
-    return min(found)[1] if found else None
+    places = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
+    return min(places)[1] if places else None
