@@ -13,8 +13,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import uploaded
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
-_PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
-_IN_PENALTIES = "lie in [0.001, 1000]"
 _FIRST_SORTED, _GROWTH = 256, 16  # tokens sorted at first, and how many times more if all of them are kept
 
 
@@ -42,14 +40,14 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        low, high = _PENALTIES
+        penalty = self.repetition_penalty  # beyond its range, logits leave that of fp32
         for right, name, wanted, value in (
             (0 <= self.temperature < float("inf"), "temperature", "be 0 or a positive number", self.temperature),
             (self.top_k >= 0, "top-k", "be 0 (all) or positive", self.top_k),
             (0 < self.top_p <= 1, "top-p", "lie in (0, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min-p", "lie in [0, 1]", self.min_p),
             (0 <= self.seed <= _MOST_SEED, "seed", "lie in 0 … 2**62", self.seed),
-            (low <= self.repetition_penalty <= high, "repetition penalty", _IN_PENALTIES, self.repetition_penalty),
+            (1e-3 <= penalty <= 1e3, "repetition penalty", "lie in [0.001, 1000]", penalty),
         ):
             if not right:
                 raise InputError(f"{name} must {wanted}, not {value}")
@@ -92,7 +90,9 @@ class BatchSampler:
 
     def draw(self, weights: Tensor, row: int) -> int:
         """Draw the next token of a sequence by weights [vocab] fp64, instead of by logits."""
-        token = drawn_from(weights, self.uniform(row))
+        sums = weights.cumsum(-1)
+        place = torch.searchsorted(sums, sums[-1:] * self.uniform(row), right=True)
+        token = int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
         self.say(row, token)
         return token
 
@@ -198,13 +198,6 @@ class BatchSampler:
         mass = weights.sum(-1, keepdim=True) if total is None else total
         kept = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
         return torch.where(kept, weights, 0.0)
-
-
-def drawn_from(weights: Tensor, u: float) -> int:
-    """The first token whose weight and those before it, [vocab] fp64, add up to more than u in [0, 1) of all."""
-    sums = weights.cumsum(-1)
-    place = torch.searchsorted(sums, sums[-1:] * u, right=True)
-    return int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
 
 
 def _apart(seed: int) -> int:

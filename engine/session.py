@@ -212,7 +212,8 @@ class Session:
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
                 sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
-                on_end=(lambda _, of: kept.append(of)) if keep else None, draft=self.draft, draft_tokens=self.draft_tokens,
+                on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
+                draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):

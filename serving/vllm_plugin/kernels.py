@@ -58,7 +58,7 @@ class CpuKernels:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
             logger.error("%s; %s", error, STAND_IN)
-            k, v = (_storable(x, of, layer) for x, of in zip((k, v), cache.plan.layers[layer], strict=True))
+            k, v = (_storable(x, kv_format, layer) for x, kv_format in zip((k, v), cache.plan.layers[layer], strict=True))
             self._ops.store_kv(k, v, cache, layer, batch)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:

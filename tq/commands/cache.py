@@ -68,18 +68,18 @@ def info(file: Path, as_json: bool) -> None:
     from haarkv.tq_ops.kv.shapes import blocks_for
 
     stored, origin = load(file)
-    found = {
+    held = {
         "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length),
         "bytes": file.stat().st_size, "kv_bytes": stored.nbytes,
         "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
         "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
     }  # fmt: skip
     if as_json:
-        print(json.dumps({"file": str(file), **found, "model": origin.shape.as_json()}))
+        print(json.dumps({"file": str(file), **held, "model": origin.shape.as_json()}))
         return
     rows = [
-        ("tokens", f"{found['tokens']:,}, of them {stored.length:,} stored"),
-        ("bytes", f"{found['bytes']:,}, K and V {stored.nbytes:,} in {found['blocks']:,} blocks a layer"),
+        ("tokens", f"{held['tokens']:,}, of them {stored.length:,} stored"),
+        ("bytes", f"{held['bytes']:,}, K and V {stored.nbytes:,} in {held['blocks']:,} blocks a layer"),
         ("cache", _formats(origin)),
         ("model", f"{origin.shape}; weights {origin.weights}"),
         ("made by", origin.made_by),
@@ -111,8 +111,8 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     shape, layers = origin.shape, dict(enumerate(origin.layers))
     # Learned formats of the file, if it has any, are of the calibration that is given.
     before = KVSpec(tail=origin.tail, sink=origin.sink, layers=layers, calibration=spec.calibration).plan(shape.num_layers)
-    own = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
-    origin.require_same(own, str(file))
+    expected = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
+    origin.require_same(expected, str(file))
     origin.require_fits(stored, before, str(file))
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")

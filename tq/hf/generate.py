@@ -43,10 +43,10 @@ def generate(
     Raises:
         InputError: what `TQCache` refuses, no prompt or an empty one, or an argument that this function sets itself.
     """
-    own = {"past_key_values", "input_ids", "inputs", "attention_mask", "return_dict_in_generate"} & generate_kwargs.keys()
-    if own:
+    ours = {"past_key_values", "input_ids", "inputs", "attention_mask", "return_dict_in_generate"} & generate_kwargs.keys()
+    if ours:
         raise InputError(
-            f"tq.generate sets {', '.join(sorted(own))} itself; call model.generate(past_key_values=tq.TQCache(…))"
+            f"tq.generate sets {', '.join(sorted(ours))} itself; call model.generate(past_key_values=tq.TQCache(…))"
         )
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     rows: list[list[int]] = [tokenizer(text).input_ids for text in prompts]

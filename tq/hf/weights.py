@@ -24,14 +24,14 @@ _NEEDED = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
     """Each layer's tensors by the fields of a family's weights; layers that name theirs in another way are left out."""
-    found: dict[int, dict[str, Tensor]] = {}
+    layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in model.named_parameters():
         if match := _NAME.fullmatch(name):
             layer, attention, norm, kind = match.groups()
             part = "input_norm" if norm else attention
             field_name = f"{part[0]}_bias" if kind == "bias" else part
-            found.setdefault(int(layer), {})[field_name] = tensor.detach()
-    return {layer: tensors for layer, tensors in found.items() if tensors.keys() >= _NEEDED}
+            layers.setdefault(int(layer), {})[field_name] = tensor.detach()
+    return {layer: tensors for layer, tensors in layers.items() if tensors.keys() >= _NEEDED}
 
 
 def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
@@ -40,13 +40,13 @@ def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
     Args:
         decoder: the part of the model's config that describes the decoder.
     """
-    found = {}
+    moments = {}
     for layer, tensors in layers_of(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
         heads = tensors["k_proj"].shape[0] // k_dim
         if _understood(tensors, heads, k_dim, v_dim):
-            found[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
-    return found
+            moments[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
+    return moments
 
 
 def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
