@@ -18,7 +18,6 @@ from tq.output import err, prefilling, print_table, warn
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
-    from haarkv.engine.generation import Completion
     from haarkv.engine.ranks import RankMemory
     from haarkv.engine.session import Result, Session
     from haarkv.models.parallel import Ranks
@@ -144,33 +143,23 @@ class _Writer:
         print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
 
 
-def _describe(completion: Completion, text: str) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": completion.token_ids,
-        "prompt_tokens": completion.prompt_tokens,
-        "reused_tokens": completion.reused_tokens,
-        "new_tokens": len(completion.token_ids),
-        "finish": completion.finish,
-    }
-
-
 def _as_json(session: Session, result: Result) -> dict[str, Any]:
-    each = [_describe(c, t) for c, t in zip(result.completions, result.texts, strict=True)]
+    each = [
+        {
+            "text": text, "token_ids": done.token_ids, "prompt_tokens": done.prompt_tokens,
+            "reused_tokens": done.reused_tokens, "new_tokens": len(done.token_ids), "finish": done.finish,
+        }
+        for done, text in zip(result.completions, result.texts, strict=True)
+    ]  # fmt: skip
+    timing = result.timing
     return {
-        **each[0],
-        "prefill_ms": 1e3 * result.timing.prefill_s,
-        "prefill_tokens_per_s": result.timing.prefill_tokens_per_s,
-        "decode_ms_per_token": result.timing.decode_ms_per_token,
-        "decode_tokens_per_s": result.timing.decode_tokens_per_s,
-        "sampling": asdict(result.sampling),
-        "kv": asdict(result.kv),
-        "executor": session.executor.name,
-        "model": session.name,
-        "completions": each,
+        **each[0], "prefill_ms": 1e3 * timing.prefill_s, "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+        "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
+        "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
+        "model": session.name, "completions": each,
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
-        **({"ranks": [asdict(rank) for rank in result.ranks]} if len(result.ranks) > 1 else {}),
-    }
+        **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
+    }  # fmt: skip
 
 
 def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
