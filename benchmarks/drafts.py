@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.draft_choice import DraftSpec
-from haarkv.engine.drafting import Drafting
+from haarkv.engine.drafts import DraftReport
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
@@ -61,7 +61,7 @@ class DraftRow:
     speed_up: float | None
     cpu_speed_up: float | None
     same_text: bool
-    drafting: Drafting | None
+    drafting: DraftReport | None
 
 
 def measure(request: DraftRequest, progress: Progress | None = None, on_turn: OnTurn = lambda _: None) -> list[DraftRow]:
@@ -80,7 +80,7 @@ def measure(request: DraftRequest, progress: Progress | None = None, on_turn: On
 
 def _rows(sessions: Sequence[Session], prompt: list[int], request: DraftRequest, on_turn: OnTurn) -> list[DraftRow]:
     times: list[list[tuple[float, float]]] = [[] for _ in sessions]
-    last: list[tuple[list[int], Drafting | None]] = [([], None)] * len(sessions)
+    last: list[tuple[list[int], DraftReport | None]] = [([], None)] * len(sessions)
     # The prompt is computed once: all go on from the same bytes.
     stored = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
     for turn in range(-1, request.repeats):
@@ -105,7 +105,7 @@ def _name(session: Session) -> str:
 
 def _timed(
     session: Session, prompt: list[int], stored: StoredSequence, new_tokens: int
-) -> tuple[tuple[float, float], list[int], Drafting | None]:
+) -> tuple[tuple[float, float], list[int], DraftReport | None]:
     """Wall and CPU seconds a token of the decode steps, the new tokens, and what drafting did."""
     began: list[tuple[float, float]] = []
 

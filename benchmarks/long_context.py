@@ -23,8 +23,7 @@ import torch
 from haarkv.benchmarks.cases import CPU, Case, as_rows, decode, new_cache, prefill, random_kv
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
-from haarkv.engine.memory import needed
-from haarkv.engine.plans import plan_for
+from haarkv.engine.plans import needed, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -126,7 +125,7 @@ def memory_row(request: Request) -> dict[str, Any]:
     """A context in this process: prefill at its end, steps, and memory. The process must be new.
 
     Returns:
-        `predicted_bytes` of `engine.memory.needed`; `resident_bytes` after the steps, less those before the model was loaded,
+        `predicted_bytes` of `engine.plans.needed`; `resident_bytes` after the steps, less those before the model was loaded,
         and their `memory_ratio`; `untrimmed_bytes` with what malloc keeps for later; `prompt_bytes`, the most that the process
         grew by while the prompt was computed, after a first token; and `peak_bytes`, the most of all, with code and loading.
     """

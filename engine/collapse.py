@@ -91,30 +91,30 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
         plan: without learned coordinates, which fit no made-up vectors.
         moments: K's and V's of each layer that is known.
     """
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, losses = torch.Generator().manual_seed(0), []
     for layer, (k, v) in moments.items():
-        for side, of, kv_format in (("K", k, plan.k(layer)), ("V", v, plan.v(layer))):
+        for side, side_moments, kv_format in (("K", k, plan.k(layer)), ("V", v, plan.v(layer))):
             if not kv_format.lossy:
                 continue
-            x = _made_up(of, generator, rotates=side == "K")
-            queries = torch.randn(MOST_TOKENS, *of.use.shape, generator=generator) * of.use.sqrt()
+            x = _made_up(side_moments, generator, rotates=side == "K")
+            use = side_moments.use
+            queries = torch.randn(MOST_TOKENS, *use.shape, generator=generator) * use.sqrt()
             try:
-                loss = (
+                losses.append(
                     key_loss(kv_format, layer, x, queries, softmax_scale)
                     if side == "K"
-                    else value_loss(kv_format, layer, x, of.use)
+                    else value_loss(kv_format, layer, x, use)
                 )
             except NonFiniteError:  # weights that are not finite: the forward says so, and where
                 continue
-            found += [loss] if loss and loss.suffers else []
-    return found
+    return [loss for loss in losses if loss and loss.suffers]
 
 
-def _made_up(of: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
+def _made_up(moments: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
     """Gaussian vectors [H, n, D] of such moments; RoPE `rotates` what is constant in them, anywhere."""
-    heads, dim = of.spread.shape
-    noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * of.spread.sqrt().unsqueeze(1)
-    constant = of.constant.unsqueeze(1)
+    heads, dim = moments.spread.shape
+    noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * moments.spread.sqrt().unsqueeze(1)
+    constant = moments.constant.unsqueeze(1)
     if rotates:
         angle = torch.rand(heads, MOST_TOKENS, dim // 2, generator=generator) * (2 * math.pi)
         constant = constant * math.sqrt(2) * torch.cat([angle.cos(), angle.sin()], dim=-1)
@@ -193,6 +193,9 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
 @dataclass
 class Guard:
     """Judges a session's cache when it is loaded, and once more by the first prompt.
+
+    The prompt is looked at as ops run, by `Executor.over`. Executors that run layers fused have no such ops (`over` is None):
+    there the weights alone are judged, and what a prompt would show is never seen.
 
     Args:
         plan: of the cache.

@@ -93,10 +93,10 @@ class Conversations:
             self._make_room(at_work + (stored.nbytes if stored else 0))
             result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
             # The copy that the sequence came from is there until now.
-            held, of = at_work + self.nbytes + (stored.nbytes if stored else 0), result.completions[0]
+            held, done = at_work + self.nbytes + (stored.nbytes if stored else 0), result.completions[0]
             self.counters.peak_bytes = max(self.counters.peak_bytes, held)
-            self.counters.reused_tokens += of.reused_tokens
-            self.counters.computed_tokens += of.prompt_tokens - of.reused_tokens
+            self.counters.reused_tokens += done.reused_tokens
+            self.counters.computed_tokens += done.prompt_tokens - done.reused_tokens
             self._held[name] = result.stored[0]
             self._unsaved.add(name)
             self._make_room(0)

@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.stored import carry_over
 
 
 @dataclass(frozen=True)
-class ModelDraft:
+class ModelSource:
     """Drafts by an executor with a KV cache of its own.
 
     Attributes:
@@ -35,7 +35,7 @@ class ModelDraft:
     copies: bool = False
 
     def begin(self, beginning: Beginning) -> Drafter:
-        return _Drafting(self, beginning)
+        return _ModelDrafter(self, beginning)
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         config = self.executor.config
@@ -60,36 +60,25 @@ class _Sequence:
     drafted: list[int] = field(default_factory=list)
 
 
-@dataclass
-class _Drafted:
-    """Tokens of one proposal as they come, and what each was drawn from if it was drawn."""
-
-    token_ids: list[int] = field(default_factory=list)
-    probabilities: list[Tensor] = field(default_factory=list)
-
-    def proposal(self) -> Proposal:
-        return Proposal(self.token_ids, torch.stack(self.probabilities) if self.probabilities else None)
-
-
-class _Drafting:
-    def __init__(self, draft: ModelDraft, beginning: Beginning) -> None:
-        self._executor, config = draft.executor, draft.executor.config
-        self._vocab, self._limit = beginning.vocab_size, draft.context(beginning.max_context)
+class _ModelDrafter:
+    def __init__(self, source: ModelSource, beginning: Beginning) -> None:
+        self._executor, config = source.executor, source.executor.config
+        self._vocab, self._limit = beginning.vocab_size, source.context(beginning.max_context)
         self._own_vocab = config.vocab_size
         count = len(beginning.prompts)
         self._cache, self._paging = new_cache(
-            config, draft.plan, sequences=count, tokens=self._limit, device=draft.executor.device
+            config, source.plan, sequences=count, tokens=self._limit, device=source.executor.device
         )
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
         self._draws = beginning.sampling.temperature > 0
         able = {row: prompt for row, prompt in enumerate(beginning.prompts) if self._can_read(prompt)}
         self._sequences = {row: _Sequence(self._paging.add()) for row in able}
-        for row, prompt in able.items() if draft.copies else ():
+        for row, prompt in able.items() if source.copies else ():
             carry_over(
                 beginning.cache, beginning.paging.places(beginning.sequences[row]), len(prompt),
                 self._cache, self._paging, self._sequences[row].id,
             )  # fmt: skip
-        if able and not draft.copies:
+        if able and not source.copies:
             self._read(able)
         for row, prompt in able.items():
             self._sequences[row].known = len(prompt)
@@ -106,17 +95,17 @@ class _Drafting:
         if not rows:
             return {}
         unread = {row: self._unread(row, texts[row]) for row in rows}
-        found = {row: _Drafted() for row in rows}
+        proposals = {row: Proposal([], [] if self._draws else None) for row in rows}
         logits = self._read(unread)
         while True:
-            self._draw(logits, {row: found[row] for row in rows})
-            rows = [row for row in rows if len(found[row].token_ids) < wanted[row]]
+            self._draw(logits, {row: proposals[row] for row in rows})
+            rows = [row for row in rows if len(proposals[row].token_ids) < wanted[row]]
             if not rows:
                 break
-            logits = self._decoded({row: found[row].token_ids[-1] for row in rows})
-        for row, of in found.items():
-            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), of.token_ids[:-1]
-        return {row: of.proposal() for row, of in found.items()}
+            logits = self._decoded({row: proposals[row].token_ids[-1] for row in rows})
+        for row, proposal in proposals.items():
+            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), proposal.token_ids[:-1]
+        return proposals
 
     def _follows(self, row: int, text: Sequence[int]) -> bool:
         """Whether this model has followed a text so far and can go on; one that it cannot read is given up."""
@@ -128,12 +117,12 @@ class _Drafting:
 
     def _unread(self, row: int, text: Sequence[int]) -> Sequence[int]:
         """What is not stored of a text yet, once drafted tokens that it does not have are taken back."""
-        of = self._sequences[row]
-        came = text[of.known : of.known + len(of.drafted)]
-        right = next((i for i, token in enumerate(came) if token != of.drafted[i]), len(came))
-        self._paging.take_back([of.id], [len(of.drafted) - right])
+        sequence = self._sequences[row]
+        came = text[sequence.known : sequence.known + len(sequence.drafted)]
+        right = next((i for i, token in enumerate(came) if token != sequence.drafted[i]), len(came))
+        self._paging.take_back([sequence.id], [len(sequence.drafted) - right])
         self._sampler.begin_again(row, text)
-        return text[of.known + right :]
+        return text[sequence.known + right :]
 
     def _read(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
         """Store the next tokens of some sequences; logits [n, vocab] after the last of each."""
@@ -154,13 +143,14 @@ class _Drafting:
         """As many logits as the model has; some models of one tokenizer round up the size of their vocabulary, some do not."""
         return pad(logits, (0, self._vocab - logits.shape[1]), value=-torch.inf)
 
-    def _draw(self, logits: Tensor, found: Mapping[int, _Drafted]) -> None:
+    def _draw(self, logits: Tensor, proposals: Mapping[int, Proposal]) -> None:
         """Draw the next token of each sequence, from logits [n, vocab]."""
-        rows = list(found)
+        rows = list(proposals)
         if not self._draws:
             for row, token in zip(rows, self._sampler.next(logits, rows).tolist(), strict=True):
-                found[row].token_ids.append(token)
+                proposals[row].token_ids.append(token)
             return
         for row, weights in zip(rows, self._sampler.probabilities(logits, rows), strict=True):
-            found[row].token_ids.append(self._sampler.draw(weights, row))
-            found[row].probabilities.append(weights)
+            proposal = proposals[row]
+            proposal.token_ids.append(self._sampler.draw(weights, row))
+            proposal.probabilities.append(weights)  # type: ignore[union-attr]

@@ -1,29 +1,31 @@
 """Drafts: tokens that are guessed cheaply, and then checked by the model all at once.
 
-A `Draft` belongs to a session; for each `generate` it begins a `Drafter`. What a drafter proposes changes how fast text comes,
-never which text may come: `engine.speculation` keeps what the model itself would have said.
+A session has a `DraftSource`, which begins a `Drafter` for each `generate`. What a drafter proposes changes how fast text
+comes, never which text may come: `engine.speculation` keeps what the model itself would have said. A `DraftReport` says
+whether it paid.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from haarkv.engine.sampling import Sampling
-from haarkv.tq_ops.errors import InputError
+from haarkv.executors.base import Executor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
-MOST_TOKENS = 32
-"""Drafted tokens a step at most: with the one before them they fit into any cache's chunk."""
+if TYPE_CHECKING:
+    from haarkv.engine.generation import Timing
+
 LONGEST_MATCH, SHORTEST_MATCH = 8, 2
-"""Tokens at the end of a text that `ngram` looks for: so many are enough to choose, and fewer say too little."""
+"""Tokens at the end of a text that `ngram` looks for: more are not needed to choose, and fewer say too little."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class Proposal:
 
     Attributes:
         token_ids: n drafted tokens, none if it has no idea.
-        probabilities: [n, vocab] fp64, the distributions that they were drawn from, each after those before it; None if they
-            are certain, as at temperature 0.
+        probabilities: n times [vocab] fp64, the distributions that they were drawn from, each after those before it; None if
+            they are certain, as at temperature 0.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    probabilities: Tensor | None = None
+    probabilities: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Beginning:
     Attributes:
         prompts: token ids.
         max_context: tokens of prompt and text that are stored of each at most.
-        vocab_size: the model's, so many logits a drafter's distributions have.
+        vocab_size: the model's; a drafter's distributions have as many numbers.
         sampling: how the model's tokens are drawn, and drafted tokens as well.
         cache, paging, sequences: where the model keeps them.
     """
@@ -69,16 +71,16 @@ class Drafter(Protocol):
 
         Args:
             texts: by the sequence's number, prompt and all that was chosen; it begins as it did the last time.
-            most: so many tokens of each, 0 or more.
+            most: tokens of each at most, 0 or more.
         """
 
 
-class Draft(Protocol):
-    """A way to draft.
+class DraftSource(Protocol):
+    """A way to draft, for as long as its session lives.
 
     Attributes:
         name: as `--draft` takes it.
-        shared_bytes: of the model's weights that the draft does not hold a second time.
+        shared_bytes: of the model's weights that it does not hold a second time.
     """
 
     @property
@@ -93,9 +95,66 @@ class Draft(Protocol):
         """Bytes of the KV cache that a drafter of so many sequences keeps beside the model's."""
 
 
+# -- The text itself ---------------------------------------------------------------------------------------------------------
+
+
+class NgramSource:
+    """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
+
+    name = "ngram"
+    shared_bytes = 0
+
+    def begin(self, beginning: Beginning) -> Drafter:
+        return _NgramDrafter(beginning)
+
+    def cache_bytes(self, sequences: int, max_context: int) -> int:
+        return 0
+
+
+class _NgramDrafter:
+    def __init__(self, beginning: Beginning) -> None:
+        # Room for the texts to grow, so that a step adds its few tokens and copies none.
+        room = beginning.max_context + 1
+        self._tokens = [np.zeros(max(room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
+        self._lengths = [0] * len(beginning.prompts)
+
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+        for row, text in texts.items():
+            self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
+            self._lengths[row] = len(text)
+        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
+
+
+def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
+    """What followed the longest end of a text that stood in it before, where it stood last; nothing if that is too short.
+
+    Where what followed is the end itself, it goes on from its own beginning: a text that repeats itself keeps doing so.
+
+    Args:
+        tokens: [n].
+        most: tokens of the answer, at most.
+    """
+    last = len(tokens) - 1
+    if last < 1 or most < 1:
+        return []
+    ends, matched = np.flatnonzero(tokens[:last] == tokens[last]), 1
+    while len(ends) and matched < LONGEST_MATCH:
+        longer = ends[ends >= matched]
+        longer = longer[tokens[longer - matched] == tokens[last - matched]]
+        if not len(longer):
+            break
+        ends, matched = longer, matched + 1
+    if not len(ends) or matched < SHORTEST_MATCH:
+        return []
+    return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]
+
+
+# -- Whether it paid ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass
-class DraftCost:
-    """What drafting did in one `generate`.
+class DraftCounts:
+    """What drafting did so far in one `generate`.
 
     Attributes:
         proposed, accepted: drafted tokens, and those of them that the model took.
@@ -111,80 +170,88 @@ class DraftCost:
     plain: list[float] = field(default_factory=list)
 
     @property
-    def acceptance(self) -> float | None:
-        """Share of the drafted tokens that the model took; None if there were none."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
     def plain_s(self) -> float | None:
         """Median seconds a token without drafts; None if no step went without."""
         return statistics.median(self.plain) if self.plain else None
 
 
-# -- The text itself ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DraftReport:
+    """Acceptance and gain of a draft, as the cost line has them.
 
-
-class Ngram:
-    """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
-
-    name = "ngram"
-    shared_bytes = 0
-
-    def begin(self, beginning: Beginning) -> Drafter:
-        return _Lookup(beginning)
-
-    def cache_bytes(self, sequences: int, max_context: int) -> int:
-        return 0
-
-
-class _Lookup:
-    def __init__(self, beginning: Beginning) -> None:
-        # Room for the texts to grow, so that a step adds its few tokens and copies none.
-        room = beginning.max_context + 1
-        self._tokens = [np.zeros(max(room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
-        self._lengths = [0] * len(beginning.prompts)
-
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        return {row: Proposal(self._found(row, text, most[row])) for row, text in texts.items()}
-
-    def _found(self, row: int, text: Sequence[int], most: int) -> list[int]:
-        known, length, tokens = self._lengths[row], len(text), self._tokens[row]
-        tokens[known:length] = text[known:]
-        self._lengths[row] = length
-        return looked_up(tokens[:length], most)
-
-
-def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
-    """What followed the longest end of a text that stood in it before, where it stood last; nothing if that is too short.
-
-    Where what followed is the end itself, it goes on from its own beginning: a text that repeats itself keeps doing so.
-
-    Args:
-        tokens: [n] int64.
-        most: tokens of the answer, at most.
+    Attributes:
+        name: of the draft.
+        most: tokens that it might draft a step.
+        proposed, accepted: drafted tokens, and those that the model took.
+        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
+        ms_per_token: of all decode steps, with drafting.
+        plain_ms_per_token: median of the steps in which the draft had nothing to say.
+        speed_up: the second by the first; None if no step was plain.
+        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
+            where two tokens nearly tie, either may come.
+        shared_bytes: of the model's weights, which the draft does not hold a second time.
+        kv_bytes: of the draft's own cache.
     """
-    last = len(tokens) - 1
-    if last < 1 or most < 1:
-        return []
-    found, matched = np.flatnonzero(tokens[:last] == tokens[last]), 1
-    while len(found) and matched < LONGEST_MATCH:
-        longer = found[found >= matched]
-        longer = longer[tokens[longer - matched] == tokens[last - matched]]
-        if not len(longer):
-            break
-        found, matched = longer, matched + 1
-    if not len(found) or matched < SHORTEST_MATCH:
-        return []
-    begin = int(found[-1]) + 1
-    following = tokens[begin:]
-    return [int(token) for token in np.resize(following, most)]
+
+    name: str
+    most: int
+    proposed: int
+    accepted: int
+    tokens_per_step: float | None
+    ms_per_token: float | None
+    plain_ms_per_token: float | None
+    speed_up: float | None
+    executor: str
+    same_text: bool
+    shared_bytes: int
+    kv_bytes: int
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the drafted tokens that the model took; None if none was drafted."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    def as_json(self) -> dict[str, Any]:
+        """By name, for `--json`."""
+        return {**asdict(self), "acceptance": self.acceptance}
+
+    def describe(self) -> str:
+        """In one line."""
+        parts = [self._taken(), self._gain()]
+        if not self.same_text:
+            parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
+        if self.shared_bytes:
+            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
+        if self.kv_bytes:
+            parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
+        return "; ".join(part for part in parts if part)
+
+    def _taken(self) -> str:
+        if self.acceptance is None:
+            return f"{self.name}: nothing drafted"
+        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
+        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
+        return f"{self.name}, up to {self.most}: {share}{steps}"
+
+    def _gain(self) -> str:
+        if self.speed_up is None or self.acceptance is None:
+            return ""
+        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
+        times = f"{self.ms_per_token:.2f} ms a token, {without}"
+        return times if self.speed_up >= 1 else f"{times}: does not pay here, leave out --draft"
 
 
-def require_draft_tokens(tokens: int) -> None:
-    """Refuse a number of drafted tokens that no step can check.
-
-    Raises:
-        InputError: naming the range.
-    """
-    if not 1 <= tokens <= MOST_TOKENS:
-        raise InputError(f"draft tokens must lie in 1 … {MOST_TOKENS}, not {tokens}")
+def report_of(
+    source: DraftSource, most: int, timing: Timing, executor: Executor, sequences: int, max_context: int
+) -> DraftReport:
+    """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
+    counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
+    plain = counts.plain_s
+    return DraftReport(
+        name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,
+        tokens_per_step=tokens / counts.steps if counts.steps else None,
+        ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
+        plain_ms_per_token=None if plain is None else 1e3 * plain, speed_up=timing.speed_up,
+        executor=executor.name, same_text=executor.batches_alike,
+        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+    )  # fmt: skip

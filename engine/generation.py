@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import Beginning, Draft, DraftCost
+from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
 from haarkv.executors.base import Executor, prefill, verify
@@ -61,7 +61,7 @@ class Timing:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    drafts: DraftCost | None = None
+    drafts: DraftCounts | None = None
 
     @property
     def speed_up(self) -> float | None:
@@ -86,14 +86,9 @@ class Timing:
 
 
 def prefill_in_chunks(
-    executor: Executor,
-    prompts: Sequence[Sequence[int]],
-    sequences: Sequence[int],
-    paging: PagedSequences,
-    cache: PagedKVCache,
-    chunk: int = PREFILL_CHUNK,
-    on_prefill: OnPrefill | None = None,
-) -> Tensor:
+    executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences,
+    cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None,
+) -> Tensor:  # fmt: skip
     """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
     Returns:
@@ -120,24 +115,12 @@ def prefill_in_chunks(
 
 
 def generate(
-    executor: Executor,
-    cache: PagedKVCache,
-    paging: PagedSequences,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    max_context: int,
-    eos_token_ids: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    chunk: int = PREFILL_CHUNK,
-    on_prefill: OnPrefill | None = None,
-    on_token: Callable[[int, int], bool | None] | None = None,
-    prefiller: Executor | None = None,
-    stored: Sequence[StoredSequence | None] = (),
-    on_end: Callable[[int, StoredSequence], object] | None = None,
-    draft: Draft | None = None,
-    draft_tokens: int = 4,
-) -> tuple[list[Completion], Timing]:
+    executor: Executor, cache: PagedKVCache, paging: PagedSequences, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    max_context: int, eos_token_ids: Sequence[int] = (), sampling: Sampling | None = None, chunk: int = PREFILL_CHUNK,
+    on_prefill: OnPrefill | None = None, on_token: Callable[[int, int], bool | None] | None = None,
+    prefiller: Executor | None = None, stored: Sequence[StoredSequence | None] = (),
+    on_end: Callable[[int, StoredSequence], object] | None = None, draft: DraftSource | None = None, draft_tokens: int = 4,
+) -> tuple[list[Completion], Timing]:  # fmt: skip
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
     Args:
@@ -161,7 +144,7 @@ def generate(
         for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
             count = reusable(known, prompt, cache) if known else 0
             sequences.append(put(known, cache, paging, count) if known and count else paging.add())
-            texts.append(_Text(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
+            texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
         timing, sampler = Timing(prefill_tokens=sum(map(len, rest))), BatchSampler(sampling, prompts)
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
@@ -198,7 +181,7 @@ def generate(
 
 
 @dataclass
-class _Text:
+class Growing:
     """A sequence as it grows.
 
     Attributes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
@@ -74,47 +74,34 @@ def load(
     part, plan = split.part, plan_for(spec, config, split)
     selected = select(executor, part, [plan], device=device, dtype=dtype)
     check(selected.name, part, plan, device, ranks)
-    generation = generation_settings(name)
-    _check_generation(generation, name)
-    dtype = dtype or default_dtype(selected.name)
-    drafts = DraftSpec(draft) if isinstance(draft, str) else draft
-    drafted = Drafted(name, part, plan, selected.name, device, dtype, ranks, balance)
-    make_draft = choose(drafts, drafted, progress, on_program) if drafts else None
-    loaded = load_model(name, dtype, layers, progress, ranks)
-    weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
-    spec.require_weights(weights or spec.weights)
-    made = balanced_for(loaded, plan, spec, balance)
-    if made.uneven:  # K and V are those of other channels then
-        weights += "-" + hashlib.sha256(repr(made.uneven).encode()).hexdigest()[:8]
-    loaded, on_warning = made.model, on_warning or warn
-    if made.uneven and ranks.rank == 0:
-        on_warning(f"{balancing.describe(made.uneven)}; --balance off leaves them as they are")
-    guard = None
-    if spec.calibration is None:
-        guard = Guard(plan, made.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
-        guard.at_load(on_warning)
-    running = create(selected.name, loaded, plan, device, on_program)
-    return Session(
-        name=name,
-        config=loaded.config,
-        executor=running,
-        tokenizer=load_tokenizer(name, loaded.config),
-        plan=plan,
-        generation=generation,
-        passed_over=selected.passed_over,
-        ranks=ranks,
-        weight_bytes=loaded.weights.nbytes,
-        uneven=made.uneven,
-        guard=guard,
-        weights=weights,
-        draft=make_draft(running) if make_draft else None,
-        draft_tokens=drafts.tokens if drafts else 4,
-    )
-
-
-def _check_generation(generation: Mapping[str, Any], model: str) -> None:
+    generation: Mapping[str, Any] = generation_settings(name)
     try:
         Sampling(**generation)
     except InputError as error:
         source = source_of(model)
         raise InputError(f"{source.sampling_path if source else model}: {error}") from None
+    dtype = dtype or default_dtype(selected.name)
+    drafts = DraftSpec(draft) if isinstance(draft, str) else draft
+    target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
+    make_draft = choose(drafts, target, progress, on_program) if drafts else None
+    loaded = load_model(name, dtype, layers, progress, ranks)
+    weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
+    spec.require_weights(weights or spec.weights)
+    balanced = balanced_for(loaded, plan, spec, balance)
+    loaded, on_warning = balanced.model, on_warning or warn
+    if balanced.uneven:
+        # K and V are those of other channels then.
+        weights += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]
+        if ranks.rank == 0:
+            on_warning(f"{balancing.describe(balanced.uneven)}; --balance off leaves them as they are")
+    guard = None
+    if spec.calibration is None:
+        guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
+        guard.at_load(on_warning)
+    running = create(selected.name, loaded, plan, device, on_program)
+    return Session(
+        name=name, config=loaded.config, executor=running, tokenizer=load_tokenizer(name, loaded.config), plan=plan,
+        generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
+        uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,
+        draft_tokens=drafts.tokens if drafts else 4,
+    )  # fmt: skip

@@ -1,12 +1,16 @@
-"""The KV plan that a spec means for a model, and the model as that plan wants it."""
+"""The KV plan that a spec means for a model, the model as that plan wants it, and the memory that both take."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Split
+from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
 
@@ -40,5 +44,37 @@ def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool 
         spec: that the plan was made of.
         balance: False balances nothing.
     """
-    may = balance and spec.calibration is None
-    return balancing.balance(model, lambda layer, side: may and plan.layers[layer][side == "V"].lossy)
+    return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
+
+
+# -- What it takes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes of a loaded model with an allocated cache. What a forward computes with is not in it.
+
+    Attributes:
+        weights: of the model; a head tied to the embedding counts once.
+        kv: of the cache: whole blocks, and the tokens that stay in BF16.
+    """
+
+    weights: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.weights + self.kv
+
+
+def needed(config: ModelConfig, plan: KVPlan, tokens: int, sequences: int = 1, number_bytes: int = 2) -> Needed:
+    """What sequences of so many tokens each take, where one weight takes `number_bytes`."""
+    kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
+    return Needed(number_bytes * num_parameters(config), kv)
+
+
+def longest_context(config: ModelConfig, plan: KVPlan, memory: int, sequences: int = 1, number_bytes: int = 2) -> int:
+    """The most tokens of each sequence that `memory` has room for, as `needed` counts, in whole blocks; at least 0."""
+    room = memory - number_bytes * num_parameters(config)
+    return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)

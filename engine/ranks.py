@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -160,10 +160,6 @@ class RankMemory:
     weights: int
     kv: int
     peak: int
-
-    def as_json(self) -> dict[str, int]:
-        """For a JSON line."""
-        return asdict(self)
 
 
 def memory_here(ranks: Ranks, device: torch.device, weights: int, kv: int) -> RankMemory:

@@ -13,7 +13,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import uploaded
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
-_PENALTIES = (1e-3, 1e3)  # beyond, logits leave the range of fp32
 _FIRST_SORTED, _GROWTH = 256, 16  # tokens sorted at first, and how many times more if all of them are kept
 
 
@@ -41,19 +40,17 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature must be 0 or a positive number, not {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top-k must be 0 (all) or positive, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p must lie in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p must lie in [0, 1], not {self.min_p}")
-        if not 0 <= self.seed <= _MOST_SEED:
-            raise InputError(f"seed must lie in 0 … 2**62, not {self.seed}")
-        low, high = _PENALTIES
-        if not low <= self.repetition_penalty <= high:
-            raise InputError(f"repetition penalty must lie in [{low:g}, {high:g}], not {self.repetition_penalty}")
+        penalty = self.repetition_penalty  # beyond its range, logits leave that of fp32
+        for right, name, wanted, value in (
+            (0 <= self.temperature < float("inf"), "temperature", "be 0 or a positive number", self.temperature),
+            (self.top_k >= 0, "top-k", "be 0 (all) or positive", self.top_k),
+            (0 < self.top_p <= 1, "top-p", "lie in (0, 1]", self.top_p),
+            (0 <= self.min_p <= 1, "min-p", "lie in [0, 1]", self.min_p),
+            (0 <= self.seed <= _MOST_SEED, "seed", "lie in 0 … 2**62", self.seed),
+            (1e-3 <= penalty <= 1e3, "repetition penalty", "lie in [0.001, 1000]", penalty),
+        ):
+            if not right:
+                raise InputError(f"{name} must {wanted}, not {value}")
 
 
 class BatchSampler:
@@ -93,7 +90,9 @@ class BatchSampler:
 
     def draw(self, weights: Tensor, row: int) -> int:
         """Draw the next token of a sequence by weights [vocab] fp64, instead of by logits."""
-        token = drawn_from(weights, self.uniform(row))
+        sums = weights.cumsum(-1)
+        place = torch.searchsorted(sums, sums[-1:] * self.uniform(row), right=True)
+        token = int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
         self.say(row, token)
         return token
 
@@ -141,8 +140,8 @@ class BatchSampler:
         logits = _at_hand(logits)
         at = slice(None) if rows is None else uploaded(torch.tensor(rows), logits.device)
         kept = [self._kept(part) for part in _parts(self._penalized(logits, at))]
-        found = [torch.zeros(ids.shape[0], logits.shape[1], dtype=torch.float64, device=ids.device) for ids, _ in kept]
-        return torch.cat([p.scatter(1, ids, w / w.sum(-1, keepdim=True)) for p, (ids, w) in zip(found, kept, strict=True)])
+        rows_of = [(torch.zeros(len(ids), logits.shape[1], dtype=w.dtype, device=w.device), ids, w) for ids, w in kept]
+        return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in rows_of])
 
     def _penalized(self, logits: Tensor, at: Tensor | slice) -> Tensor:
         penalty = self._sampling.repetition_penalty
@@ -156,14 +155,14 @@ class BatchSampler:
         return torch.where(self._said[at], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _drawn(self, logits: Tensor, u: Tensor) -> Tensor:
-        found = []
+        drawn = []
         for part, number in zip(_parts(logits), _parts(u), strict=True):
             ids, weights = self._kept(part)
             sums = weights.cumsum(-1)
             # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
             place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
-            found.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
-        return torch.cat(found)
+            drawn.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
+        return torch.cat(drawn)
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids [n, m] in the order in which tokens are drawn, and weights [n, m] fp64, 0 of those that may not be.
@@ -199,34 +198,6 @@ class BatchSampler:
         mass = weights.sum(-1, keepdim=True) if total is None else total
         kept = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
         return torch.where(kept, weights, 0.0)
-
-
-class Sampler:
-    """Draws the tokens of one sequence, as `BatchSampler` does whatever else runs beside it.
-
-    Args:
-        sampling: the settings.
-        index: of the sequence among those generated together.
-        prompt: its token ids, which a repetition penalty counts as said.
-    """
-
-    def __init__(self, sampling: Sampling, index: int = 0, prompt: Iterable[int] = ()) -> None:
-        self._batch = BatchSampler(sampling, [list(prompt)], index)
-
-    def next(self, logits: Tensor) -> int:
-        """Draw from logits [vocab] fp32; the lowest id wins a tie when greedy."""
-        return int(self._batch.next(logits.unsqueeze(0), [0]))
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The probability [vocab] fp64 with which `next` draws each token at a temperature above 0."""
-        return self._batch.probabilities(logits.unsqueeze(0))[0]
-
-
-def drawn_from(weights: Tensor, u: float) -> int:
-    """The first token whose weight and those before it, [vocab] fp64, add up to more than u in [0, 1) of all."""
-    sums = weights.cumsum(-1)
-    place = torch.searchsorted(sums, sums[-1:] * u, right=True)
-    return int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
 
 
 def _apart(seed: int) -> int:

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.drafting import Drafting, drafting_of
-from haarkv.engine.drafts import Draft
+from haarkv.engine.drafts import DraftReport, DraftSource, report_of
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
 from haarkv.engine.plans import shape_of
-from haarkv.engine.prompts import context_for, encode
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.text import GrowingText, before_stop, stop_list
+from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -57,7 +55,6 @@ class Result:
     """Texts and cost of one `Session.generate`.
 
     Attributes:
-        sampling: as it was done.
         ranks: what each rank holds, on rank 0; elsewhere nothing.
         stored: the sequences as they are stored, prompt and text, if they were to be kept.
         drafting: what it did, if tokens were drafted.
@@ -70,7 +67,7 @@ class Result:
     sampling: Sampling
     ranks: tuple[RankMemory, ...] = ()
     stored: tuple[StoredSequence, ...] = ()
-    drafting: Drafting | None = None
+    drafting: DraftReport | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Session:
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
-    draft: Draft | None = None
+    draft: DraftSource | None = None
     draft_tokens: int = 4
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
     _process: int = field(default_factory=os.getpid, repr=False, compare=False)
@@ -124,7 +121,7 @@ class Session:
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, as `engine.prompts.encode` makes them with this model's tokenizer."""
+        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer."""
         return encode(self.tokenizer, self.config.vocab_size, prompts, chat, system)
 
     def sampling_with(self, **given: Any) -> Sampling:
@@ -215,7 +212,8 @@ class Session:
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
                 sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
-                on_end=(lambda _, of: kept.append(of)) if keep else None, draft=self.draft, draft_tokens=self.draft_tokens,
+                on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
+                draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
         texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
         for index, text in enumerate(texts):
@@ -224,7 +222,7 @@ class Session:
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
-        drafting = drafting_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
+        drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
         return Result(
             texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
         )
@@ -267,11 +265,9 @@ class Session:
         require_memory(needed, what, "take fewer tokens or sequences, or a smaller format")
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
-        shapes, ranks = self.config.kv_shapes, self.ranks.size
-        bf16 = KVSpec("bf16").plan(self.config.num_layers)
-        return KVUsage(
-            format=self.plan.describe(),
-            bytes_per_token=ranks * self.plan.bytes_per_token(shapes),
-            bytes=ranks * cache.nbytes,
-            bf16_bytes=ranks * cache_bytes(bf16, max_context, shapes, sequences, self.config.state_bytes),
+        config, ranks = self.config, self.ranks.size
+        bf16 = cache_bytes(
+            KVSpec("bf16").plan(config.num_layers), max_context, config.kv_shapes, sequences, config.state_bytes
         )
+        per_token = self.plan.bytes_per_token(config.kv_shapes)
+        return KVUsage(self.plan.describe(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)

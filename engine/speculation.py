@@ -10,33 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import DraftCost, Drafter, Proposal
+from haarkv.engine.drafts import DraftCounts, Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.rollback import Advance
 
+if TYPE_CHECKING:
+    from haarkv.engine.generation import Growing
+
 _NOTHING = Proposal()
-
-
-class Growing(Protocol):
-    """A sequence as it grows.
-
-    Attributes:
-        token_ids: prompt and all tokens that were chosen.
-        room: tokens beyond the next one that may still come, and be stored.
-    """
-
-    token_ids: list[int]
-
-    @property
-    def room(self) -> int: ...
 
 
 class Speculation:
@@ -51,20 +40,15 @@ class Speculation:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        cache: PagedKVCache,
-        paging: PagedSequences,
-        sampler: BatchSampler,
-        drafter: Drafter,
+        self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
         tokens: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
         self._tokens = min(tokens, *limits) if limits else tokens
         self._advance: Advance | None = None
-        self.cost = DraftCost()
+        self.cost = DraftCounts()
 
     def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
         """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
@@ -84,16 +68,16 @@ class Speculation:
         if len(token_ids) == len(rows):  # a token that was chosen is never taken back
             batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
             logits = verify(self._executor, token_ids, batch, self._cache)
-            found = [[token] for token in self._sampler.next(logits, rows).tolist()]
+            came = [[token] for token in self._sampler.next(logits, rows).tolist()]
             self.cost.plain.append((time.perf_counter() - began) / len(rows))
-            return found
+            return came
         self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
-        found = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
+        came = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
         self.cost.checks += sum(bool(drafts.token_ids) for drafts in proposed)
         self.cost.proposed += len(token_ids) - len(rows)
-        self.cost.accepted += sum(len(tokens) - 1 for tokens in found)
-        return found
+        self.cost.accepted += sum(len(tokens) - 1 for tokens in came)
+        return came
 
     def keep(self, counts: Sequence[int]) -> None:
         """Say of the last step how many of the tokens that it stored stay, of each sequence.
@@ -110,12 +94,12 @@ class Speculation:
             return [judged(self._sampler, *given) for given in zip(logits, rows, proposals, strict=True)]
         # Nothing depends on what is taken: one wait for the device is enough.
         best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
-        found = []
+        judgements = []
         for proposal in proposals:
             liked = [next(best) for _ in range(len(proposal.token_ids) + 1)]
             taken = next((i for i, token in enumerate(proposal.token_ids) if token != liked[i]), len(proposal.token_ids))
-            found.append(liked[: taken + 1])
-        return found
+            judgements.append(liked[: taken + 1])
+        return judgements
 
 
 def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
@@ -127,7 +111,7 @@ def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) 
         row: the sequence's number.
         proposal: n tokens.
     """
-    found: list[int] = []
+    came: list[int] = []
     for index, token in enumerate(proposal.token_ids):
         before = logits[index : index + 1]
         if proposal.probabilities is None:
@@ -135,10 +119,10 @@ def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) 
             drawn = int(sampler.next(before, [row]))
         else:
             drawn = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
-        found.append(drawn)
+        came.append(drawn)
         if drawn != token:
-            return found
-    return [*found, int(sampler.next(logits[-1:], [row]))]
+            return came
+    return [*came, int(sampler.next(logits[-1:], [row]))]
 
 
 def _accepted_or_other(sampler: BatchSampler, logits: Tensor, row: int, token: int, q: Tensor) -> int:

@@ -1,11 +1,81 @@
-"""The text of a sequence as its tokens come, up to the first stop string."""
+"""Text on its way in and out: prompts as token ids, and the text of a sequence as its tokens come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from haarkv.models.text import TextStream
+from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
+
+# -- Prompts -----------------------------------------------------------------------------------------------------------------
+
+
+def encode(
+    tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: bool | None = None,
+    system: str | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """Token ids of prompts; one that is token ids already stays as it is.
+
+    Args:
+        chat: wrap each in the chat template; None does so if the tokenizer has one.
+        system: the system message of the chat template.
+    Raises:
+        InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {number} is empty; give at least one character")
+        if isinstance(prompt, str):
+            _require_unicode(prompt, f"prompt {number}")
+        elif not all(0 <= token < vocab_size for token in prompt):
+            raise InputError(f"prompt {number} has a token that is none of this model's {vocab_size:,}")
+    wrap = tokenizer.has_chat_template if chat is None else chat
+    if system is not None and not wrap:
+        why = "--no-chat leaves it out" if tokenizer.has_chat_template else "this model has none"
+        raise InputError(f"a system message needs a chat template, and {why}; drop --system")
+    _require_unicode(system or "", "the system message")
+    encoded = iter(tokenizer.encode_chat(texts, system) if wrap and texts else map(tokenizer.encode, texts))
+    return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+
+
+def context_for(
+    ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, wanted: int | None = None,
+    on_warning: Callable[[str], object] | None = None,
+) -> int:  # fmt: skip
+    """Tokens that the cache must hold for each prompt.
+
+    Args:
+        limit: of the model's positions.
+        wanted: so many are asked for; by default as many as are needed, up to the limit.
+        on_warning: called with a sentence if that cuts a text short.
+    Raises:
+        InputError: a prompt that does not fit, or more tokens asked for than the model has positions.
+    """
+    longest = max(map(len, ids), default=0)
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
+    if longest > limit:
+        raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
+    context = wanted or min(limit, longest + max_new_tokens)
+    # The last token is predicted and never stored.
+    if on_warning and longest <= context < longest + max_new_tokens - 1:
+        tokens = f"{context - longest + 1} of {max_new_tokens} new token{'s' * (max_new_tokens != 1)}"
+        on_warning(
+            f"the context ends after {tokens}: the prompt has {longest} tokens, the context {context}; "
+            + ("shorten the prompt" if context == limit else "raise --max-context")
+        )
+    return context
+
+
+def _require_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} is not valid UTF-8; convert it first") from None
+
+
+# -- What comes --------------------------------------------------------------------------------------------------------------
 
 
 class GrowingText:
@@ -30,9 +100,8 @@ class GrowingText:
             return ""
         looked_at = max(0, len(self._text) - max(map(len, self._stops), default=0) + 1)
         self._text += self._stream.push(token)
-        found = _first(self._text, self._stops, looked_at)
-        if found is not None:
-            self.stopped, self._text = True, self._text[:found]
+        if (end := _first(self._text, self._stops, looked_at)) is not None:
+            self.stopped, self._text = True, self._text[:end]
         certain = len(self._text) - (0 if self.stopped else self._held_back())
         given, self._given = self._given, max(self._given, certain)
         return self._text[given : self._given]
@@ -43,15 +112,9 @@ class GrowingText:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max(
-            (
-                n
-                for stop in self._stops
-                for n in range(1, min(len(stop), len(self._text) + 1))
-                if self._text.endswith(stop[:n])
-            ),
-            default=0,
-        )
+        text = self._text
+        beginnings = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)))
+        return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -73,5 +136,5 @@ def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
     """Where the stop string begins that is complete first, or None; the longest of those that end together."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
-    return min(found)[1] if found else None
+    places = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
+    return min(places)[1] if places else None

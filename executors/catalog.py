@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from haarkv.executors.base import Executor
@@ -75,41 +75,44 @@ def _require_host(name: str, device: str | None) -> None:
         raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
 
 
-def _reference(model: DecoderModel, device: str | None) -> Executor:
-    _require_host("reference", device)
-    from haarkv.executors.reference import ReferenceExecutor
+def _class(name: str) -> Any:
+    """An executor's class; its module is imported now.
 
-    return ReferenceExecutor(model)
+    Raises:
+        InputError: it needs a package that is not installed.
+    """
+    try:
+        return getattr(import_module(f"haarkv.executors.{name}"), f"{name.title()}Executor")
+    except ImportError as error:
+        if name != "onnx":
+            raise
+        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
 
-def _cpu(model: DecoderModel, device: str | None) -> Executor:
-    _require_host("cpu", device)
-    from haarkv.executors.cpu import CpuExecutor
+def _on_host(name: str, model: DecoderModel, device: str | None) -> Executor:
+    _require_host(name, device)
+    executor: Executor = _class(name)(model)
+    return executor
 
-    return CpuExecutor(model)
+
+def _on_device(name: str, model: DecoderModel, device: str | None) -> Executor:
+    executor: Executor = _class(name)(model, device)
+    return executor
+
+
+def _unsupported(name: str, config: ModelConfig, plan: KVPlan) -> str | None:
+    reason: str | None = _class(name).unsupported(config, plan)
+    return reason
 
 
 def _cpu_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
-    from haarkv.executors.cpu import CpuExecutor
     from haarkv.tq_ops.cpu.library import KernelsMissingError, load
 
     try:
         load()
     except KernelsMissingError as missing:
         return str(missing)
-    return CpuExecutor.unsupported(config, plan)
-
-
-def _cuda(model: DecoderModel, device: str | None) -> Executor:
-    from haarkv.executors.cuda import CudaExecutor
-
-    return CudaExecutor(model, device)
-
-
-def _cuda_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
-    from haarkv.executors.cuda import CudaExecutor
-
-    return CudaExecutor.unsupported(config, plan)
+    return _unsupported("cpu", config, plan)
 
 
 def _require_gpu(device: str | None) -> None:
@@ -126,20 +129,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and triton_missing() is None
 
 
-def _npu(model: DecoderModel, device: str | None) -> Executor:
-    from haarkv.executors.npu import NpuExecutor
-
-    return NpuExecutor(model, device)
-
-
 def _compile_npu(executor: Any, plan: KVPlan, on_program: OnProgram) -> None:
     executor.compile_ahead(plan, on_program)
-
-
-def _npu_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
-    from haarkv.executors.npu import NpuExecutor
-
-    return NpuExecutor.unsupported(config, plan)
 
 
 def _npu_programs(device: str | None) -> Runner:
@@ -160,51 +151,33 @@ def _has_npu() -> bool:
     return True
 
 
-def _onnx_module() -> ModuleType:
-    try:
-        from haarkv.executors import onnx
-    except ImportError as error:
-        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
-    return onnx
-
-
-def _onnx(model: DecoderModel, device: str | None) -> Executor:
-    executor: Executor = _onnx_module().OnnxExecutor(model, device)
-    return executor
-
-
-def _onnx_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
-    reason: str | None = _onnx_module().OnnxExecutor.unsupported(config, plan)
-    return reason
-
-
 def _require_provider(device: str | None) -> None:
-    _onnx_module().open_provider(device)
+    _class("onnx")
+    from haarkv.executors import onnx
+
+    onnx.open_provider(device)
 
 
 _WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within each"
 
 _ENTRIES: dict[str, _Entry] = {
-    "reference": _Entry(_reference, here=lambda: True, require=partial(_require_host, "reference")),
-    "cpu": _Entry(_cpu, here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")),
+    "reference": _Entry(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
+    "cpu": _Entry(
+        partial(_on_host, "cpu"), here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")
+    ),
     "cuda": _Entry(
-        _cuda, "bfloat16", devices=("cuda",), here=_has_gpu, refuses=_cuda_refuses, require=_require_gpu, numbered=True
+        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, refuses=partial(_unsupported, "cuda"),
+        require=_require_gpu, numbered=True,
     ),
     "npu": _Entry(
-        _npu,
-        "bfloat16",
-        any_dtype=False,
-        devices=("npu", "sim"),
-        here=_has_npu,
-        refuses=_npu_refuses,
-        numbered=True,
-        compile_ahead=_compile_npu,
-        programs=_npu_programs,
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu,
+        refuses=partial(_unsupported, "npu"), numbered=True, compile_ahead=_compile_npu, programs=_npu_programs,
     ),
     "onnx": _Entry(
-        _onnx, devices=("cpu", "cuda", "cann"), refuses=_onnx_refuses, require=_require_provider, whole_layers=_WHOLE_GRAPHS
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), refuses=partial(_unsupported, "onnx"),
+        require=_require_provider, whole_layers=_WHOLE_GRAPHS,
     ),
-}
+}  # fmt: skip
 NAMES = tuple(_ENTRIES)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
 """What `auto` tries, in this order."""
@@ -250,21 +223,44 @@ def open_programs(name: str, device: str | None) -> Runner | None:
     return programs(device) if programs else None
 
 
-def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
-    """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
+def refusal(
+    name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = ALONE, dtype: str | None = None
+) -> str | None:
+    """Why an executor cannot run a model with all these caches, as "NAME cannot run this: REASON"; None if it can.
+
+    All that is known before weights are read is asked here, and nowhere else. Whether the device is there is left to `check`.
 
     Args:
         name: of `NAMES`.
         config: of what it is to run: of a rank, its part.
-        device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
         ranks: with whom it shares the model.
+        dtype: of the model, if one was asked for.
+    Raises:
+        InputError: no such executor, or one whose packages are not installed.
+    """
+    entry = _entry(name)
+    reason: str | None = None
+    if dtype and not entry.any_dtype and dtype != entry.dtype:
+        reason = f"it runs {entry.dtype} only"
+    elif ranks.size > 1 and entry.whole_layers:
+        reason = entry.whole_layers
+    else:
+        reason = next((reason for plan in plans if (reason := entry.refuses(config, plan))), None)
+    return reason and f"{name} cannot run this: {reason}"
+
+
+def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
+    """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
+
+    Args:
+        name, config, ranks: as of `refusal`.
+        device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
     Raises:
         InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
     """
-    entry = _entry(name)
-    entry.require(_device_of_rank(name, device, ranks))
-    if reason := (ranks.size > 1 and entry.whole_layers) or entry.refuses(config, plan):
-        raise InputError(f"executor {name} cannot run this: {reason}")
+    _entry(name).require(_device_of_rank(name, device, ranks))
+    if refused := refusal(name, config, [plan], ranks=ranks):
+        raise InputError(f"executor {refused}")
 
 
 def create(
@@ -282,8 +278,8 @@ def create(
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
     entry, ranks = _entry(name), model.ranks
-    if ranks.size > 1 and entry.whole_layers:
-        raise InputError(f"executor {name} cannot run this: {entry.whole_layers}")
+    if refused := refusal(name, model.config, [], ranks=ranks):
+        raise InputError(f"executor {refused}")
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
@@ -345,16 +341,8 @@ def select(
         here = _ENTRIES[name].here
         if device is None and not (here and here()):
             continue
-        reason = _refusal(name, config, plans, dtype)
+        reason = refusal(name, config, plans, dtype=dtype)
         if reason is None:
             return Selection(name, refused[0] if refused else "")
-        refused.append(f"{name} cannot run this: {reason}")
+        refused.append(reason)
     raise InputError(f"executor {refused[0]}")
-
-
-def _refusal(name: str, config: ModelConfig, plans: Sequence[KVPlan], dtype: str | None) -> str | None:
-    """Why an executor cannot run all of this, or None."""
-    entry = _ENTRIES[name]
-    if dtype and not entry.any_dtype and dtype != entry.dtype:
-        return f"it runs {entry.dtype} only"
-    return next((reason for plan in plans if (reason := entry.refuses(config, plan))), None)

@@ -21,7 +21,10 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import read_config, source_of
 from haarkv.models.checkpoint import stored_tensors
 from haarkv.models.weights import LayerWeights, layer_tensors
+from haarkv.tq_ops.kv.plan import KVPlan
 
+Scales = tuple[Tensor | None, Tensor | None]
+"""What channels [H, D] of K and of V are multiplied with before they are stored; None leaves them as they are."""
 LEAST_RATIO = 1.1
 """A side is left as it is unless balance makes so many times less error: one rotation or another differs as much."""
 
@@ -57,6 +60,21 @@ class Uneven:
     layer: int
     side: str
     ratio: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What balance does to the channels of a cache.
+
+    Attributes:
+        scales: of each layer.
+        uneven: the sides that have some.
+        moments: K's and V's of each layer, as they are with the scales.
+    """
+
+    scales: Mapping[int, Scales]
+    uneven: tuple[Uneven, ...]
+    moments: Mapping[int, tuple[Moments, Moments]]
 
 
 @dataclass(frozen=True)
@@ -141,30 +159,56 @@ def scales_of(moments: Moments) -> tuple[Tensor, float]:
     return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
 
 
+def scaling_of(
+    moments: Mapping[int, tuple[Moments, Moments]], wanted: Callable[[int, str], bool] = lambda *_: True
+) -> Scaling:
+    """The scales of every side that is uneven enough.
+
+    Args:
+        moments: K's and V's of each layer.
+        wanted: of a layer and "K" or "V": whether it may be balanced.
+    """
+    scales: dict[int, Scales] = {}
+    now: dict[int, tuple[Moments, Moments]] = {}
+    uneven: list[Uneven] = []
+
+    def side_of(layer: int, side: str, before: Moments) -> tuple[Tensor | None, Moments]:
+        chosen, ratio = scales_of(before) if wanted(layer, side) else (torch.ones(()), 1.0)
+        if ratio <= 1:
+            return None, before
+        uneven.append(Uneven(layer, side, ratio))
+        return chosen, before.scaled(chosen)
+
+    for layer, (k, v) in moments.items():
+        (k_scales, k), (v_scales, v) = side_of(layer, "K", k), side_of(layer, "V", v)
+        scales[layer], now[layer] = (k_scales, v_scales), (k, v)
+    return Scaling(scales, tuple(uneven), now)
+
+
+def where_lossy(plan: KVPlan, wanted: bool = True) -> Callable[[int, str], bool]:
+    """For `wanted` of `scaling_of`: the sides of which a cache loses something; False wants none."""
+    return lambda layer, side: wanted and plan.layers[layer][side == "V"].lossy
+
+
 def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_: True) -> Balanced:
     """Balance every side that is uneven enough.
 
     Args:
         model: of one rank or all; on the host.
-        wanted: of a layer and "K" or "V": whether it may be balanced.
+        wanted: as of `scaling_of`.
     """
-    layers, found, moments = list(model.weights.layers), [], {}
+    layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
-        if shape is None:
-            continue
-        weights = layer = layers[index]
-        now = []
-        for side, moments_of in (("K", key_moments), ("V", value_moments)):
-            of = moments_of(by_field(weights), shape.num_kv_heads, shape.head_dim)
-            scales, ratio = scales_of(of) if wanted(index, side) else (torch.ones(()), 1.0)
-            if ratio > 1:
-                layer = folded(layer, side, scales)
-                found.append(Uneven(index, side, ratio))
-            now.append(of.scaled(scales))
-        layers[index] = layer
-        moments[index] = now[0], now[1]
-    changed = replace(model, weights=replace(model.weights, layers=tuple(layers))) if found else model
-    return Balanced(changed, tuple(found), moments)
+        if shape is not None:
+            fields, sizes = by_field(layers[index]), (shape.num_kv_heads, shape.head_dim)
+            moments[index] = key_moments(fields, *sizes), value_moments(fields, *sizes)
+    scaling = scaling_of(moments, wanted)
+    for index, pair in scaling.scales.items():
+        for side, scales in zip("KV", pair, strict=True):
+            if scales is not None:
+                layers[index] = folded(layers[index], side, scales)
+    changed = replace(model, weights=replace(model.weights, layers=tuple(layers))) if scaling.uneven else model
+    return Balanced(changed, scaling.uneven, scaling.moments)
 
 
 def name_layers(layers: Sequence[int]) -> str:
@@ -188,8 +232,8 @@ def describe(uneven: Sequence[Uneven]) -> str:
     """In one line what was balanced, and how uneven it was."""
     parts = []
     for side in ("K", "V"):
-        if layers := [of.layer for of in uneven if of.side == side]:
-            worst = max(of.ratio for of in uneven if of.side == side)
+        if layers := [one.layer for one in uneven if one.side == side]:
+            worst = max(one.ratio for one in uneven if one.side == side)
             parts.append(f"{side} of {name_layers(layers)} (up to {worst:.3g} times less error)")
     return f"balanced {' and '.join(parts)}: their channels are uneven"
 

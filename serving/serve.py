@@ -116,15 +116,15 @@ def _as_vllm_takes_it(model: str) -> str:
     Raises:
         InputError: it can only be a folder, and there is none.
     """
-    found = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
+    name = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
     # On the Hub a model is NAME or ORG/NAME, and one of its files ORG/NAME/FILE.gguf; an address elsewhere has a scheme.
-    could_be_elsewhere = found.count("/") < 2 or "://" in found or found.endswith(".gguf")
-    is_path = found.startswith(("/", ".", "~")) or not could_be_elsewhere
-    if not found or (is_path and not Path(found).is_dir()):
+    could_be_elsewhere = name.count("/") < 2 or "://" in name or name.endswith(".gguf")
+    is_path = name.startswith(("/", ".", "~")) or not could_be_elsewhere
+    if not name or (is_path and not Path(name).is_dir()):
         raise InputError(
             f"no such model: {model or repr('')}; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    return found
+    return name
 
 
 def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:
@@ -205,6 +205,6 @@ def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
 def _first_reason(error: Exception) -> str:
     """The sentence that matters: a validation error brings a list, each with what it was about."""
     reasons: Any = getattr(error, "errors", None)
-    if callable(reasons) and (found := reasons()):
-        return str(found[0].get("msg", error)).removeprefix("Value error, ")
+    if callable(reasons) and (listed := reasons()):
+        return str(listed[0].get("msg", error)).removeprefix("Value error, ")
     return str(error)

@@ -25,7 +25,6 @@ CHOOSES = (
     "validation/planning/candidates.py",
     "validation/ops/suite.py",
     "validation/fidelity/peers.py",
-    "tq/hf/families.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
 LLAMA_CPP = ("models/gguf_source.py", "models/gguf_words.py")

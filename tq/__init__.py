@@ -71,17 +71,8 @@ _NEEDS_TRANSFORMERS = ("TQCache", "generate", "calibrate")
 
 # Without those of transformers, so that `from tq import *` needs no extra.
 __all__ = [
-    "Batch",
-    "InputError",
-    "KVPlan",
-    "KVSpec",
-    "ModelConfig",
-    "PagedKVCache",
-    "PagedSequences",
-    "Sampling",
-    "Session",
-    "formats",
-    "load",
+    "Batch", "InputError", "KVPlan", "KVSpec", "ModelConfig", "PagedKVCache", "PagedSequences", "Sampling", "Session",
+    "formats", "load",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import resource
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
@@ -12,12 +13,11 @@ from typing import Any
 
 import click
 
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, RankLostError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
-from tq.failures import InterruptedCommandError, SystemRefusedError, ended
-from tq.output import unsaid_is_fine
-from tq.ranks import Started
+from tq.output import drop_output, one_line, unsaid_is_fine
+from tq.ranks import LOST, Started
 
 _COMMANDS = (
     "generate", "chat", "cache", "validate", "replay", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export",
@@ -26,6 +26,21 @@ _COMMANDS = (
 
 _LEAST_ADDRESSES = 2**30
 """Bytes; with half of it, torch is not loaded."""
+
+
+# Said by torch's allocators, the C++ library, the loader of shared libraries, and threads.
+_NO_MEMORY = (
+    "can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory",
+    "failed to map segment", "can't start new thread",
+)  # fmt: skip
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C, which click would answer in its own way."""
+
+
+class _SystemRefusedError(Exception):
+    """The system refused to read or write, by the OSError that this one comes from; click would answer that too."""
 
 
 class _Commands(click.Group):
@@ -46,9 +61,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise InterruptedCommandError from None
+            raise _InterruptedError from None
         except OSError as error:
-            raise SystemRefusedError(error) from None
+            raise _SystemRefusedError from error
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -102,7 +117,60 @@ def run(started: Started) -> int:
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
             # Before the name of the subcommand it is ours; behind it, it may be the value of an option.
-            return ended(error, started, debug="--debug" in takewhile(lambda word: word.startswith("-"), started.argv))
+            return _ended(error, started, debug="--debug" in takewhile(lambda word: word.startswith("-"), started.argv))
+
+
+def _ended(error: BaseException, started: Started, debug: bool) -> int:
+    """Say why a command ended, and with which exit code.
+
+    Args:
+        error: what ended it.
+        debug: print the traceback as well.
+    Returns:
+        as `run`; of a rank that has lost another, `LOST`.
+    """
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return 2
+    if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
+        if not started.place:  # whoever started the ranks says so
+            # A terminal has shown ^C, and perhaps half a line of text.
+            print("\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
+        return 130
+    if isinstance(error, SystemExit):  # of a library that ends the process itself
+        return error.code if isinstance(error.code, int) else 2
+    if isinstance(error, _SystemRefusedError) and error.__cause__:
+        error = error.__cause__
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, RankLostError) and started.place:
+        return LOST  # whoever started the ranks knows which one
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What could not be written stays in the buffer, and the interpreter would try it again at exit.
+        drop_output(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return 0  # a reader that leaves early is no failure: commands with a verdict go on to it
+    print(f"tq: {one_line(_reason(error))}", file=sys.stderr)
+    return 2
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong, and what to do."""
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, InputError):
+        return str(error)
+    said = str(error)
+    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+        return "there is not enough memory; take a smaller model, text or context, or allow this process more"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}" if error.filename else str(error.strerror or error)
+    return (
+        f"this is a fault of tq itself: {type(error).__name__}: {said}; please report it with what `tq --debug …` prints "
+        "for the same command"
+    )
 
 
 if __name__ == "__main__":

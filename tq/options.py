@@ -12,11 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq.output import compiling, loading, warn
+
 if TYPE_CHECKING:
     from haarkv.engine.draft_choice import DraftSpec
+    from haarkv.engine.session import Session
     from haarkv.tq_ops.kv.plan import KVSpec
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one, in the order in which `--help` shall list them."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 # -- Kinds of values -------------------------------------------------------------------------------------------------------
@@ -30,38 +44,29 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+_LAYERS = "layers; write numbers with commas between, such as 0,1,-1"
+
+
 class Numbers(click.ParamType[tuple[int, ...]]):
     """Integers, separated by commas.
 
     Args:
-        least: the smallest that is taken.
+        least: the smallest that is taken; None takes layers, of which negative ones count from the end.
     """
 
     name = "numbers"
 
-    def __init__(self, least: int = 1) -> None:
+    def __init__(self, least: int | None = 1) -> None:
         self._least = least
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         numbers = integers(str(value))
-        if not all(number >= self._least for number in numbers or (-1,)):
+        if not numbers or min(numbers) < (min(numbers) if self._least is None else self._least):
             kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
-            self.fail(f"{shown(value)} is not a list of {kind} such as 512,4096", param, ctx)
-        return numbers
-
-
-class _LayerNumbers(click.ParamType[tuple[int, ...]]):
-    """Layers with commas between; negative ones count from the end."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if not (numbers := integers(str(value))):
-            self.fail(f"{shown(value)} is not a list of layers; write numbers with commas between, such as 0,1,-1", param, ctx)
+            wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
+            self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
         return numbers
 
 
@@ -77,14 +82,10 @@ def model_option(default: str = "tiny") -> Decorator:
     return click.option("--model", default=default, show_default=True, help=f"{MODELS}.")
 
 
-def prompt_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--prompt` (as `prompts`) and `--prompt-file` (as `files`)."""
-    for option in (
-        click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin."),
-        click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
-    ):
-        function = option(function)
-    return function
+prompt_options = together(
+    click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
+    click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin."),
+)
 
 
 _EXECUTOR_HELP = "auto, cuda, npu, cpu, onnx or reference; auto is the fastest here that reads the cache."
@@ -93,39 +94,24 @@ _DTYPES = click.Choice(["float32", "bfloat16"])
 
 def executor_option(multiple: bool = False) -> Decorator:
     """Give a command `--executor`, or `executors` if it can be repeated."""
-    if multiple:
-        return click.option(
-            "--executor", "executors", multiple=True, default=["auto"], show_default=True, help=f"{_EXECUTOR_HELP} Repeat it."
-        )
-    return click.option("--executor", default="auto", show_default=True, help=_EXECUTOR_HELP)
+    if not multiple:
+        return click.option("--executor", default="auto", show_default=True, help=_EXECUTOR_HELP)
+    repeat = f"{_EXECUTOR_HELP} Repeat it."
+    return click.option("--executor", "executors", multiple=True, default=["auto"], show_default=True, help=repeat)
 
 
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
-
-
 device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
 threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
 
 
 def run_options(dtype: str | None = None) -> Decorator:
-    """Give a command `--device`, `--dtype`, `--layers` and `--threads`.
-
-    Args:
-        dtype: the default; the executor's own unless given.
-    """
-    options = (
-        device_option,
-        click.option("--dtype", type=_DTYPES, default=dtype, show_default=dtype or "bfloat16 on cuda and npu, else float32"),
-        layers_option,
+    """Give a command `--device`, `--dtype` (with a default, or the executor's own), `--layers` and `--threads`."""
+    shown_default = dtype or "bfloat16 on cuda and npu, else float32"
+    return together(
+        device_option, click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default), layers_option,
         threads_option,
-    )
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+    )  # fmt: skip
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -165,7 +151,7 @@ calibration_option = click.option(
     "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lrN."
 )
 skip_layers_option = click.option(
-    "--kv-skip-layers", type=_LayerNumbers(), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+    "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
 )
 _BESIDE = (
     click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
@@ -182,18 +168,12 @@ collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn
 
 
 def kv_options(kv: bool = True) -> Decorator:
-    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`.
+    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache."""
+    return together(kv_option, calibration_option, *_BESIDE, plan_option) if kv else together(*_BESIDE)
 
-    Args:
-        kv: `--kv`, `--calibration` and `--kv-plan` as well.
-    """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed((kv_option, calibration_option, *_BESIDE, plan_option) if kv else _BESIDE):
-            function = option(function)
-        return function
-
-    return decorate
+session_options = together(kv_options(), balance_option, collapse_option, executor_option(), run_options())
+"""What `open_session` takes, but for `--model`."""
 
 
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:
@@ -224,7 +204,7 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Options of `sampling_options` that the model's generation_config.json may set as well."""
-_SAMPLING_OPTIONS = (
+sampling_options = together(
     click.option("--temperature", type=float, help="0 takes the most likely token."),
     click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability."),
@@ -232,16 +212,7 @@ _SAMPLING_OPTIONS = (
     click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used."),
     click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True),
 )
-
-
-def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of sampling."""
-    for option in reversed(_SAMPLING_OPTIONS):
-        function = option(function)
-    return function
-
-
-_DRAFT_OPTIONS = (
+draft_options = together(
     click.option(
         "--draft", metavar="NAME",
         help="Guess tokens ahead and check them together: ngram, self, or a smaller model of the same tokenizer.",
@@ -251,13 +222,6 @@ _DRAFT_OPTIONS = (
     ),
     click.option("--draft-kv", metavar="FORMAT", help="Cache of the draft [default: of self the coarsest, else tq4]."),
 )  # fmt: skip
-
-
-def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--draft`, `--draft-tokens` and `--draft-kv`."""
-    for option in reversed(_DRAFT_OPTIONS):
-        function = option(function)
-    return function
 
 
 def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
@@ -279,12 +243,45 @@ def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
     return None
 
 
-def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--chat` and `--system`."""
-    function = click.option("--system", metavar="TEXT", help="The chat template's system message.")(function)
-    return click.option(
+system_option = click.option("--system", metavar="TEXT", help="The chat template's system message.")
+chat_options = together(
+    click.option(
         "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
-    )(function)
+    ),
+    system_option,
+)
+
+
+def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a command's arguments, the settings of sampling that were asked for and that a model may set as well."""
+    return {name: given[name] for name in SAMPLING if given.get(name) is not None}
+
+
+def open_session(given: Mapping[str, Any], **others: Any) -> Session:
+    """The model that `--model` and `session_options` name, ready to generate; a bar shows how far it is loaded.
+
+    Args:
+        given: a command's arguments by name. Those of sampling, drafting and `stop`, where it has them, are checked too
+            before weights are read.
+        others: for `engine.loading.load`.
+    Raises:
+        InputError, click.UsageError: something asked for does not exist, or does not fit.
+    """
+    # The bar is there before torch is, whose import takes a second.
+    with loading(given["model"]) as progress:
+        from haarkv.engine.loading import load
+        from haarkv.engine.sampling import Sampling
+        from haarkv.engine.text import stop_list
+
+        spec, draft = kv_spec(given), draft_spec(given) if "draft" in given else None
+        set_threads(given["threads"])
+        stop_list(given.get("stop", ()))
+        Sampling(**sampling_of(given))
+        names = ("executor", "device", "dtype", "layers", "allow_collapse")
+        return load(
+            given["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,
+            balance=given["balance"] == "auto", **{name: given[name] for name in names}, **others,
+        )  # fmt: skip
 
 
 def check_outputs(out_file: Path, resume_file: Path | None) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
+    import rich.progress
     from rich.console import Console
 
     from haarkv.engine.generation import OnPrefill
     from haarkv.models.checkpoint import Progress
     from haarkv.validation.fidelity.evaluation import OnStep
 
+
+T = TypeVar("T")
 
 _MOST_SHOWN = 2000
 """Characters of one message; what a file holds may be quoted in it."""
@@ -91,11 +94,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 class _Tolerant:
-    """A text stream that may fail; what is written after that is dropped.
-
-    Args:
-        failure: as which it may fail.
-    """
+    """A text stream that may fail in one way; what is written after that is dropped."""
 
     def __init__(self, stream: TextIO, failure: type[OSError]) -> None:
         self._stream, self._failure = stream, failure
@@ -104,43 +103,40 @@ class _Tolerant:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except self._failure:
-            drop_output(self._stream)
-            return len(text)
+        return self._tried(lambda: self._stream.write(text), len(text))
 
     def flush(self) -> None:
+        self._tried(self._stream.flush, None)
+
+    def _tried(self, action: Callable[[], T], otherwise: T) -> T:
         try:
-            self._stream.flush()
+            return action()
         except self._failure:
             drop_output(self._stream)
+            return otherwise
 
 
 @contextmanager
-def unread_is_fine() -> Iterator[None]:
-    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
-    stream = sys.stdout
-    sys.stdout = cast(TextIO, _Tolerant(stream, BrokenPipeError))
+def _tolerant(name: str, failure: type[OSError]) -> Iterator[None]:
+    stream = getattr(sys, name)
+    setattr(sys, name, _Tolerant(stream, failure))
     try:
         yield
     finally:
         try:
-            sys.stdout.flush()
+            getattr(sys, name).flush()
         finally:
-            sys.stdout = stream
+            setattr(sys, name, stream)
 
 
-@contextmanager
-def unsaid_is_fine() -> Iterator[None]:
+def unread_is_fine() -> AbstractContextManager[None]:
+    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
+    return _tolerant("stdout", BrokenPipeError)
+
+
+def unsaid_is_fine() -> AbstractContextManager[None]:
     """Let a command go on though what it says on stderr cannot be written; its exit code and its output stay what they are."""
-    stream = sys.stderr
-    sys.stderr = cast(TextIO, _Tolerant(stream, OSError))
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        sys.stderr = stream
+    return _tolerant("stderr", OSError)
 
 
 def drop_output(stream: TextIO) -> None:
@@ -153,13 +149,25 @@ def drop_output(stream: TextIO) -> None:
 # -- Progress --------------------------------------------------------------------------------------------------------------
 
 
+def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
+    """A bar on stderr behind some words, in which rich fills in `{task.description}`; silent when stderr is not a terminal.
+
+    Args:
+        count: shows how many are done, of what; "" shows a percentage.
+        left: shows the time that is left as well.
+    """
+    from rich import progress as rich
+
+    columns: list[rich.ProgressColumn] = [*(rich.TextColumn(word, markup=False) for word in words), rich.BarColumn()]
+    columns += [rich.MofNCompleteColumn(), rich.TextColumn(count.strip())] if count else [rich.TaskProgressColumn()]
+    columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
+    return rich.Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
+
+
 @contextmanager
 def loading(model: str) -> Iterator[Progress]:
-    """A progress bar on stderr while weights are read; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("loading {task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+    """A bar while weights are read."""
+    with _bar("loading {task.description}", count=" ") as bar:
         task = bar.add_task(visible(model), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -171,14 +179,8 @@ def compiling(program: str) -> None:
 
 @contextmanager
 def prefilling() -> Iterator[OnPrefill]:
-    """A bar on stderr while prompts are read, gone before the first new token; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(), TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    bar = Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
+    """A bar while prompts are read, gone before the first new token."""
+    bar = _bar("reading the prompt", count="tokens")
     task = bar.add_task("")
 
     def on_prefill(done: int, total: int) -> None:
@@ -196,13 +198,15 @@ def prefilling() -> Iterator[OnPrefill]:
 
 @contextmanager
 def scoring(total: int) -> Iterator[OnStep]:
-    """A bar on stderr that names the current step; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
+    """A bar that names the current step."""
+    with _bar("{task.description}", left=True) as bar:
         task = bar.add_task("scoring", total=total)
         yield lambda what, tokens: bar.update(task, description=what, advance=tokens)
+
+
+@contextmanager
+def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
+    """A bar that names what is done next, in `words` as of `_bar`."""
+    with _bar(words, count=" ") as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, description=name, advance=1)

@@ -60,14 +60,9 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
         help="Split the model over N processes: N GPUs, N NPUs, or N processes on the CPU.",
     )
     @click.option(
-        "--rank-timeout",
-        "timeout_s",
-        type=click.FloatRange(min=1),
-        metavar="S",
-        default=_TIMEOUT_S,
-        show_default=True,
+        "--rank-timeout", "timeout_s", type=click.FloatRange(min=1), metavar="S", default=_TIMEOUT_S, show_default=True,
         help="End if one of them does not answer for S seconds.",
-    )
+    )  # fmt: skip
     @wraps(function)
     def run(*args: Any, size: int, timeout_s: float, **given: Any) -> Any:
         from haarkv.models.parallel import ALONE
@@ -76,23 +71,18 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
         if size == 1:
             return function(*args, ranks=ALONE, **given)
         from haarkv.engine.ranks import join, started_by_torchrun
+        from haarkv.models.catalog import read_config
+        from haarkv.models.parallel import Split
 
         if started.place is None and not started_by_torchrun():
             if "model" in given:
-                _require_split(given["model"], given.get("layers"), size)
+                # A number of ranks that the model cannot be split over is refused before a process is started.
+                Split(read_config(given["model"], given.get("layers")), 0, size)
             return supervise(started.argv, size, timeout_s)
         with join(size, started.place, timeout_s) as ranks, _speaking(ranks):
             return function(*args, ranks=ranks, **given)
 
     return run
-
-
-def _require_split(model: str, layers: int | None, size: int) -> None:
-    """Refuse a number of ranks that the model cannot be split over, before a process is started."""
-    from haarkv.models.catalog import read_config
-    from haarkv.models.parallel import Split
-
-    Split(read_config(model, layers), 0, size)
 
 
 @contextmanager
@@ -133,7 +123,10 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
             _interrupt(ranks)
             raise
         finally:
-            _end(ranks)
+            for process in ranks.values():
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
             os.close(watched)
             os.close(kept)
 
@@ -180,13 +173,6 @@ def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
     _wait(ranks, _GRACE_S)
-
-
-def _end(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    for process in ranks.values():
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapping[int, Path], timeout_s: float) -> int:

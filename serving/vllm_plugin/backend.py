@@ -143,25 +143,17 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **others: object,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **others: object,
+    ) -> None:  # fmt: skip
         unusual = {
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "capped logits": logits_soft_cap,
             "K and V of another layer": kv_sharing_target_layer_name, **others,
         }  # fmt: skip
-        if found := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
-            raise NotImplementedError(f"attention with {' and '.join(found)} is not supported by a packed KV cache")
+        if refused := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
+            raise NotImplementedError(f"attention with {' and '.join(refused)} is not supported by a packed KV cache")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -179,10 +171,9 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         """Multiply K and V by scales [Hkv, D] before they are stored, and by their inverse what meets them; None is 1."""
         one = torch.ones(self.num_kv_heads, self.head_size)
         # Powers of two: BF16 holds them, and takes no other dtype's digits away.
-        k, v = (of.to(device, torch.bfloat16) for of in (one if k is None else k, one if v is None else v))
+        k, v = (side.to(device, torch.bfloat16) for side in (one if k is None else k, one if v is None else v))
         group = self.num_heads // self.num_kv_heads
-        of_queries, of_outputs = ((1 / of).repeat_interleave(group, dim=0) for of in (k, v))
-        self._balance = k, v, of_queries, of_outputs
+        self._balance = k, v, (1 / k).repeat_interleave(group, dim=0), (1 / v).repeat_interleave(group, dim=0)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
@@ -193,17 +184,9 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: RotatedMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")
@@ -236,7 +219,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             # A page may be larger than what it holds, which then lies at its beginning.
             needed, given = page_bytes(self._pair, heads, self.head_size, block_size), heads * block_size * content
             if needed > given:
-                names = " and ".join(dict.fromkeys(of.name for of in self._pair))
+                names = " and ".join(dict.fromkeys(kv_format.name for kv_format in self._pair))
                 raise ValueError(
                     f"a page of layer {index} has {given} bytes, and {names} takes {needed}; serve with tq serve, or give "
                     f"--worker-cls {CPU_WORKER if kv_cache.device.type == 'cpu' else GPU_WORKER}"
@@ -294,8 +277,8 @@ class RotatedAttentionBackend(AttentionBackend):
         """
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
-            own = list(plan_of(config).layers)
-            pairs = own + pairs if config.speculative_config is not None else own
+            layers = list(plan_of(config).layers)
+            pairs = layers + pairs if config.speculative_config is not None else layers
         return with_content(spec, max(content_bytes(pair, spec.head_size, spec.head_size_v) for pair in pairs))
 
 

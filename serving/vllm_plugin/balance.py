@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from haarkv.engine.collapse import describe, expected_losses
 from haarkv.models import balance
-from haarkv.models.balance import Moments, Uneven
+from haarkv.models.balance import Moments, Scales
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE
 from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tensor | None]]:
+def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
     """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
 
     Raises:
@@ -38,21 +38,10 @@ def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tenso
     if vllm_config.load_config.load_format == "dummy" or spec_of(vllm_config).calibration is not None:
         return {}
     wanted, plan = options.get(BALANCE, True), plan_of(vllm_config)
-    scales: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-    now: dict[int, tuple[Moments, Moments]] = {}
-    uneven: list[Uneven] = []
-    for layer, pair in _moments(model.model).items():
-        of_sides = [balance.scales_of(of) for of in pair]
-        lossy = [kv_format.lossy for kv_format in plan.layers[layer]]
-        chosen = [of if wanted and ratio > 1 and may else None for (of, ratio), may in zip(of_sides, lossy, strict=True)]
-        uneven += [
-            Uneven(layer, side, ratio) for side, (_, ratio), of in zip("KV", of_sides, chosen, strict=True) if of is not None
-        ]
-        k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, chosen, strict=True))
-        now[layer], scales[layer] = (k, v), (chosen[0], chosen[1])
-    if uneven:
-        logger.info("%s; %s false leaves them as they are", balance.describe(uneven), BALANCE)
-    losses = expected_losses(plan, now, model.get_head_size() ** -0.5)
+    scaling = balance.scaling_of(_moments(model.model), balance.where_lossy(plan, wanted))
+    if scaling.uneven:
+        logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
+    losses = expected_losses(plan, scaling.moments, model.get_head_size() ** -0.5)
     if losses:
         line = describe(losses, could_balance=not wanted)
         if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
@@ -61,15 +50,15 @@ def scales_here(vllm_config: VllmConfig) -> dict[int, tuple[Tensor | None, Tenso
             )
         logger.warning("%s", line)
     if parallel.tensor_parallel_size == 1:
-        return scales
+        return scaling.scales
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-    return {layer: (_of_rank(k, rank, size), _of_rank(v, rank, size)) for layer, (k, v) in scales.items()}
 
+    def of_rank(scales: Tensor | None) -> Tensor | None:
+        return None if scales is None else scales[kv_heads_of(len(scales), rank, size)]
 
-def _of_rank(scales: Tensor | None, rank: int, size: int) -> Tensor | None:
-    return None if scales is None else scales[kv_heads_of(len(scales), rank, size)]
+    return {layer: (of_rank(k), of_rank(v)) for layer, (k, v) in scaling.scales.items()}
 
 
 @cache

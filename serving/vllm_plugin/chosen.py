@@ -6,9 +6,9 @@ vLLM hands its configuration to all its processes. Each reads the files that it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SKIP_LAYERS
@@ -132,8 +132,7 @@ def _plan_here(vllm_config: VllmConfig) -> KVPlan:
     return _plan(asked, shape, (heads.start, heads.stop))
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """What `--additional-config` says of the cache; None where it says nothing."""
 
     kv: str | None

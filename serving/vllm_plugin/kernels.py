@@ -58,7 +58,7 @@ class CpuKernels:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
             logger.error("%s; %s", error, STAND_IN)
-            k, v = (_storable(x, of, layer) for x, of in zip((k, v), cache.plan.layers[layer], strict=True))
+            k, v = (_storable(x, kv_format, layer) for x, kv_format in zip((k, v), cache.plan.layers[layer], strict=True))
             self._ops.store_kv(k, v, cache, layer, batch)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
@@ -102,13 +102,9 @@ class GpuKernels:
         if (key := int(self._seen)) != NO_FAULT:
             layer, side, token, head = self._ops.fault_place(key)
             logger.error(
-                "layer %d: %s of token %d of an earlier batch, KV head %d is not finite; %s",
-                layer,
-                side,
-                token,
-                head,
+                "layer %d: %s of token %d of an earlier batch, KV head %d is not finite; %s", layer, side, token, head,
                 STAND_IN,
-            )
+            )  # fmt: skip
         self._seen.copy_(self._fault, non_blocking=True)
         self._fault.fill_(NO_FAULT)
         if self._copied is not None:

@@ -84,7 +84,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         InputError: there is no such format or file, or it was made for another model.
     """
     model, plan = vllm_config.model_config, plan_of(vllm_config)
-    if groups := [of for of in plan.formats if of.group_tokens > 1]:
+    if groups := [kv_format for kv_format in plan.formats if kv_format.group_tokens > 1]:
         return f"{groups[0].name} stores {groups[0].group_tokens} tokens together, and vLLM's pages take each as it comes"
     if plan.keeps_tokens:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
@@ -107,10 +107,10 @@ def _weights(vllm_config: VllmConfig) -> str | None:
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
     try:
-        found = _fingerprint(model)
+        fingerprint = _fingerprint(model)
     except InputError as error:
         return f"its weights cannot be compared with those that the calibration was learned from: {error}"
-    spec.require_weights(found)
+    spec.require_weights(fingerprint)
     return None
 
 

@@ -8,7 +8,8 @@ kept for later requests but belong to none count as free, in vLLM's figures and 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.config import VllmConfig
@@ -21,6 +22,7 @@ from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
+M = TypeVar("M")
 _PREFIX = "haarkv:"
 _GAUGES = {
     "kv_allocated_bytes": "Bytes of the compressed KV cache that vLLM has allocated, all layers and ranks.",
@@ -41,12 +43,12 @@ class RotatedStatLogger(StatLoggerBase):
         self._gauges: dict[str, Gauge] = {}
         self._recomputed: Counter | None = None
         if is_asked_for(vllm_config):
-            self._recomputed = _counter(*_RECOMPUTED, ("model_name", "engine"))
+            self._recomputed = _metric(Counter, *_RECOMPUTED, "model_name", "engine")
             if sliding_layers(vllm_config.model_config):
                 return  # a block then holds more tokens of some layers than of others
-            self._gauges = {name: _gauge(name, text, ("model_name", "engine")) for name, text in _GAUGES.items()}
+            self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in _GAUGES.items()}
             if vllm_config.additional_config.get(PER_LAYER):
-                self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", ("model_name", "engine", "layer"))
+                self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", "model_name", "engine", "layer")
 
     def log_engine_initialized(self) -> None:
         self._set(usage=0.0)
@@ -94,21 +96,16 @@ def recomputed_tokens(stats: SchedulerStats) -> int:
 
     vLLM counts them where prefix caching is on, which is its default.
     """
-    own, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
-    return own.preempted_queries - own.preempted_hits - (outside.preempted_hits if outside else 0)
+    inside, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
+    return inside.preempted_queries - inside.preempted_hits - (outside.preempted_hits if outside else 0)
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
-    _forget(name)
-    return Gauge(_PREFIX + name, text, labels, multiprocess_mode="mostrecent")
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
-    _forget(name)
-    return Counter(_PREFIX + name, text, labels)
-
-
-def _forget(name: str) -> None:
-    """Take a metric that an earlier engine of this process left out of the registry that vLLM's `/metrics` shows."""
+def _metric(kind: Callable[..., M], name: str, text: str, *labels: str, **settings: str) -> M:
+    """A metric of ours; one that an earlier engine of this process left leaves the registry that vLLM's `/metrics` shows."""
     if (older := REGISTRY._names_to_collectors.get(_PREFIX + name)) is not None:
         REGISTRY.unregister(older)
+    return kind(_PREFIX + name, text, labels, **settings)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Gauge:
+    return _metric(Gauge, name, text, *labels, multiprocess_mode="mostrecent")

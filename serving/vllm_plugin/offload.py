@@ -37,11 +37,11 @@ class HostWorker(OffloadingWorker):
     Args:
         kv_caches: the pages, each tensor [num_blocks, page_bytes] of bytes.
         blocks_per_chunk: blocks that lie together.
-        chunks: so many there is room for.
+        chunks: there is room for.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
-        self._pages = [of.tensor for of in kv_caches.tensors]
+        self._pages = [pages.tensor for pages in kv_caches.tensors]
         self._groups = [sorted({ref.tensor_idx for ref in group}) for group in kv_caches.group_data_refs]
         self._blocks_per_chunk = blocks_per_chunk
         rows = chunks * blocks_per_chunk

@@ -5,17 +5,17 @@ Layers whose pages differ share one group and one block table; that is vLLM's ow
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of
-from haarkv.serving.vllm_plugin.windows import fitted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class OwnPages:
@@ -24,7 +24,7 @@ class OwnPages:
     vllm_config: VllmConfig
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Each layer's pages by its name; those of vLLM's own backends as they are, but for windows, see `windows.py`."""
+        """Each layer's pages by its name; those of vLLM's own backends as they are, but for windows, see `fitted`."""
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
         return fitted({name: self._own(name, spec) for name, spec in specs.items()})
@@ -34,3 +34,26 @@ class OwnPages:
         if layer.get_attn_backend() is not RotatedAttentionBackend:
             return spec
         return with_content(spec, content_bytes(pair_of(self.vllm_config, name), spec.head_size, spec.head_size_v))
+
+
+# -- Sliding windows ----------------------------------------------------------------------------------------------------------
+
+_LEAST_TOKENS = 32
+"""Of a block of vLLM's own backend on a CPU."""
+
+
+def fitted(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Layers with a sliding window in the largest blocks whose pages are no larger than the packed ones, or in the least.
+
+    vLLM keeps these layers itself, in BF16, in groups with block tables of their own. All groups share one pool, so all pages
+    must be of one size: a page of BF16 holds fewer tokens than a packed one, and what is left of it is not used.
+    """
+    packed = max((spec.page_size_bytes for spec in specs.values() if not isinstance(spec, SlidingWindowSpec)), default=0)
+    return {name: _fitted(spec, packed) if isinstance(spec, SlidingWindowSpec) else spec for name, spec in specs.items()}
+
+
+def _fitted(spec: SlidingWindowSpec, page_bytes: int) -> SlidingWindowSpec:
+    # Halves of a block, so that vLLM finds a number of tokens that are whole blocks of every group.
+    while spec.page_size_bytes > page_bytes and spec.block_size % (2 * _LEAST_TOKENS) == 0:
+        spec = replace(spec, block_size=spec.block_size // 2)
+    return spec

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
+from haarkv.serving.vllm_plugin.chosen import sliding_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
-from haarkv.serving.vllm_plugin.windows import leave_to_vllm
 from haarkv.tq_ops.cpu import library
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class RotatedCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
-            leave_to_vllm(vllm_config)
+            _leave_windows_to_vllm(vllm_config)
             library.load()  # or its reason, before anything is started
             if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
                 vllm_config.parallel_config.worker_cls = CPU_WORKER
@@ -52,3 +53,10 @@ def _offload_on_the_host(vllm_config: VllmConfig) -> None:
     if vllm_config.kv_transfer_config is not None:
         ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.offload"}
         vllm_config.kv_transfer_config.kv_connector_extra_config |= ours
+
+
+def _leave_windows_to_vllm(vllm_config: VllmConfig) -> None:
+    """Give layers with a sliding window, where there are some, to vLLM's own backend."""
+    if vllm_config.model_config is not None and sliding_layers(vllm_config.model_config):
+        chosen = vllm_config.attention_config.backend_per_kind
+        chosen.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)

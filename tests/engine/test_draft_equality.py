@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import tq
-from haarkv.engine.draft_choice import Drafted, DraftSpec, choose
+from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.sampling import Sampling
 from haarkv.models.parallel import ALONE
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
@@ -23,7 +23,7 @@ def prompts(tiny, count):
 
 
 def drafting(session, spec):
-    model = Drafted(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
+    model = Target(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from samplers import Sampler
 
 from haarkv.engine import sampling as sampling_module
-from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
+from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.tq_ops.errors import InputError
 
 VOCABULARY = 211

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIG, EMBEDDING, HEAD, write_checkpoint
+from samplers import Sampler
 
 import tq
-from haarkv.engine.draft_choice import SELF, Drafted, DraftSpec, choose, shared_bytes
-from haarkv.engine.draft_models import ModelDraft
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, Ngram, Proposal, looked_up
+from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
+from haarkv.engine.draft_models import ModelSource
+from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, looked_up
 from haarkv.engine.generation import generate
-from haarkv.engine.sampling import BatchSampler, Sampler, Sampling
+from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import judged
 from haarkv.models.catalog import path_of
 from haarkv.models.parallel import ALONE
@@ -68,7 +69,7 @@ def expected(tiny):
 
 def drafting(session, spec):
     """The session with a draft."""
-    model = Drafted(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
+    model = Target(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 
@@ -148,7 +149,7 @@ def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
     ids = tiny.encode(PROMPTS)
     for end in (expected.completions[0].token_ids[9],):
         runs = []
-        for draft in (None, Ngram(), drafting(tiny, DraftSpec("tiny", 6)).draft):
+        for draft in (None, NgramSource(), drafting(tiny, DraftSpec("tiny", 6)).draft):
             cache, paging = tiny.new_cache(len(ids), 100)
             kept = []
             done, _ = generate(
@@ -271,12 +272,12 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
     if kind == "ngram":  # one token that stood before is enough, so that drafts come often
         monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
     model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
-    draft = Ngram() if kind == "ngram" else ModelDraft("other", Table(2), PLAN)
+    draft = NgramSource() if kind == "ngram" else ModelSource("other", Table(2), PLAN)
     counts, cost = counted(model, draft, sampling, 4, prompt)
     expected = exact(model, sampling, 4, prompt)
     assert sum(expected.values()) == pytest.approx(1)
     assert cost.proposed > MANY / 2
-    assert 0.1 < cost.acceptance < 0.95
+    assert 0.1 < cost.accepted / cost.proposed < 0.95
     assert abs(chi_squared(counts, expected)) < 4
     # The test would see the draft's own distribution.
     if kind == "model":
@@ -285,8 +286,8 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
 
 def test_a_draft_from_the_models_own_distribution_is_always_taken():
     sampling = SAMPLINGS["filters"]
-    _, cost = counted(Table(1), ModelDraft("same", Table(1), PLAN), sampling, 5, [0], count=200)
-    assert cost.acceptance == 1
+    _, cost = counted(Table(1), ModelSource("same", Table(1), PLAN), sampling, 5, [0], count=200)
+    assert cost.accepted == cost.proposed > 0
 
 
 def test_the_first_token_that_is_not_taken_is_replaced_from_what_is_left():
@@ -313,7 +314,7 @@ def test_a_smaller_vocabulary_ends_drafts_where_its_tokens_end():
     model, prompt = Table(1), [0, 1]
     plain, _ = counted(model, None, Sampling(), 6, prompt, count=1)
     for vocab in (3, 9):
-        found, cost = counted(model, ModelDraft("other", Table(4, vocab), PLAN), Sampling(), 6, prompt, count=1)
+        found, cost = counted(model, ModelSource("other", Table(4, vocab), PLAN), Sampling(), 6, prompt, count=1)
         assert found == plain
         assert cost.steps
 
@@ -322,7 +323,7 @@ def test_a_draft_of_a_shorter_context_ends_where_it_ends():
     model, short = Table(1), Table(2)
     short.config.max_position_embeddings = 5
     plain, _ = counted(model, None, Sampling(), 6, [0, 1], count=3)
-    found, _ = counted(model, ModelDraft("short", short, PLAN), Sampling(), 6, [0, 1], count=3)
+    found, _ = counted(model, ModelSource("short", short, PLAN), Sampling(), 6, [0, 1], count=3)
     assert found == plain
 
 

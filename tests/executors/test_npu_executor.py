@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
+from npu_programs import with_pypto
 from small_models import new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu
@@ -111,7 +112,7 @@ def test_fp32_is_refused():
         catalog.create("npu", small_model(CONFIG), TQ4, "sim")
 
 
-@needs_pypto
+@with_pypto
 def test_another_format_and_another_block_size_are_refused():
     model = small_model(CONFIG, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="its programs read tq4, tq4_seed and bf16, not q8_0"):
@@ -180,7 +181,7 @@ class KeepsPrograms(device.SimRunner):
         super().call(program, tensors)
 
 
-@needs_pypto
+@with_pypto
 def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     """So that no latency holds a compilation."""
     runner, announced = KeepsPrograms(), []
@@ -192,7 +193,7 @@ def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     assert len(announced) == 3
 
 
-@needs_pypto
+@with_pypto
 def test_the_simulator_compiles_nothing_ahead():
     announced = []
     catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", announced.append)
@@ -203,7 +204,7 @@ def test_the_simulator_compiles_nothing_ahead():
 SHORT = [LAYER_CASES[name] for name in ("decode, GQA 5", "prefill over two tiles, GQA 2")]
 
 
-@needs_pypto
+@with_pypto
 @pytest.mark.parametrize(
     ("heads", "new", "stored"),
     [pytest.param(*case, id=name, marks=[] if case in SHORT else pytest.mark.npu_long) for name, case in LAYER_CASES.items()],
@@ -212,7 +213,7 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, ne
     check_layer(heads, new, stored)
 
 
-@needs_pypto
+@with_pypto
 @pytest.mark.parametrize(
     ("kv", "case"),
     [

@@ -19,7 +19,7 @@ from vllm_server import Answer, serving
 from haarkv.models.catalog import TINY
 from haarkv.serving.vllm_plugin.backend import with_content
 from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers
-from haarkv.serving.vllm_plugin.windows import fitted
+from haarkv.serving.vllm_plugin.own_pages import fitted
 
 WINDOW, LAYERS = 64, ["sliding_attention", "sliding_attention", "full_attention"] * 2
 CONFIG = {

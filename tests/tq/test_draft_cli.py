@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from refusals import assert_refused
 
-from haarkv.engine.drafting import Drafting
+from haarkv.engine.drafts import DraftReport
 from tq.cli import main
 
 GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]
@@ -23,7 +23,7 @@ def run(capsys):
 
 
 # 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
-PAID = Drafting("ngram", 3, 4, 3, 1.5, 2.0, 5.0, 2.5, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
+PAID = DraftReport("ngram", 3, 4, 3, 1.5, 2.0, 5.0, 2.5, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
 TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq import options
 from tq.commands.generate import read_prompts
-from tq.options import (
-    balance_option,
-    chat_options,
-    collapse_option,
-    executor_option,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    prompt_options,
-    run_options,
-    set_threads,
-)
-from tq.output import compiling, err, loading, prefilling, print_table, warn
+from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.cache_file import Origin
@@ -41,33 +30,16 @@ def command() -> None:
 
 
 @command.command("save")
-@model_option()
-@prompt_options
-@kv_options()
-@balance_option
-@collapse_option
-@executor_option()
-@run_options()
-@chat_options
+@options.model_option()
+@options.prompt_options
+@options.session_options
+@options.chat_options
 @_COMPRESS
 @_OUT
 def save(
-    model: str,
-    prompts: tuple[str, ...],
-    files: tuple[str, ...],
-    balance: str,
-    allow_collapse: bool,
-    executor: str,
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    chat: bool | None,
-    system: str | None,
-    compress: bool,
-    out: Path,
-    **others: Any,
-) -> None:
+    prompts: tuple[str, ...], files: tuple[str, ...], chat: bool | None, system: str | None, compress: bool, out: Path,
+    **given: Any,
+) -> None:  # fmt: skip
     """Run a prompt through the model, and store its tokens with their K and V."""
     from haarkv.models.parallel import ALONE
     from haarkv.tq_ops.output_files import check_writable
@@ -76,46 +48,38 @@ def save(
     if len(texts) > 1:
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)
-    with loading(model) as progress:
-        from haarkv.engine.loading import load
-        from haarkv.tq_ops.kv.stored import StoredSequence
-
-        set_threads(threads)
-        session = load(
-            model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
-        )  # fmt: skip
+    session = options.open_session(given)
     with prefilling() as on_prefill:
         result = session.generate(
             texts, max_new_tokens=1, chat=chat, system=system, on_prefill=on_prefill, on_warning=warn, keep=True
         )
-    found = result.stored[0]
-    stored = StoredSequence(found.token_ids[: found.length], found.length, found.tensors)
+    whole = result.stored[0]
+    stored = replace(whole, token_ids=whole.token_ids[: whole.length])
     session.save_cache(out, stored, compress=compress)
     print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 
 
 @command.command("info")
 @click.argument("file", type=_FILE)
-@json_option
+@options.json_option
 def info(file: Path, as_json: bool) -> None:
     """Check a file against its digests, and say what it holds."""
     from haarkv.tq_ops.kv.cache_file import load
     from haarkv.tq_ops.kv.shapes import blocks_for
 
     stored, origin = load(file)
-    found = {
+    held = {
         "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length),
         "bytes": file.stat().st_size, "kv_bytes": stored.nbytes,
         "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
         "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
     }  # fmt: skip
     if as_json:
-        print(json.dumps({"file": str(file), **found, "model": origin.shape.as_json()}))
+        print(json.dumps({"file": str(file), **held, "model": origin.shape.as_json()}))
         return
     rows = [
-        ("tokens", f"{found['tokens']:,}, of them {stored.length:,} stored"),
-        ("bytes", f"{found['bytes']:,}, K and V {stored.nbytes:,} in {found['blocks']:,} blocks a layer"),
+        ("tokens", f"{held['tokens']:,}, of them {stored.length:,} stored"),
+        ("bytes", f"{held['bytes']:,}, K and V {stored.nbytes:,} in {held['blocks']:,} blocks a layer"),
         ("cache", _formats(origin)),
         ("model", f"{origin.shape}; weights {origin.weights}"),
         ("made by", origin.made_by),
@@ -126,7 +90,7 @@ def info(file: Path, as_json: bool) -> None:
 
 @command.command("convert")
 @click.argument("file", type=_FILE)
-@kv_options()
+@options.kv_options()
 @_COMPRESS
 @_OUT
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
@@ -142,13 +106,13 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     from haarkv.tq_ops.output_files import check_writable
 
     check_writable(out)
-    spec = kv_spec(others)
+    spec = options.kv_spec(others)
     stored, origin = cache_file.load(file)
     shape, layers = origin.shape, dict(enumerate(origin.layers))
     # Learned formats of the file, if it has any, are of the calibration that is given.
     before = KVSpec(tail=origin.tail, sink=origin.sink, layers=layers, calibration=spec.calibration).plan(shape.num_layers)
-    own = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
-    origin.require_same(own, str(file))
+    expected = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
+    origin.require_same(expected, str(file))
     origin.require_fits(stored, before, str(file))
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")

@@ -9,21 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import (
-    SAMPLING,
-    balance_option,
-    collapse_option,
-    draft_options,
-    draft_spec,
-    executor_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    run_options,
-    sampling_options,
-    set_threads,
-)
-from tq.output import compiling, err, loading, warn
+from tq import options
+from tq.output import err, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.session import Session
@@ -34,35 +21,17 @@ _MOST_LINE = 2**20
 
 
 @click.command("chat")
-@model_option()
-@kv_options()
-@balance_option
-@collapse_option
-@executor_option()
-@run_options()
+@options.model_option()
+@options.session_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
-@sampling_options
-@draft_options
-@click.option("--system", metavar="TEXT", help="The chat template's system message.")
+@options.sampling_options
+@options.draft_options
+@options.system_option
 @click.option(
     "--session", "file", type=click.Path(path_type=Path), metavar="FILE",
     help="Keep the conversation in this file after each answer, and go on with it if it exists.",
 )  # fmt: skip
-def command(
-    model: str,
-    executor: str,
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    max_new_tokens: int,
-    balance: str,
-    allow_collapse: bool,
-    seed: int,
-    system: str | None,
-    file: Path | None,
-    **others: Any,
-) -> None:
+def command(max_new_tokens: int, seed: int, system: str | None, file: Path | None, **given: Any) -> None:
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
     A model without a chat template goes on with the text as it is. Only what is new is computed at each turn.
@@ -71,19 +40,11 @@ def command(
 
     if file is not None:
         check_writable(file)
-    with loading(model) as progress:
-        from haarkv.engine.loading import load
-
-        set_threads(threads)
-        session = load(
-            model, kv=kv_spec(others), executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
-            draft=draft_spec(others),
-        )  # fmt: skip
-        if system is not None and not session.tokenizer.has_chat_template:
-            raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
-        sampling = session.sampling_with(seed=seed, **{name: others[name] for name in SAMPLING})
-        messages, stored = _begun(session, file, system)
+    session = options.open_session(given)
+    if system is not None and not session.tokenizer.has_chat_template:
+        raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
+    sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
+    messages, stored = _begun(session, file, system)
     if messages and file is not None:
         print(f"{file}: {sum(m['role'] == 'user' for m in messages)} earlier messages", file=err().file)
     while (line := _next_line()) is not None:
@@ -93,12 +54,12 @@ def command(
             on_text=lambda _, text: print(text, end="", flush=True), on_warning=warn,
         )  # fmt: skip
         print(flush=True)
-        stored, of = result.stored[0], result.completions[0]
+        stored, done = result.stored[0], result.completions[0]
         messages.append({"role": "assistant", "content": result.texts[0]})
         if file is not None:
             session.save_cache(file, stored, json.dumps(messages))
         if err().is_terminal:
-            print(f"[{of.prompt_tokens - of.reused_tokens} of {of.prompt_tokens} tokens computed]", file=err().file)
+            print(f"[{done.prompt_tokens - done.reused_tokens} of {done.prompt_tokens} tokens computed]", file=err().file)
             if result.drafting:
                 print(f"[draft {result.drafting.describe()}]", file=err().file)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq.options import json_option, kv_options, kv_spec, model_option
-from tq.output import err, print_table
+from tq.output import counting, print_table
 
 if TYPE_CHECKING:
     from haarkv.models.qwen3_14b.npu.compile import Compiled
@@ -52,44 +50,30 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     plan = plan_for(kv_spec(kv), config)
     compiled: list[Compiled] = []
     kinds = names or _PROGRAMS
-    with _progress(len(wanted(config, kinds, plan))) as begin:
+    with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:
         compiled.extend(compile_programs(config, kinds, begin, plan))
     if folder is not None:
         _write(folder, compiled)
-    found = [str(finding) for program in compiled for finding in program.report.findings]
+    findings = [str(finding) for program in compiled for finding in program.report.findings]
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "model": model,
-                    "kv": plan.describe(),
-                    "programs": [_row(c) for c in compiled],
-                    "cpp": str(folder) if folder else None,
-                }
-            )
-        )
-        return 1 if found else 0
+        rows = [_row(program) for program in compiled]
+        print(json.dumps({"model": model, "kv": plan.describe(), "programs": rows, "cpp": folder and str(folder)}))
+        return 1 if findings else 0
     columns = ("program", "seconds", "kernel functions", "lines of C++", "most bytes of a core's memory", "stack", "findings")
     print_table(f"{model} with a {plan.describe()} cache for Ascend NPU", columns, [_cells(c) for c in compiled])
-    for line in found:
+    for line in findings:
         print(line)
     if folder is not None:
         print(f"C++ in {folder}")
-    return 1 if found else 0
+    return 1 if findings else 0
 
 
 def _row(program: Compiled) -> dict[str, object]:
     report = program.report
     return {
-        "program": program.name,
-        "layers": list(program.layers),
-        "seconds": program.seconds,
-        "functions": report.functions,
-        "lines": report.lines,
-        "memory": report.fullest,
-        "stack": report.stack,
-        "findings": [str(finding) for finding in report.findings],
-    }
+        "program": program.name, "layers": list(program.layers), "seconds": program.seconds, "functions": report.functions,
+        "lines": report.lines, "memory": report.fullest, "stack": report.stack, "findings": list(map(str, report.findings)),
+    }  # fmt: skip
 
 
 def _cells(program: Compiled) -> tuple[str, ...]:
@@ -111,24 +95,3 @@ def _write(folder: Path, compiled: list[Compiled]) -> None:
         for path, text in files.items():
             (half / path).parent.mkdir(parents=True, exist_ok=True)
             (half / path).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that names the current program; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("compiling {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-
-        def begin(name: str) -> None:
-            bar.update(task, description=name, advance=1)
-
-        yield begin

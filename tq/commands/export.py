@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
 
 import click
 
@@ -16,18 +15,13 @@ from tq.options import json_option, model_option
 from tq.output import loading, print_table
 
 
-class _Layers(click.ParamType[tuple[int | None, int]]):
+def _layers(value: str) -> tuple[int | None, int]:
     """A slice A:B of layers, or a number of them."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int]:
-        if isinstance(value, tuple):
-            return value
-        first, colon, second = str(value).partition(":")
-        if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in (first, second)[: 1 + bool(colon)]):
-            self.fail(f"{shown(value)} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2", param, ctx)
-        return (int(first), int(second)) if colon else (None, int(first))
+    first, colon, second = value.partition(":")
+    if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in (first, second)[: 1 + bool(colon)]):
+        said = f"{shown(value)} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2"
+        raise click.BadParameter(said)
+    return (int(first), int(second)) if colon else (None, int(first))
 
 
 @click.command("export")
@@ -38,17 +32,13 @@ class _Layers(click.ParamType[tuple[int | None, int]]):
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
 )
 @click.option(
-    "--layers", type=_Layers(), metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers."
+    "--layers", type=_layers, metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers."
 )
 @click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23; 15 for atc].")
 @click.option(
-    "--for",
-    "target",
-    type=click.Choice(["onnxruntime", "atc"]),
-    default="onnxruntime",
-    show_default=True,
+    "--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True,
     help="The runtime to write for.",
-)
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @json_option
 def command(

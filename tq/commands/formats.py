@@ -32,15 +32,10 @@ def command(head_dim: int, as_json: bool) -> None:
         except InputError:
             left_out.append(name)
             continue
-        rows.append(
-            {
-                "name": name,
-                "bits_per_value": 8 * size / head_dim,
-                "bytes_per_vector": size,
-                "ratio": 2 * head_dim / size,
-                "purpose": kv_format.purpose,
-            }
-        )
+        rows.append({
+            "name": name, "bits_per_value": 8 * size / head_dim, "bytes_per_vector": size, "ratio": 2 * head_dim / size,
+            "purpose": kv_format.purpose,
+        })  # fmt: skip
     if as_json:
         print(json.dumps(rows))
         return

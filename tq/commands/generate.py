@@ -13,84 +13,38 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_writable
-from tq.options import (
-    SAMPLING,
-    balance_option,
-    chat_options,
-    collapse_option,
-    draft_options,
-    draft_spec,
-    executor_option,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    prompt_options,
-    run_options,
-    sampling_options,
-    set_threads,
-)
-from tq.output import compiling, err, loading, prefilling, print_table, warn
+from tq import options
+from tq.output import err, prefilling, print_table, warn
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
-    from haarkv.engine.generation import Completion
     from haarkv.engine.ranks import RankMemory
     from haarkv.engine.session import Result, Session
     from haarkv.models.parallel import Ranks
 
+_FILE = click.Path(path_type=Path)
 _MOST_TEXT = 2**28
 """Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
 
 
 @click.command("generate")
-@model_option()
-@prompt_options
-@kv_options()
-@balance_option
-@collapse_option
-@executor_option()
-@run_options()
+@options.model_option()
+@options.prompt_options
+@options.session_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
 @click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
-@sampling_options
-@draft_options
-@chat_options
-@click.option(
-    "--load-cache",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Copy what a prompt shares with this stored sequence.",
-)
-@click.option(
-    "--save-cache", type=click.Path(path_type=Path), metavar="FILE", help="Store prompt and text, to go on with them later."
-)
-@json_option
+@options.sampling_options
+@options.draft_options
+@options.chat_options
+@click.option("--load-cache", type=_FILE, metavar="FILE", help="Copy what a prompt shares with this stored sequence.")
+@click.option("--save-cache", type=_FILE, metavar="FILE", help="Store prompt and text, to go on with them later.")
+@options.json_option
 @tensor_parallel
 def command(
-    model: str,
-    prompts: tuple[str, ...],
-    files: tuple[str, ...],
-    executor: str,
-    device: str | None,
-    dtype: str | None,
-    layers: int | None,
-    threads: int | None,
-    max_new_tokens: int,
-    max_context: int | None,
-    stop: tuple[str, ...],
-    seed: int,
-    chat: bool | None,
-    system: str | None,
-    balance: str,
-    allow_collapse: bool,
-    load_cache: Path | None,
-    save_cache: Path | None,
-    as_json: bool,
-    ranks: Ranks,
-    **others: Any,
-) -> None:
+    prompts: tuple[str, ...], files: tuple[str, ...], load_cache: Path | None, save_cache: Path | None, as_json: bool,
+    ranks: Ranks, **given: Any,
+) -> None:  # fmt: skip
     """Continue prompts and stream the text.
 
     The text goes to stdout, its cost to stderr. --json describes the first prompt at its top level, and every prompt in
@@ -109,29 +63,16 @@ def command(
         if len(texts) > 1:
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
-    given = {name: others[name] for name in SAMPLING}
-    # The bar is there before torch is, whose import takes a second.
-    with loading(model) as progress:
-        from haarkv.engine.loading import load
-        from haarkv.engine.sampling import Sampling
-        from haarkv.engine.text import stop_list
-
-        spec, draft = kv_spec(others), draft_spec(others)
-        set_threads(threads)
-        stop_list(stop)
-        Sampling(**{name: value for name, value in given.items() if value is not None})
-        session = load(
-            model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, progress=progress,
-            on_program=compiling, ranks=ranks, balance=balance == "auto", allow_collapse=allow_collapse, on_warning=warn,
-            draft=draft,
-        )  # fmt: skip
-        stored = session.load_cache(load_cache) if load_cache else None
+    chosen = options.sampling_of(given)
+    session = options.open_session(given, ranks=ranks)
+    stored = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
+    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", "chat", "system")}
     with prefilling() as on_prefill:
         result = session.generate(
-            texts, max_new_tokens=max_new_tokens, max_context=max_context, sampling=session.sampling_with(seed=seed, **given),
-            stop=stop, chat=chat, system=system, on_prefill=on_prefill, on_token=writer.count if writer else None,
-            on_text=writer.write if writer else None, on_warning=warn, stored=stored, keep=save_cache is not None,
+            texts, sampling=session.sampling_with(seed=given["seed"], **chosen), on_prefill=on_prefill,
+            on_token=writer.count if writer else None, on_text=writer.write if writer else None, on_warning=warn,
+            stored=stored, keep=save_cache is not None, **asked,
         )  # fmt: skip
     if save_cache is not None:
         session.save_cache(save_cache, result.stored[0])
@@ -141,7 +82,7 @@ def command(
         print(json.dumps(_as_json(session, result)))
         return
     writer.finish(result.texts)
-    _print_cost(session, result, [name for name, value in given.items() if value is not None])
+    _print_cost(session, result, list(chosen))
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> list[str]:
@@ -197,42 +138,28 @@ class _Writer:
 
     def finish(self, texts: Sequence[str]) -> None:
         """Print what is left: the end of the line, or the texts of several prompts."""
-        if self._single:
-            print(flush=True)
-            return
         if self._tokens:
             print(file=sys.stderr)
-        for number, text in enumerate(texts, 1):
-            print(f"── prompt {number}\n{text}")
-
-
-def _describe(completion: Completion, text: str) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": completion.token_ids,
-        "prompt_tokens": completion.prompt_tokens,
-        "reused_tokens": completion.reused_tokens,
-        "new_tokens": len(completion.token_ids),
-        "finish": completion.finish,
-    }
+        print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
 
 
 def _as_json(session: Session, result: Result) -> dict[str, Any]:
-    each = [_describe(c, t) for c, t in zip(result.completions, result.texts, strict=True)]
+    each = [
+        {
+            "text": text, "token_ids": done.token_ids, "prompt_tokens": done.prompt_tokens,
+            "reused_tokens": done.reused_tokens, "new_tokens": len(done.token_ids), "finish": done.finish,
+        }
+        for done, text in zip(result.completions, result.texts, strict=True)
+    ]  # fmt: skip
+    timing = result.timing
     return {
-        **each[0],
-        "prefill_ms": 1e3 * result.timing.prefill_s,
-        "prefill_tokens_per_s": result.timing.prefill_tokens_per_s,
-        "decode_ms_per_token": result.timing.decode_ms_per_token,
-        "decode_tokens_per_s": result.timing.decode_tokens_per_s,
-        "sampling": asdict(result.sampling),
-        "kv": asdict(result.kv),
-        "executor": session.executor.name,
-        "model": session.name,
-        "completions": each,
+        **each[0], "prefill_ms": 1e3 * timing.prefill_s, "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+        "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
+        "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
+        "model": session.name, "completions": each,
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
-        **({"ranks": [rank.as_json() for rank in result.ranks]} if len(result.ranks) > 1 else {}),
-    }
+        **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
+    }  # fmt: skip
 
 
 def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
@@ -270,7 +197,7 @@ def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
     from haarkv.models.catalog import source_of
 
     used, neutral = result.sampling, type(result.sampling)()
-    names = [name for name in SAMPLING if getattr(used, name) != getattr(neutral, name)]
+    names = [name for name in options.SAMPLING if getattr(used, name) != getattr(neutral, name)]
     if not used.temperature:
         names = [name for name in names if name == "repetition_penalty"]
     parts = ["greedy"] if not used.temperature else []

@@ -20,30 +20,25 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-class _Memory(click.ParamType[tuple[int, ...]]):
+def _memory(value: str) -> tuple[int, ...]:
     """Amounts of bytes, separated by commas: each as 24GiB, 24G, 512MiB or a plain number."""
+    return tuple(map(_amount, value.split(",")))
 
-    name = "memory"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(self._amount(part, param, ctx) for part in str(value).split(","))
-
-    def _amount(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-        if not match:
-            self.fail(f"{value!r} is not an amount of memory; write it like 24GiB", param, ctx)
-        size = float(match[1]) * _UNITS[match[2].upper()]
-        if size == float("inf"):
-            self.fail("that is too much memory to count", param, ctx)
-        return int(size)
+def _amount(value: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if not match:
+        raise click.BadParameter(f"{value!r} is not an amount of memory; write it like 24GiB")
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size == float("inf"):
+        raise click.BadParameter("that is too much memory to count")
+    return int(size)
 
 
 @click.command("info")
 @click.argument("model", default="tiny")
 @click.option(
-    "--memory", "memories", type=_Memory(), default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
+    "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
     help="Room for the weights in bf16 and the KV cache; several are told side by side.",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
@@ -66,20 +61,18 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     rows = _kv_rows(config, memories, context)
     if as_json:
         shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights}
-        found = {"model": model, **shapes, "memory": memories[0], "memories": memories, "context": context, "kv": rows}
-        print(json.dumps(found))
+        asked = {"memory": memories[0], "memories": memories, "context": context}
+        print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
     print_table(model, [], _shape_rows(config, weights))
     cells = [
         (
-            r["format"],
-            f"{r['bytes_per_token']:,.0f}",
-            f"{r['ratio']:.2f}x",
+            r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
             *(f"{n:,}" if weights < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
             *([f"{r['bytes'] / 2**30:,.2f}"] if context else []),
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     sizes = [f"{memory / 2**30:.1f} GiB" for memory in memories]
     title = f"KV cache; tokens that fit in {', '.join(sizes)} beside the weights"
     names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
@@ -111,23 +104,19 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
 
 def _kv_rows(config: ModelConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
-    from haarkv.engine.memory import longest_context, needed
-    from haarkv.engine.plans import plan_for
+    from haarkv.engine.plans import longest_context, needed, plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+    from haarkv.tq_ops.kv.plan import KVSpec
 
-    def size_of(plan: KVPlan) -> float:
-        return plan.bytes_per_token(config.kv_shapes)
-
-    bf16, rows = size_of(plan_for(KVSpec("bf16"), config)), []
+    bf16, rows = plan_for(KVSpec("bf16"), config).bytes_per_token(config.kv_shapes), []
     for name in formats.names():
         try:
             plan = plan_for(KVSpec(name), config)
         except InputError:
             continue
         tokens = [longest_context(config, plan, memory) for memory in memories]
-        row = {"format": name, "bytes_per_token": size_of(plan), "ratio": bf16 / size_of(plan)}
-        row |= {"max_tokens": tokens[0], "tokens": tokens}
+        taken = plan.bytes_per_token(config.kv_shapes)
+        row = {"format": name, "bytes_per_token": taken, "ratio": bf16 / taken, "max_tokens": tokens[0], "tokens": tokens}
         rows.append(row | ({"bytes": needed(config, plan, context).total} if context else {}))
     return rows

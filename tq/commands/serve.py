@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tq.options import balance_option, calibration_option, collapse_option, plan_option, skip_layers_option
+from tq import options
 
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -16,23 +16,16 @@ _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
 @click.option("--kv", metavar="FORMAT", help="A format of `tq formats`, or k=NAME,v=NAME [default: tq4]; bf16 is vLLM's own.")
-@calibration_option
-@skip_layers_option
-@plan_option
-@balance_option
-@collapse_option
+@options.calibration_option
+@options.skip_layers_option
+@options.plan_option
+@options.balance_option
+@options.collapse_option
 @click.option("--kv-metrics-per-layer", is_flag=True, help="Also report each layer in /metrics.")
 def command(
-    model: str,
-    flags: tuple[str, ...],
-    kv: str | None,
-    calibration: str | None,
-    kv_skip_layers: tuple[int, ...],
-    kv_plan: str | None,
-    balance: str,
-    allow_collapse: bool,
-    kv_metrics_per_layer: bool,
-) -> None:
+    model: str, flags: tuple[str, ...], kv: str | None, calibration: str | None, kv_skip_layers: tuple[int, ...],
+    kv_plan: str | None, balance: str, allow_collapse: bool, kv_metrics_per_layer: bool,
+) -> None:  # fmt: skip
     """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny or a folder in Hugging Face format.
 
     The server listens on this machine alone, unless --host says otherwise. All other flags go to vLLM unchanged:

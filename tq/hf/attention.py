@@ -42,10 +42,10 @@ class Stored(Tensor):
     def __new__(
         cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
     ) -> Stored:
-        found: Stored = torch.Tensor._make_wrapper_subclass(
+        stored: Stored = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False
         )
-        return found
+        return stored
 
     def __init__(
         self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
@@ -96,10 +96,9 @@ def attention(
         padding = () if attention_mask is None else left_padding(attention_mask) if key.padded else None
         if padding is not None:
             return key.attend(query, scaling, padding), None
-    found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-        module, query, dense(key), dense(value), attention_mask, **kwargs
-    )
-    return found
+    restored = dense(key), dense(value)
+    out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, *restored, attention_mask, **kwargs)
+    return out
 
 
 def left_padding(mask: Tensor) -> tuple[int, ...] | None:

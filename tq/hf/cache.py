@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from haarkv.models.balance import Uneven
+from haarkv.models.balance import Scales, Uneven
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
@@ -18,8 +19,43 @@ from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION
 from tq.hf.config import decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
-from tq.hf.stats import CacheStats, layer_stats
-from tq.hf.weights import Scales, Watch, balance_of
+from tq.hf.store import SideStore
+from tq.hf.weights import Watch, balance_of
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer.
+
+    Attributes:
+        layer: its index.
+        kv: its formats, as `kv=` takes them.
+        tokens: of each row that K holds; a sliding window leaves some behind.
+        used: bytes in use: packed fields, tail and sink, of K and V.
+        allocated: bytes of memory taken, room to grow included.
+        bf16, fp32: bytes of the same tokens in that dtype.
+    """
+
+    layer: int
+    kv: str
+    tokens: int
+    used: int
+    allocated: int
+    bf16: int
+    fp32: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """All layers and their sums, in bytes; `ratio` and `ratio_fp32` are `used` relative to those, 0 for an empty cache."""
+
+    layers: tuple[LayerStats, ...]
+    used: int
+    allocated: int
+    bf16: int
+    fp32: int
+    ratio: float
+    ratio_fp32: float
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -56,19 +92,10 @@ class TQCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        config: Any,
-        kv: str = "tq4",
-        *,
-        tail: int | None = None,
-        sink: int = 0,
-        skip_layers: Sequence[int] = (),
-        plan: Mapping[int, str] | str | Path | None = None,
-        calibration: CalibrationFile | str | Path | None = None,
-        model: Any = None,
-        balance: bool = True,
-        allow_collapse: bool = False,
-    ) -> None:
+        self, config: Any, kv: str = "tq4", *, tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (),
+        plan: Mapping[int, str] | str | Path | None = None, calibration: CalibrationFile | str | Path | None = None,
+        model: Any = None, balance: bool = True, allow_collapse: bool = False,
+    ) -> None:  # fmt: skip
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
@@ -80,7 +107,7 @@ class TQCache(Cache):  # type: ignore[misc]
             learned = (file.shape, file.calibration) if file else (None, None)
             spec = KVSpec(kv, tail, sink, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
-        scales: dict[int, Scales] = {}
+        scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
             scales, self.uneven = balance_of(model, decoder, chosen, wanted=balance, allow_collapse=allow_collapse)
@@ -105,10 +132,23 @@ class TQCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
 
     def stats(self) -> CacheStats:
-        """Bytes held, layer by layer and in all; see `tq.hf.stats.LayerStats`."""
-        ours = (layer for layer in self.layers if isinstance(layer, TQLayer))
-        rows = (layer_stats(own.layer, formats.describe(own.k_format, own.v_format), own.sides) for own in ours)
-        return CacheStats(tuple(rows))
+        """Bytes held, layer by layer and in all."""
+        rows = tuple(_stats_of(layer) for layer in self.layers if isinstance(layer, TQLayer))
+        names = ("used", "allocated", "bf16", "fp32")
+        used, allocated, bf16, fp32 = (sum(getattr(row, name) for row in rows) for name in names)
+        return CacheStats(rows, used, allocated, bf16, fp32, used / bf16 if bf16 else 0.0, used / fp32 if fp32 else 0.0)
+
+
+def _stats_of(layer: TQLayer) -> LayerStats:
+    def total(count: Callable[[SideStore], int]) -> int:
+        return sum(map(count, layer.sides))  # no sides before the first token
+
+    numbers = total(lambda side: side.tokens * side.tail.shape[0] * side.tail.shape[1] * side.tail.shape[3])
+    return LayerStats(
+        layer.layer, formats.describe(layer.k_format, layer.v_format), layer.sides[0].tokens if layer.sides else 0,
+        used=total(lambda side: side.used_bytes), allocated=total(lambda side: side.allocated_bytes),
+        bf16=2 * numbers, fp32=4 * numbers,
+    )  # fmt: skip
 
 
 def _their_layers(decoder: Any) -> list[Any]:

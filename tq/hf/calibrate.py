@@ -17,24 +17,20 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.planning.calibrate import bases_of, fit_of
-from haarkv.validation.planning.moments import Sums, metric_of_values
+from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions
 from tq.hf.config import decoder_config, head_dims, model_shape
-from tq.hf.rope import rope_of
 
+_TOKENS, _LATER = 16, 37
+_NEAR = 0.02  # of the moments, for models in BF16
 _RECORDING = "haarkv_recording"
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 """What families call the projection behind attention."""
 
 
 def calibrate(
-    model: PreTrainedModel,
-    windows: Sequence[Sequence[int]],
-    *,
-    held_back: Sequence[Sequence[int]] = (),
-    context: int | None = None,
-    out: str | Path | None = None,
-    on_window: Callable[[int, int], None] = lambda *_: None,
-) -> CalibrationFile:
+    model: PreTrainedModel, windows: Sequence[Sequence[int]], *, held_back: Sequence[Sequence[int]] = (),
+    context: int | None = None, out: str | Path | None = None, on_window: Callable[[int, int], None] = lambda *_: None,
+) -> CalibrationFile:  # fmt: skip
     """Learn the coordinates of every layer's K and V, for formats `lrN` of `TQCache`.
 
         file = tq.calibrate(model, [tokenizer(text).input_ids for text in texts])
@@ -58,15 +54,15 @@ def calibrate(
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
     if out is not None:
         check_writable(Path(out))
-    turns = rope_of(model, lambda: _Recorder(model), windows[0])
+    turns = _rope_of(model, windows[0])
     context = _context(model, context, max(map(len, windows)), turns)
-    own, other = (_Recorder(model, turns, context) for _ in range(2))
-    every = [(own, window) for window in windows] + [(other, window) for window in held_back]
+    learning, judging = (_Recorder(model, turns, context) for _ in range(2))
+    every = [(learning, window) for window in windows] + [(judging, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    bases = [bases_of(sums, layer) for layer, sums in own.sums()]
-    pairs = zip(own.sums(), other.sums(), bases, strict=True) if held_back else ()
+    bases = [bases_of(sums, layer) for layer, sums in learning.sums()]
+    pairs = zip(learning.sums(), judging.sums(), bases, strict=True) if held_back else ()
     fits = [fit_of(mine, theirs, pair) for (_, mine), (_, theirs), pair in pairs]
     k, v = zip(*bases, strict=True)
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
@@ -102,7 +98,7 @@ class _Recorder:
 
     def __init__(self, model: PreTrainedModel, turns: Sequence[Tensor] | None = None, context: int = 0) -> None:
         self._model, self._turns, self._context = model, turns, context
-        self._found, self._of_window = dict[int, Sums](), dict[int, Sums]()
+        self._sums, self._of_window = dict[int, Sums](), dict[int, Sums]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
@@ -111,12 +107,12 @@ class _Recorder:
         Raises:
             InputError: a layer whose attention was not seen.
         """
-        if missing := set(range(self._layers)) - self._found.keys():
+        if missing := set(range(self._layers)) - self._sums.keys():
             raise InputError(
                 f"the attention of layer {min(missing)} does not go through transformers' attention interface, or has no K "
                 "and V of its own; nothing can be learned of it"
             )
-        return sorted(self._found.items())
+        return sorted(self._sums.items())
 
     @torch.no_grad()
     def run(self, window: Sequence[int], begin: int = 0) -> None:
@@ -132,16 +128,16 @@ class _Recorder:
         finally:
             model.set_attn_implementation(before)
         for layer, sums in self._of_window.items():
-            self._found[layer].add(sums.over_context(self._turns[layer], self._context) if self._turns else sums)
+            self._sums[layer].add(sums.over_context(self._turns[layer], self._context) if self._turns else sums)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention as it is; q [1, Hq, T, D] and K, V [1, Hkv, T, D] are taken down."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        if layer not in self._found:
-            self._found[layer] = Sums(_metric(module, layer, query.shape[1], key, value, self._model))
-        sums = self._of_window.setdefault(layer, Sums(self._found[layer].metric_v))
+        if layer not in self._sums:
+            self._sums[layer] = Sums(_metric(module, layer, query.shape[1], key, value, self._model))
+        sums = self._of_window.setdefault(layer, Sums(self._sums[layer].metric_v))
         sums.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
         sums.add_q(query[0].transpose(0, 1))
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
@@ -163,3 +159,36 @@ def _metric(module: nn.Module, layer: int, heads: int, key: Tensor, value: Tenso
         f"layer {layer} of {model.config.model_type} has no projection behind attention that is known "
         f"({', '.join(_OUTPUTS)}); what an error of V costs cannot be told"
     )
+
+
+# -- How keys turn with their position ---------------------------------------------------------------------------------------
+
+
+def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Tensor] | None:
+    """What a position is multiplied with to be an angle, [R/2], of each layer; None if some layer's keys turn otherwise.
+
+    A few tokens are run at two places. Of the model's `inv_freq` buffers a layer's is the one that takes the moments of its
+    keys from the first place to the second.
+    """
+    candidates = [buffer.detach().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if not candidates:
+        return None
+    runs = []
+    for begin in (0, _LATER):
+        recorder = _Recorder(model)
+        recorder.run(window[:_TOKENS], begin)
+        runs.append([sums.k for _, sums in recorder.sums()])
+    chosen = []
+    for first, later in zip(*runs, strict=True):
+        fitting = [inv_freq for inv_freq in candidates if _turns(first, later, inv_freq)]
+        if not fitting:
+            return None
+        chosen.append(fitting[0])
+    return chosen
+
+
+def _turns(first: Moments, later: Moments, inv_freq: Tensor) -> bool:
+    if inv_freq.ndim != 1 or 2 * len(inv_freq) > first.first.shape[-1]:
+        return False
+    turned = over_positions(first, inv_freq, torch.tensor([float(_LATER)]))
+    return bool((turned.second - later.second).norm() < _NEAR * later.second.norm())

@@ -28,8 +28,8 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
     Raises:
         InputError: the config does not say.
     """
-    own = getattr(config, "per_layer_config", None)
-    described = own[layer] if own is not None else config
+    layers = getattr(config, "per_layer_config", None)
+    described = layers[layer] if layers is not None else config
     if getattr(described, "qk_nope_head_dim", None) is not None:
         # Latent attention: head_dim exists too, but counts only the part that RoPE rotates.
         return described.qk_nope_head_dim + described.qk_rope_head_dim, described.v_head_dim

@@ -24,19 +24,10 @@ def generate(
 
 
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[str],
-    kv: str = "tq4",
-    *,
-    tail: int | None = None,
-    sink: int = 0,
-    skip_layers: Sequence[int] = (),
-    plan: Mapping[int, str] | None = None,
-    balance: bool = True,
-    allow_collapse: bool = False,
-    **generate_kwargs: Any,
-) -> str | list[str]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str], kv: str = "tq4", *,
+    tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (), plan: Mapping[int, str] | None = None,
+    balance: bool = True, allow_collapse: bool = False, **generate_kwargs: Any,
+) -> str | list[str]:  # fmt: skip
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
 
     Where the model's attention is SDPA, decode steps read the cache as it is packed (`tq.hf.attention`).
@@ -52,10 +43,10 @@ def generate(
     Raises:
         InputError: what `TQCache` refuses, no prompt or an empty one, or an argument that this function sets itself.
     """
-    own = {"past_key_values", "input_ids", "inputs", "attention_mask", "return_dict_in_generate"} & generate_kwargs.keys()
-    if own:
+    ours = {"past_key_values", "input_ids", "inputs", "attention_mask", "return_dict_in_generate"} & generate_kwargs.keys()
+    if ours:
         raise InputError(
-            f"tq.generate sets {', '.join(sorted(own))} itself; call model.generate(past_key_values=tq.TQCache(…))"
+            f"tq.generate sets {', '.join(sorted(ours))} itself; call model.generate(past_key_values=tq.TQCache(…))"
         )
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     rows: list[list[int]] = [tokenizer(text).input_ids for text in prompts]
@@ -67,23 +58,12 @@ def generate(
     input_ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     cache = TQCache(
-        model.config,
-        kv,
-        tail=tail,
-        sink=sink,
-        skip_layers=skip_layers,
-        plan=plan,
-        model=model,
-        balance=balance,
+        model.config, kv, tail=tail, sink=sink, skip_layers=skip_layers, plan=plan, model=model, balance=balance,
         allow_collapse=allow_collapse,
-    )
+    )  # fmt: skip
     with packed_attention(model):
         output = model.generate(
-            input_ids=input_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            return_dict_in_generate=False,
-            **generate_kwargs,
-        )
+            input_ids=input_ids, attention_mask=mask, past_key_values=cache, return_dict_in_generate=False, **generate_kwargs,
+        )  # fmt: skip
     texts: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts

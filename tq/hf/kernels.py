@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,14 +23,8 @@ from haarkv.tq_ops.table import OpTable
 from tq.hf.store import SideStore
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Attention over packed codes on one kind of device.
-
-    Attributes:
-        ops: its op table.
-        reads: what they take.
-    """
+class Kernels(NamedTuple):
+    """Attention over packed codes on one kind of device: its op table, and what that reads."""
 
     ops: OpTable
     reads: Reads
@@ -111,7 +104,7 @@ class Reader:
     def _view(self) -> PagedKVCache:
         """The layer's memory as a paged cache; made anew where memory moved, for kernels remember where it lies."""
         fields = tuple({name: tensor.flatten(0, 1) for name, tensor in side.packed.fields.items()} for side in self._sides)
-        memory = tuple((tensor.data_ptr(), len(tensor)) for of in fields for tensor in of.values())
+        memory = tuple((tensor.data_ptr(), len(tensor)) for side in fields for tensor in side.values())
         if self._cache is None or memory != self._memory:
             k, v = self._sides
             formats = k.packed.kv_format, v.packed.kv_format
@@ -121,16 +114,10 @@ class Reader:
         return self._cache
 
     def _batch(self, rows: int, seen: int) -> Batch:
-        device = self._sides[0].tail.device
-        blocks = self._sides[0].packed.blocks
-        row = torch.arange(rows, device=device)
-        table = row.unsqueeze(1) * blocks + torch.arange(-(-seen // BLOCK_SIZE), device=device)
-        last = table[:, -1] * BLOCK_SIZE + (seen - 1) % BLOCK_SIZE
-        return Batch(
-            positions=torch.full((rows,), seen - 1, device=device), slot_mapping=last, block_table=table.int(),
-            seq_lens=torch.full((rows,), seen, dtype=torch.int32, device=device),
-            query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device), rows=row,
-        )  # fmt: skip
+        blocks, device = self._sides[0].packed.blocks, self._sides[0].tail.device
+        row = torch.arange(rows, device=device).unsqueeze(1)
+        table = row * blocks + torch.arange(-(-seen // BLOCK_SIZE), device=device)
+        return self._step(table, torch.full((rows,), seen, device=device), table[:, -1] * BLOCK_SIZE + (seen - 1) % BLOCK_SIZE)
 
     def _padded_batch(self, padding: tuple[int, ...], seen: int) -> Batch:
         """The rows without their padding: tokens of the two blocks that are not read whole are copied to spare ones.
@@ -138,45 +125,35 @@ class Reader:
         One query sees every token, so their order is free; but only the last block that kernels read may be a part of one.
         """
         packed = [side.packed for side in self._sides]
-        blocks = packed[0].blocks
-        device = self._sides[0].tail.device
-        places = _without_padding(padding, seen, blocks)
-        row, source, target = (x.to(device) for x in (places.row, places.source, places.target))
-        for of in packed:
-            for field in of.fields.values():
-                moved = field[row, source // BLOCK_SIZE, :, source % BLOCK_SIZE]
-                field[row, target // BLOCK_SIZE, :, target % BLOCK_SIZE] = moved
-        lengths = seen - torch.tensor(padding)
-        return Batch(
-            positions=(lengths - 1).to(device), slot_mapping=torch.zeros(len(padding), dtype=torch.int64, device=device),
-            block_table=places.table.to(device), seq_lens=lengths.int().to(device),
-            query_start_loc=torch.arange(len(padding) + 1, dtype=torch.int32, device=device),
-            rows=torch.arange(len(padding), device=device),
+        table, *places = _without_padding(padding, seen, packed[0].blocks)
+        row, source, target = (place.to(self._sides[0].tail.device) for place in places)
+        for field in (field for side in packed for field in side.fields.values()):
+            moved = field[row, source // BLOCK_SIZE, :, source % BLOCK_SIZE]
+            field[row, target // BLOCK_SIZE, :, target % BLOCK_SIZE] = moved
+        return self._step(table, seen - torch.tensor(padding), torch.zeros(len(padding), dtype=torch.int64))
+
+    def _step(self, table: Tensor, lengths: Tensor, slots: Tensor) -> Batch:
+        """One new token at the end of each row."""
+        row = torch.arange(len(table) + 1, device=table.device)
+        batch = Batch(
+            positions=lengths - 1, slot_mapping=slots, block_table=table.int(), seq_lens=lengths.int(),
+            query_start_loc=row.int(), rows=row[:-1],
         )  # fmt: skip
+        return batch.to(self._sides[0].tail.device)
 
 
 _SPARE = 2
 """Blocks of a row that take the tokens of blocks which are not read whole: those of two blocks, but for one token."""
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where rows that begin with padding are read.
-
-    Attributes:
-        table: [B, most] int32, blocks in the memory of all rows; -1 pads.
-        row, source, target: [n] int64 each, tokens that are copied first: of which row, from where in it and to where.
-    """
-
-    table: Tensor
-    row: Tensor
-    source: Tensor
-    target: Tensor
-
-
 @lru_cache(maxsize=2)
-def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> _Places:
-    """The places of `seen` tokens a row, of `blocks` blocks whose last `_SPARE` are free; alike in all layers."""
+def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where rows that begin with padding are read, of `blocks` blocks whose last `_SPARE` are free; alike in all layers.
+
+    Returns:
+        [B, most], blocks in the memory of all rows, where -1 pads; and of tokens that are copied first [n] each: of which row,
+        from where in it, and to where.
+    """
     tables: list[list[int]] = []
     rows: list[int] = []
     sources: list[int] = []
@@ -187,14 +164,15 @@ def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> _Place
         begin = min(first * BLOCK_SIZE, seen)  # of the tokens before it, some are read and some are padding
         copied = [*range(count, begin), *range(max(begin, last * BLOCK_SIZE), seen)] if begin > count else []
         spare = range(blocks - _SPARE, blocks - _SPARE + -(-len(copied) // BLOCK_SIZE))
-        own = [*range(first, last), *spare] if copied else [*range(first, last + 1)]
-        tables.append([row * blocks + block for block in own])
+        table = [*range(first, last), *spare] if copied else [*range(first, last + 1)]
+        tables.append([row * blocks + block for block in table])
         rows += [row] * len(copied)
         sources += copied
         targets += range((blocks - _SPARE) * BLOCK_SIZE, (blocks - _SPARE) * BLOCK_SIZE + len(copied))
     longest = max(map(len, tables))
-    table = torch.tensor([of + [-1] * (longest - len(of)) for of in tables], dtype=torch.int32)
-    return _Places(table, *(torch.tensor(x, dtype=torch.int64) for x in (rows, sources, targets)))
+    padded = torch.tensor([table + [-1] * (longest - len(table)) for table in tables])
+    row_of, source, target = (torch.tensor(places, dtype=torch.int64) for places in (rows, sources, targets))
+    return padded, row_of, source, target
 
 
 def readable(sides: Sequence[SideStore]) -> bool:

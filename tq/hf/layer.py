@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from tq.hf.attention import Stored
 from tq.hf.kernels import Reader, readable
 from tq.hf.store import SideStore
-from tq.hf.weights import Scales, Watch
+from tq.hf.weights import Watch
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -36,19 +37,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self,
-        k_format: KVFormat,
-        v_format: KVFormat,
-        layer: int,
-        *,
-        sink: int,
-        tail: tuple[int, int],
-        window: int | None,
-        scales: Scales = (None, None),
-        watch: Watch | None = None,
-        require_context: Callable[[int], None] = lambda _: None,
+        self, k_format: KVFormat, v_format: KVFormat, layer: int, *, sink: int, tail: tuple[int, int], window: int | None,
+        scales: Scales = (None, None), watch: Watch | None = None, require_context: Callable[[int], None] = lambda _: None,
         reads_packed: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
@@ -72,10 +64,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             InputError: a format has no layout for D.
         """
-        described = (
-            ("K", self.k_format, key_states, self.tail[0], self._scales[0]),
-            ("V", self.v_format, value_states, self.tail[1], self._scales[1]),
-        )
+        described = zip("KV", (self.k_format, self.v_format), (key_states, value_states), self.tail, self._scales, strict=True)
         self.sides = tuple(
             SideStore(
                 name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]),
@@ -136,7 +125,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _unrestored(self, reader: Reader, tokens: int, states: tuple[Tensor, Tensor]) -> list[Tensor]:
         seen = self._seen
-        restored: list[Tensor] = [
+        return [
             Stored(
                 lambda side=side, x=x: side.read(tokens, x.dtype),  # type: ignore[misc]
                 lambda q, scale, padding: reader.attend(q, seen, scale, padding),
@@ -144,7 +133,6 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             )
             for side, x in zip(self.sides, states, strict=True)
         ]  # fmt: skip
-        return restored
 
     def _check_shapes(self, states: tuple[Tensor, Tensor]) -> None:
         for side, x in zip(self.sides, states, strict=True):

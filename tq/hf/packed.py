@@ -158,11 +158,9 @@ class Packed:
         groups = self.end - self.begin
         return sum(tensor[:, :1, :, :1].nbytes for tensor in self.fields.values()) * groups if groups else 0
 
-    def _spare(self, groups: int) -> int:
-        return max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
-
     def _blocks_for(self, groups: int) -> int:
-        return -(-(self.front + groups + self._spare(groups)) // self.block_groups)
+        spare = max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
+        return -(-(self.front + groups + spare) // self.block_groups)
 
     def _give_back(self) -> None:
         if self.blocks > 2 * self._blocks_for(self.end - self.begin):

@@ -11,29 +11,27 @@ from torch import Tensor
 
 from haarkv.engine.collapse import LEAST_TOKENS, MOST_TOKENS, Guard, Loss, channel_loss, describe
 from haarkv.models import balance
-from haarkv.models.balance import Moments, Uneven, key_moments, scales_of, value_moments
+from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.warn import warn
 from tq.hf.config import head_dims
 
-Scales = tuple[Tensor | None, Tensor | None]
-"""What channels [H, D] of K and of V are multiplied with before they are stored; None leaves them as they are."""
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn\.([qkvo]_proj|[qk]_norm)|(input)_layernorm)\.(weight|bias)")
 _NEEDED = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
     """Each layer's tensors by the fields of a family's weights; layers that name theirs in another way are left out."""
-    found: dict[int, dict[str, Tensor]] = {}
+    layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in model.named_parameters():
         if match := _NAME.fullmatch(name):
             layer, attention, norm, kind = match.groups()
             part = "input_norm" if norm else attention
             field_name = f"{part[0]}_bias" if kind == "bias" else part
-            found.setdefault(int(layer), {})[field_name] = tensor.detach()
-    return {layer: tensors for layer, tensors in found.items() if tensors.keys() >= _NEEDED}
+            layers.setdefault(int(layer), {})[field_name] = tensor.detach()
+    return {layer: tensors for layer, tensors in layers.items() if tensors.keys() >= _NEEDED}
 
 
 def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
@@ -42,13 +40,13 @@ def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
     Args:
         decoder: the part of the model's config that describes the decoder.
     """
-    found = {}
+    moments = {}
     for layer, tensors in layers_of(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
         heads = tensors["k_proj"].shape[0] // k_dim
         if _understood(tensors, heads, k_dim, v_dim):
-            found[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
-    return found
+            moments[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
+    return moments
 
 
 def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
@@ -103,7 +101,7 @@ class Watch:
 
 def balance_of(
     model: Any, decoder: Any, plan: KVPlan, *, wanted: bool, allow_collapse: bool
-) -> tuple[dict[int, Scales], tuple[Uneven, ...]]:
+) -> tuple[Mapping[int, Scales], tuple[Uneven, ...]]:
     """Scales of each layer that is uneven, after a look at what the cache would lose with them.
 
     Args:
@@ -115,20 +113,8 @@ def balance_of(
     Raises:
         InputError: text would be garbage; it names the layers, and says what to use instead.
     """
-    scales: dict[int, Scales] = {}
-    now: dict[int, tuple[Moments, Moments]] = {}
-    uneven = []
-    for layer, pair in moments_of(model, decoder).items():
-        found: list[Tensor | None] = [None, None]
-        for index, (side, of) in enumerate(zip("KV", pair, strict=True)):
-            of_side, ratio = scales_of(of)
-            if wanted and ratio > 1 and plan.layers[layer][index].lossy:
-                found[index] = of_side
-                uneven.append(Uneven(layer, side, ratio))
-        scales[layer] = found[0], found[1]
-        k, v = (of if s is None else of.scaled(s) for of, s in zip(pair, found, strict=True))
-        now[layer] = k, v
-    if uneven:
-        warn(f"{balance.describe(uneven)}; balance=False leaves them as they are")
-    Guard(plan, now, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
-    return scales, tuple(uneven)
+    scaling = balance.scaling_of(moments_of(model, decoder), balance.where_lossy(plan, wanted))
+    if scaling.uneven:
+        warn(f"{balance.describe(scaling.uneven)}; balance=False leaves them as they are")
+    Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
+    return scaling.scales, scaling.uneven

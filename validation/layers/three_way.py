@@ -123,7 +123,7 @@ def uneven_errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction:
 
 
 _FP32_ROUNDING = 2 * 2.0**-48 / 3
-"""Variance of a number that was rounded to FP32 twice, relative to its square: half a unit in its last place each time, evenly.
+"""Variance of a number that was rounded to FP32 twice, relative to its square: half a unit in its last place each time.
 At a hidden state of 10,000, as pretrained models have in a few channels, it is more than many a layer adds elsewhere."""
 
 

@@ -1,6 +1,6 @@
 """Learned nibbles on models of other families, through transformers: train two small ones, calibrate, and compare caches.
 
-    python -m tq.hf.families FOLDER        # about a quarter of an hour on two cores; resumes what is there
+    python examples/hf_families.py FOLDER        # about a quarter of an hour on two cores; resumes what is there
 
 Both are trained on the text that `tiny` was: a Qwen2 (biases of Q, K and V, two query heads a KV head) and a GPT-NeoX (no
 shared KV heads, RoPE on a quarter of each head). They are small and under-trained; what is compared is a cache against the
