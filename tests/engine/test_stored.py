@@ -15,7 +15,6 @@ from checkpoints import write_checkpoint
 from kills import every_moment
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from small_models import resized
 
 import tq
 from haarkv.engine.session import Session

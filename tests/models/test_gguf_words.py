@@ -8,7 +8,6 @@ import transformers
 from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
-from haarkv.executors.base import verify
 from haarkv.models.catalog import source_of
 from haarkv.models.gguf_words import LINEAR
 from haarkv.models.source import Source
