@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import MOST_COPIES, Case, as_rows, filled, first_layer, heads, random_queries, scale, token_bytes
+from haarkv.benchmarks.cases import (
+    MOST_COPIES,
+    Case,
+    as_rows,
+    filled,
+    first_layer,
+    heads,
+    random_queries,
+    scale,
+    seen,
+    token_bytes,
+)
 from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, attention_cost, prompt_attention_cost, store_cost
 from haarkv.benchmarks.timing import Machine, OnTurn, take_rested_turns, take_turns
 from haarkv.executors.base import Executor
@@ -64,11 +75,12 @@ def decode_rows(asked: Asked) -> Iterator[CostRow]:
         if executor.ops is None:
             yield CostRow("attention", who, case, attention_cost(config, case, 0, item), asked.machine, None, NO_OPS)
             continue
-        nbytes = token_bytes(first_layer(plan), config)
+        nbytes = token_bytes(plan, config)[0]
         cost = attention_cost(config, case, nbytes, item)
         runs["attention", who], runs["store", who] = _ours(executor.ops, plan, asked, q, copies(cost.kv))
         costs["attention", who], costs["store", who] = cost, store_cost(config, case, nbytes)
-    for peer in decode_peers.attention(q, k, asked.v, copies) if asked.peers else ():
+    keys, values = (x[:, :, -seen(config.layers[0].attention.window, case.context) :] for x in (k, asked.v))
+    for peer in decode_peers.attention(q, keys, values, copies) if asked.peers else ():
         runs["attention", peer.name] = peer.run
         costs["attention", peer.name] = attention_cost(config, case, peer.token_bytes, item)
     named = {f"{kind} {who}": run for (kind, who), run in runs.items()}
@@ -100,8 +112,15 @@ def stored_copies(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
     """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of so many new."""
-    cache, paging = filled(first_layer(plan, count), config, case, k, v, new)
+    cache, paging = filled(*first_layer(plan, config, count), case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
+
+
+def within(window: int | None, tokens: int, device: torch.device) -> Tensor | None:
+    """Which keys each query of a prompt sees in a window, [tokens, tokens] bool; None where it sees all before it."""
+    if window is None or window >= tokens:
+        return None
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def prompt_rows(asked: Asked) -> Iterator[CostRow]:
@@ -111,9 +130,8 @@ def prompt_rows(asked: Asked) -> Iterator[CostRow]:
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in asked.sides.items():
-        one = first_layer(plan)
-        costs[who] = prompt_attention_cost(config, case, token_bytes(one, config))
-        cache, batch = stored_copies(one, config, Case(case.batch, 1), k, v, 1, case.context)
+        costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0])
+        cache, batch = stored_copies(plan, config, Case(case.batch, 1), k, v, 1, case.context)
         note = "" if executor.ops else NO_OPS
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
@@ -132,11 +150,12 @@ def prompt_rows(asked: Asked) -> Iterator[CostRow]:
         shape = heads(config)
         costs[PROMPT_PEER] = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim)
         rows_of_heads = q.view(case.batch, case.context, shape.q, shape.dim).transpose(1, 2).contiguous()
+        mask = within(config.layers[0].attention.window, case.context, k.device)
 
         @torch.inference_mode()
         def theirs() -> Tensor:
             return scaled_dot_product_attention(
-                rows_of_heads, k, v, is_causal=True, enable_gqa=True, scale=scale(config)
+                rows_of_heads, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale(config)
             )  # fmt: skip
 
         runs[PROMPT_PEER] = theirs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,15 +13,16 @@ from torch import Tensor
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
+from haarkv.models import caches
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
+from haarkv.tq_ops.kv.shapes import RING_CHUNK
 
 _FILL = 4096
 CPU = torch.device("cpu")
@@ -43,46 +44,56 @@ class Heads(NamedTuple):
     dim: int
 
 
-def heads(config: ModelConfig, layer: int = 0) -> Heads:
-    """Of one layer; whoever measures a single layer measures the first."""
-    del layer  # every layer of today's models has the same
-    return Heads(config.heads.num_heads, config.heads.num_kv_heads, config.heads.head_dim)
+def heads(config: ModelConfig) -> Heads:
+    """Of the first layer, which whoever measures a single layer measures."""
+    return Heads(*config.layers[0].attention.heads)
 
 
 def scale(config: ModelConfig) -> float:
-    """What attention multiplies its products with."""
-    return config.attentions[0].scale
+    """What the first layer multiplies its products with."""
+    return config.layers[0].attention.scale
 
 
-def every_layer(config: ModelConfig) -> list[Heads]:
-    """Heads of each layer in turn."""
-    return [heads(config, layer) for layer in range(config.num_layers)]
+def seen(window: int | None, context: int) -> int:
+    """Tokens that the last query of a context sees in a layer."""
+    return context if window is None else min(context, window)
 
 
-def kv_numbers(config: ModelConfig) -> int:
-    """Numbers of K and V of one token, all layers and heads."""
-    return sum(2 * of.kv * of.dim for of in every_layer(config))
+def kv_numbers(config: ModelConfig) -> list[int]:
+    """Numbers of K and V of one token in each layer, all heads."""
+    return [2 * shape.numbers if shape else 0 for shape in config.kv_shapes]
 
 
-def token_bytes(plan: KVPlan, config: ModelConfig) -> float:
-    """Bytes of K and V of one token in all layers of a plan, scales included."""
-    _, kv, dim = heads(config)
-    return plan.bytes_per_token(kv, dim)
+def token_bytes(plan: KVPlan, config: ModelConfig) -> list[float]:
+    """Bytes of K and V of one token in each layer of a plan, all heads, scales included."""
+    pairs = zip(plan.layers, config.kv_shapes, strict=True)
+    return [
+        sum(shape.num_kv_heads * f.bytes_per_vector(shape.head_dim) for f in pair) if shape else 0.0 for pair, shape in pairs
+    ]
 
 
-def first_layer(plan: KVPlan, times: int = 1) -> KVPlan:
-    """A plan of its first layer alone, as often as asked for."""
-    return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink)
+def unlike_plain(config: ModelConfig) -> str | None:
+    """Why a model is none of equal plain layers with RoPE as it was trained, which peers are built of; None if it is one."""
+    if any(mixer.rope.scaling for mixer in config.attentions):
+        return "its RoPE is scaled"
+    return unknown_layer(config, knows=("head_norms",)) or ("its layers differ" if len(set(config.layers)) > 1 else None)
+
+
+def first_layer(plan: KVPlan, config: ModelConfig, times: int = 1) -> tuple[KVPlan, ModelConfig]:
+    """Plan and model of their first layer alone, as often as asked for."""
+    return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * times)
 
 
 def new_cache(
-    plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU
+    plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU, at_once: int = 1
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache with room for sequences of so many tokens, and their pages."""
-    _, kv, dim = heads(config)
-    blocks = batch * blocks_for(tokens)
-    cache = PagedKVCache(plan, KVShape(kv, dim), num_blocks=blocks, num_rows=batch, device=device)
-    return cache, new_pages(cache)
+    """An empty cache with room for sequences of so many tokens, and their pages.
+
+    Args:
+        at_once: new tokens of a sequence that layers with a sliding window must take at a time.
+    """
+    chunk = max(RING_CHUNK, at_once)
+    return caches.new_cache(config, plan, sequences=batch, tokens=tokens, device=device, ring_chunk=chunk)
 
 
 def new_pages(cache: PagedKVCache) -> PagedSequences:
@@ -115,22 +126,22 @@ def filled(
 ) -> tuple[PagedKVCache, PagedSequences]:
     """A cache that holds all but the last token of a case in every layer, with room for so many steps.
 
-    Layer 0 is quantized; the others hold the same bytes where they have its formats, since no time depends on them.
+    Of layers with the same formats and shape the first is quantized; the others hold its bytes, since no time depends on them.
     """
-    cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device)
-    alike = [layers == plan.layers[0] and not plan.keeps_tokens for layers in plan.layers]
+    cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device, steps)
+    kinds = list(zip(plan.layers, cache.shapes, strict=True))
+    source = [layer if plan.keeps_tokens else kinds.index(kind) for layer, kind in enumerate(kinds)]
     for sequence in [paging.add() for _ in range(case.batch)]:
         for begin in range(0, case.context - 1, cache.most_new_tokens or _FILL):
             end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
             batch = paging.batch([sequence], [end - begin]).to(k.device)
             new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
-            for layer in range(len(plan.layers)):
-                if layer == 0 or not alike[layer]:
-                    cache.write(layer, new_k, new_v, batch)
-    for layer in range(1, len(plan.layers)):
-        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if alike[layer] else ():
+            for layer in set(source):
+                cache.write(layer, new_k, new_v, batch)
+    for layer, first in enumerate(source):
+        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if layer != first else ():
             for name, tensor in fields(cache, layer).items():
-                tensor.copy_(fields(cache, 0)[name])
+                tensor.copy_(fields(cache, first)[name])
     return cache, paging
 
 

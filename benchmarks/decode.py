@@ -147,17 +147,17 @@ def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in asked.sides.items():
-        held, cost_of = (plan, step_cost) if kind == "step" else (first_layer(plan), layer_cost)
-        costs[who] = cost_of(model, case, token_bytes(held, model.config))
+        step, nbytes = kind == "step", token_bytes(plan, model.config)
+        costs[who] = step_cost(model, case, nbytes) if step else layer_cost(model, case, nbytes[0])
         if executor.simulated:
             yield CostRow(kind, who, case, costs[who], asked.machine, None, SIMULATED)
             continue
-        cache, paging = filled(held, model.config, case, k, v, request.steps)
-        step = kind == "step"
+        held = (plan, model.config) if step else first_layer(plan, model.config)
+        cache, paging = filled(*held, case, k, v, request.steps)
         runs[who] = decode_step(executor, cache, paging, case) if step else layer_call(executor, model, cache, paging, case)
     if TRANSFORMERS in request.peers and kind == "step":
         for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(model.config)):
-            costs[peer.name] = step_cost(model, case, kv_numbers(model.config) * peer.bits / 8)
+            costs[peer.name] = step_cost(model, case, [numbers * peer.bits / 8 for numbers in kv_numbers(model.config)])
             if peer.run is None:
                 yield CostRow(kind, peer.name, case, costs[peer.name], asked.machine, None, peer.note)
             else:

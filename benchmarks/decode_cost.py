@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from haarkv.benchmarks.cases import Case as Case
-from haarkv.benchmarks.cases import Heads, every_layer, heads
+from haarkv.benchmarks.cases import heads, seen
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import Attention, Experts, ModelConfig
 
 Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
 _OTHERS = ("sdpa ", "torch ", "hf ", "llama.cpp ")
@@ -103,22 +103,29 @@ class CostRow:
         return {name: value for name, value in (values | self.figures(rows)).items() if value not in (None, "")}
 
 
-def _attention(of: Heads, queries: float, keys: float) -> float:
-    """Operations of both products of a layer, for so many queries with so many keys each."""
-    return 4 * queries * of.q * of.dim * keys
+def _attention(mixer: Attention, pairs: float) -> float:
+    """Operations of both products of a layer, for so many pairs of a query and a key that it sees."""
+    return 4 * pairs * mixer.num_heads * mixer.head_dim
+
+
+def _pairs(mixer: Attention, tokens: int) -> float:
+    """Pairs of a query and a key in a prompt of so many tokens."""
+    most = seen(mixer.window, tokens)
+    return most * (most + 1) / 2 + (tokens - most) * most
 
 
 def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
-    """Decode attention of one layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
-    of = heads(config)
-    rest, flops = 2 * case.batch * of.q * of.dim * item, _attention(of, case.batch, case.context)
-    return Cost(0, case.batch * case.context * kv_bytes, rest, flops)
+    """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
+    mixer, of = config.layers[0].attention, heads(config)
+    keys = case.batch * seen(mixer.window, case.context)
+    return Cost(0, keys * kv_bytes, 2 * case.batch * of.q * of.dim * item, _attention(mixer, keys))
 
 
 def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
-    """Causal attention of every token of a prompt in one layer; `kv_bytes` of one token's K and V, all heads."""
-    of, queries = heads(config), case.batch * case.context
-    return Cost(0, queries * kv_bytes, 4 * queries * of.q * of.dim, _attention(of, queries, (case.context + 1) / 2))
+    """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads."""
+    mixer, of, queries = config.layers[0].attention, heads(config), case.batch * case.context
+    flops = case.batch * _attention(mixer, _pairs(mixer, case.context))
+    return Cost(0, queries * kv_bytes, 4 * queries * of.q * of.dim, flops)
 
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
@@ -127,38 +134,54 @@ def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     return Cost(0, case.batch * kv_bytes, 8 * case.batch * of.kv * of.dim, 0)
 
 
+def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
+    """Numbers of a layer's matrices that so many tokens read, and that each is multiplied with.
+
+    Of experts, those of that many tokens, no two of them the same if they can.
+    """
+    matrices = {field: tensor.numel() for field, tensor in model.weights.layers[layer].items() if tensor.ndim == 2}
+    experts, mlp = (
+        sum(count for field, count in matrices.items() if field.startswith("experts.")),
+        model.config.layers[layer].mlp,
+    )
+    share = mlp.per_token / mlp.count if isinstance(mlp, Experts) else 0.0
+    others = sum(matrices.values()) - experts
+    return others + round(experts * min(1.0, batch * share)), others + round(experts * share)
+
+
 def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
-    """One call of a decoder layer: its share of a step, the head left out; `kv_bytes` of a token's K and V in one layer."""
-    config = model.config
-    head = config.vocab_size * config.hidden_size
-    whole, item = step_cost(model, case, 0), model.weights.embedding.itemsize
-    return Cost(
-        (whole.weights - head * item) / config.num_layers, case.batch * case.context * kv_bytes,
-        2 * case.batch * config.hidden_size * item, (whole.flops - 2 * case.batch * head) / config.num_layers,
-    )  # fmt: skip
+    """One call of the first decoder layer; `kv_bytes` of a token's K and V in it."""
+    config, item = model.config, model.weights.embedding.itemsize
+    read, multiplied = _products(model, 0, case.batch)
+    attention = attention_cost(config, case, kv_bytes, item)
+    rest = 2 * case.batch * config.hidden_size * item
+    return Cost(read * item, attention.kv, rest, 2 * case.batch * multiplied + attention.flops)
 
 
-def step_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
-    """A whole decode step; of experts, those of as many tokens as there are sequences, no two of them the same if they can.
+def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cost:
+    """A whole decode step.
 
     Args:
-        kv_bytes: of one token, K and V of all layers and heads.
+        kv_bytes: of one token's K and V in each layer, all heads.
     """
     config, weights = model.config, model.weights
-    matrices = {name: t.numel() for name, t in weights.named() if t.ndim == 2 and "embed" not in name}
-    experts = sum(count for name, count in matrices.items() if ".experts." in name)
-    others = sum(matrices.values()) - experts + (weights.lm_head.numel() if config.tied else 0)
-    share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
-    attention = sum(_attention(of, case.batch, case.context) for of in every_layer(config))
-    nbytes = (others + round(experts * min(1.0, case.batch * share))) * weights.embedding.itemsize
-    flops = 2 * case.batch * (others + round(experts * share)) + attention
-    return Cost(nbytes, case.batch * case.context * kv_bytes, 4 * case.batch * config.vocab_size, flops)
+    products = [_products(model, layer, case.batch) for layer in range(config.num_layers)]
+    read, multiplied = (sum(numbers) + weights.lm_head.numel() for numbers in zip(*products, strict=True))
+    windows = [shape.window if shape else 0 for shape in config.kv_shapes]
+    kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
+    attention = sum(_attention(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
+    flops = 2 * case.batch * multiplied + attention
+    return Cost(read * weights.embedding.itemsize, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
 
 
-def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: float) -> Cost:
-    """A whole prompt of one sequence, with the logits after its last token: weights are read once, and every K and V."""
-    config, all_at_once = model.config, step_cost(model, Case(tokens, 0), 0)
+def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float]) -> Cost:
+    """A whole prompt of one sequence, with the logits after its last token: weights are read once, and every K and V.
+
+    Args:
+        kv_bytes: as `step_cost`.
+    """
+    config, all_at_once = model.config, step_cost(model, Case(tokens, 0), kv_bytes)
     heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
-    attention = sum(_attention(of, tokens, (tokens + 1) / 2) for of in every_layer(config))
+    attention = sum(_attention(mixer, _pairs(mixer, tokens)) for mixer in config.attentions)
     flops = all_at_once.flops - heads_left_out + attention
-    return Cost(all_at_once.weights, tokens * kv_bytes, 4 * config.vocab_size, flops)
+    return Cost(all_at_once.weights, tokens * sum(kv_bytes), 4 * config.vocab_size, flops)

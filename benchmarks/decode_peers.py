@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import heads, next_tokens
+from haarkv.benchmarks.cases import heads, next_tokens, unlike_plain
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 
@@ -137,8 +137,10 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
 
 def transformers_missing(config: ModelConfig) -> str:
     """Why transformers' own model is not measured; empty if it can be."""
-    if config.model_type not in ("qwen3", "llama") or config.rope_scaling is not None:
-        return f"the peer is a Qwen3 or Llama without scaled RoPE, this is a {config.model_type}"
+    if config.model_type not in ("qwen3", "llama"):
+        return f"the peer is a Qwen3 or Llama, this is a {config.model_type}"
+    if other := unlike_plain(config):
+        return f"the peer has plain layers: {other}"
     return "" if find_spec("transformers") else "transformers is not installed"
 
 
@@ -148,10 +150,10 @@ def their_model(model: DecoderModel, implementation: str) -> Any:
 
     c, of = model.config, heads(model.config)
     config = AutoConfig.for_model(
-        c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.common.mlp.width,
         num_hidden_layers=c.num_layers, num_attention_heads=of.q, num_key_value_heads=of.kv, head_dim=of.dim,
-        rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
-        tie_word_embeddings=c.tie_word_embeddings, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        rms_norm_eps=c.final_norm.eps, max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=c.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": c.common.attention.rope.theta},
     )  # fmt: skip
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)

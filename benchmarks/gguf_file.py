@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.cases import heads
+from haarkv.benchmarks.cases import heads, unlike_plain
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
@@ -27,7 +27,8 @@ def unsupported(config: ModelConfig) -> str | None:
     """Why a model has no such file; None if it has one."""
     if config.model_type not in _ARCHITECTURES:
         return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
-    return "a GGUF is written of models without rope_scaling" if config.rope_scaling is not None else None
+    other = unlike_plain(config)
+    return f"a GGUF is written of models with plain layers: {other}" if other else None
 
 
 def write(path: Path, model: DecoderModel) -> None:
@@ -77,7 +78,7 @@ def _describe(writer: Any, model: DecoderModel) -> None:
     writer.add_key_length(of.dim)
     writer.add_value_length(of.dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.common.attention.rope.theta)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +27,10 @@ from haarkv.engine.memory import needed
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import DTYPES, load_model, read_config
 from haarkv.models.config import ModelConfig
-from haarkv.models.rope import RopeTable, extended
+from haarkv.models.rope import extended
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import hand_back
@@ -111,7 +112,7 @@ class Held:
 def loaded(request: Request) -> Executor:
     """The executor of a request; one that is not there, does not fit, or does not run op by op on the host is refused."""
     config, plan = request.config, request.plan
-    model = replace(load_model(request.model, request.dtype, request.layers), config=config, rope=RopeTable(config))
+    model = DecoderModel.of(config, load_model(request.model, request.dtype, request.layers).weights)
     name = catalog.select(request.executor, config, [plan], dtype=request.dtype).name
     executor = catalog.create(name, model, plan, None)
     if executor.ops is None or executor.device.type != "cpu":

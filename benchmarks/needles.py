@@ -30,7 +30,7 @@ from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.loading import load
 from haarkv.engine.session import Session
-from haarkv.models.catalog import folder_of, read_config
+from haarkv.models.catalog import path_of, read_config
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file
@@ -111,15 +111,17 @@ def ask(session: Session, kv: str, context: int, count: int, seed: int) -> Found
 
 def stretched(model: str, positions: int, folder: Path) -> str:
     """A model of so many positions: itself, or a folder that extends a plain checkpoint by YaRN; others are refused."""
-    config, source = read_config(model), folder_of(model)
+    config, source = read_config(model), path_of(model)
     trained = config.max_position_embeddings
     if positions <= trained:
         return model
-    if source is None or config.rope_scaling is not None:
+    ropes = {mixer.rope for mixer in config.attentions}
+    rope = ropes.pop()
+    if source is None or not source.is_dir() or ropes or rope.scaling is not None:
         raise InputError(f"{model} is no plain checkpoint, which YaRN could extend")
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     scaling = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained}
-    raw["rope_parameters"] = {**scaling, "rope_theta": config.rope_theta}
+    raw["rope_parameters"] = {**scaling, "rope_theta": rope.theta}
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and file.name != "config.json":

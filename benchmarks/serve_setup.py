@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from haarkv.benchmarks.cases import heads
 from haarkv.engine.plans import shape_of
-from haarkv.models.catalog import TINY, folder_of, read_config
+from haarkv.models.catalog import TINY, path_of, read_config
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -43,7 +43,7 @@ def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
     Raises:
         InputError: no such model, or layers that it does not have.
     """
-    folder, config = folder_of(name), read_config(name, layers)
+    folder, config = path_of(name), read_config(name, layers)
     if folder is not None:
         return Served(folder.resolve(), config, f"{name}, {config.num_layers} layers")
     whole = read_config(name)
@@ -72,7 +72,7 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
         "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
         "num_hidden_layers": config.num_layers, "num_attention_heads": of.q, "num_key_value_heads": of.kv,
         "head_dim": of.dim, "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
+        "rope_theta": config.common.attention.rope.theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
         "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False, "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip

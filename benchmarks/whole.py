@@ -41,9 +41,9 @@ _WARM_UP = 32  # tokens of a prompt that brings weights into memory, and does no
 
 
 class Side:
-    """Someone with a cache of their own: their name, bytes of a token's K and V, and whose program it is if not ours."""
+    """Someone with a cache of their own: name, bytes of a token's K and V by layer, and whose program it is if not ours."""
 
-    def __init__(self, name: str, token_bytes: float, about: str = "") -> None:
+    def __init__(self, name: str, token_bytes: Sequence[float], about: str = "") -> None:
         self.name, self.token_bytes, self.about = name, token_bytes, about
         self._cache: Any = None
 
@@ -93,7 +93,8 @@ class Transformers(Side):
     """transformers' own model with the same weights, and its `DynamicCache`; nothing of it is needed before `open`."""
 
     def __init__(self, model: DecoderModel) -> None:
-        super().__init__("hf DynamicCache bf16", float(kv_numbers(model.config) * model.dtype.itemsize))
+        item = model.dtype.itemsize
+        super().__init__("hf DynamicCache bf16", [float(numbers * item) for numbers in kv_numbers(model.config)])
         self._ours, self._model = model, cast(Any, None)
 
     def open(self, context: int) -> None:
@@ -120,7 +121,8 @@ class Llama(Side):
     """llama.cpp with one kind of KV cache."""
 
     def __init__(self, process: LlamaProcess, kind: LlamaKV, model: DecoderModel) -> None:
-        super().__init__(f"llama.cpp {kind.name}", kv_numbers(model.config) * BITS[kind.type] / 8, process.about)
+        nbytes = [numbers * BITS[kind.type] / 8 for numbers in kv_numbers(model.config)]
+        super().__init__(f"llama.cpp {kind.name}", nbytes, process.about)
         for method in ("open", "prompt", "steps", "shut"):
             setattr(self, method, partial(process.call, method, kind))
 

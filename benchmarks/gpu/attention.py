@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from haarkv.benchmarks.attention import stored_copies
-from haarkv.benchmarks.cases import Case, as_rows, heads, random_kv, random_queries, scale, token_bytes
+from haarkv.benchmarks.cases import Case, as_rows, first_layer, heads, random_kv, random_queries, scale, token_bytes
 from haarkv.benchmarks.gpu import peers
 from haarkv.benchmarks.gpu.device import FORMAT, Call, Prompt, Sizes, captured, copies, time_of
 from haarkv.benchmarks.gpu.log import Log, Row
@@ -95,7 +95,7 @@ class Attention:
         exact = self._exact(q[:_TRUE_SEQUENCES].unsqueeze(1), k[:_TRUE_SEQUENCES], v[:_TRUE_SEQUENCES])
         for kv in self._formats() if case in self.sizes.every_format else (FORMAT,):
             plan = KVSpec(kv).plan(1)
-            nbytes = tokens * token_bytes(plan, self.config)
+            nbytes = tokens * token_bytes(*first_layer(plan, self.config))[0]
             count = copies(nbytes, self.sizes)
             if kv == FORMAT:
                 self._copy(f"{name} {COPY}", nbytes, shape)
@@ -151,7 +151,7 @@ class Attention:
         """Formats that the kernels read, `tq4` first."""
         yield FORMAT
         for name in formats.names():
-            if name != FORMAT and not unsupported(layout.READS, KVSpec(name).plan(1), heads(self.config).dim):
+            if name != FORMAT and not unsupported(layout.READS, KVSpec(name).plan(1), self.config.kv_shapes[:1]):
                 yield name
 
     def _time(self, key: str, make: Make, count: int, row: Row) -> None:

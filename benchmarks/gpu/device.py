@@ -18,7 +18,7 @@ from haarkv.benchmarks.report import header
 from haarkv.benchmarks.timing import clock, measure_machine
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import ModelConfig, dense_layers
 from haarkv.tq_ops.cuda import nvrtc
 
 Call = Callable[[int], object]
@@ -69,8 +69,8 @@ FULL = Sizes(
 )
 DRY = Sizes(
     replace(
-        FULL.config, num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=61,
-        max_position_embeddings=512,
+        FULL.config, hidden_size=64, vocab_size=61, max_position_embeddings=512,
+        layers=dense_layers(1, num_heads=2, num_kv_heads=1, head_dim=128, intermediate_size=64, head_norms=True),
     ),
     attention=[Case(2, 32)], append=[Case(2, 1)], prefill=[Prompt(8, 16)], steps=[Case(2, 32)], every_format=[],
     cold_bytes=2**14, most_copies=2, warm_up=0, repeats=1, dry=True,

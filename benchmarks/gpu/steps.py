@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import Case, decode, every_layer, filled, kv_numbers, next_tokens, random_kv, random_queries
+from haarkv.benchmarks.cases import Case, decode, filled, kv_numbers, next_tokens, random_kv, random_queries
 from haarkv.benchmarks.cases import token_bytes as bytes_of
 from haarkv.benchmarks.decode_cost import step_cost
 from haarkv.benchmarks.gpu.attention import BEST
@@ -25,13 +25,13 @@ from haarkv.benchmarks.gpu.device import FORMAT, Sizes, captured, time_of
 from haarkv.benchmarks.gpu.log import Log, Row
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.cuda_graph import DecodeStep
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
-from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.fused import CudaFused
+from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -48,7 +48,7 @@ Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
 def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device."""
     weights = random_weights(config, torch.bfloat16, device=device)
-    return DecoderModel(config, weights, RopeTable(config, device))
+    return DecoderModel(config, weights, tables_of(config, device))
 
 
 def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device) -> int:
@@ -56,11 +56,11 @@ def layers_that_fit(config: ModelConfig, cases: list[Case], device: torch.device
     if device.type != "cuda":
         return config.num_layers
     free, _ = torch.cuda.mem_get_info(device)
-    layers = sum(4 * config.hidden_size * of.dim * (of.q + of.kv) for of in every_layer(config))
+    layers = sum(4 * config.hidden_size * (of.heads.q_size + of.heads.kv_size) for of in config.attentions)
     layers += config.num_layers * 2 * 3 * config.hidden_size * config.common.mlp.width
     layers += layers // 2  # the executor packs projections of its own
     # Dense K and V of 16 bits a number, and packed ones of less than 5.
-    kv = max(case.batch * case.context for case in cases) * kv_numbers(config) * (16 + 5) // 8
+    kv = max(case.batch * case.context for case in cases) * sum(kv_numbers(config)) * (16 + 5) // 8
     tables = 2 * 2 * config.vocab_size * config.hidden_size
     return config.num_layers if layers + kv + tables + _SPARE_BYTES < free else _FEW_LAYERS
 
@@ -70,7 +70,7 @@ class Steps:
 
     def __init__(self, sizes: Sizes, device: torch.device, log: Log) -> None:
         self.sizes, self.device, self.log = sizes, device, log
-        self.config = replace(sizes.config, num_layers=layers_that_fit(sizes.config, list(sizes.steps), device))
+        self.config = sizes.config.with_layers(layers_that_fit(sizes.config, list(sizes.steps), device))
         self.fused = fuse(random_model(self.config, device), device)
         self.model = self.fused.model
         self.executor = CudaExecutor(self.model, interpreted=sizes.dry)
@@ -107,7 +107,7 @@ class Steps:
             kv = [(k.clone(), v.clone()) for _ in range(self.config.num_layers)]
             return dense_step(self.fused, cache, batch, tokens, kv, attend), {"attention": best, "side": "dense"}
 
-        packed_bytes, bf16_bytes = bytes_of(plan, self.config), 2.0 * kv_numbers(self.config)
+        packed_bytes, bf16_bytes = bytes_of(plan, self.config), [2.0 * numbers for numbers in kv_numbers(self.config)]
         for who, make, kv_bytes in ((FORMAT, packed, packed_bytes), (DENSE, dense, bf16_bytes)):
             key = f"{name} {who}"
             if not self.log.wants(key):
@@ -169,7 +169,7 @@ class DenseOps(CudaFused):
 def dense_step(
     model: FusedModel, cache: PagedKVCache, batch: Batch, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa
 ) -> Callable[[], object]:
-    """A captured step of `DenseOps`, over when the host knows that it went well, as an executor's is.
+    """A captured step of `DenseOps` and its head, over when the host knows that it went well, as an executor's is.
 
     Args:
         cache, batch: of the packed step, whose codes this one writes, too.
@@ -177,10 +177,15 @@ def dense_step(
     """
     dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
 
-    def step(token_ids: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = model.decode(token_ids, batch, cache, dense)
-        return logits, torch.isfinite(logits).all()
+    def step(token_ids: Tensor, batch: Batch) -> Tensor:
+        return model.forward(token_ids, batch, cache, dense)
 
     pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
     captured_step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
-    return torch.inference_mode()(lambda: bool(captured_step(tokens, batch)[1]))
+
+    @torch.inference_mode()
+    def run() -> bool:
+        logits = model.head(captured_step(tokens, batch), dense)
+        return bool((dense.fault[0] == NO_FAULT) & torch.isfinite(logits).all())
+
+    return run

@@ -7,17 +7,14 @@ from functools import partial
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resized, small_model, without_numbers
 
 from haarkv.benchmarks import attention, cases, decode_peers, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.executors.base import verify
-from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.weights import LayerWeights
-from haarkv.models.weights import Weights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -26,29 +23,11 @@ from tq.commands.bench import request_of
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
 
-def qwen3_14b():
-    """The true shapes without the numbers."""
-    c = QWEN3_14B
-
-    def empty(*shape):
-        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = LayerWeights(
-        input_norm=empty(c.hidden_size), q_proj=empty(q, c.hidden_size), k_proj=empty(kv, c.hidden_size),
-        v_proj=empty(kv, c.hidden_size), q_norm=empty(c.head_dim), k_norm=empty(c.head_dim),
-        o_proj=empty(c.hidden_size, q), post_norm=empty(c.hidden_size), gate_proj=empty(c.intermediate_size, c.hidden_size),
-        up_proj=empty(c.intermediate_size, c.hidden_size), down_proj=empty(c.hidden_size, c.intermediate_size),
-    )  # fmt: skip
-    table, head = empty(c.vocab_size, c.hidden_size), empty(c.vocab_size, c.hidden_size)
-    return DecoderModel(c, Weights(table, (layer,) * c.num_layers, empty(c.hidden_size), head), None)
-
-
 @pytest.mark.parametrize(("kv", "gigabytes"), [("bf16", 5.37), ("tq4", 1.384)])
 def test_a_step_of_the_14b_must_move_what_arithmetic_says(kv, gigabytes):
     """29.5 GB of weights but for the embedding, of which a step reads rows only; 163,840 bytes a token in bf16."""
     plan = KVSpec(kv).plan(40)
-    cost = step_cost(qwen3_14b(), Case(1, 32768), plan.bytes_per_token(8, 128))
+    cost = step_cost(without_numbers(QWEN3_14B), Case(1, 32768), cases.token_bytes(plan, QWEN3_14B))
     assert math.isclose(cost.weights + 2 * 151936 * 5120, 29.5e9, rel_tol=2e-3)
     assert math.isclose(cost.kv, gigabytes * 1e9, rel_tol=2e-3)
     assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(QWEN3_14B, Case(1, 32768), 0, 0).flops
@@ -263,8 +242,8 @@ def test_a_step_and_a_layers_call_are_timed_and_named(run):
 
 def test_a_layers_share_of_a_step():
     """40 layers and the head make the step; a layer reads its own K and V."""
-    model, case = qwen3_14b(), Case(2, 1000)
-    step, layer = step_cost(model, case, 40 * 1056), layer_cost(model, case, 1056)
+    model, case = without_numbers(QWEN3_14B), Case(2, 1000)
+    step, layer = step_cost(model, case, [1056] * 40), layer_cost(model, case, 1056)
     head = 151936 * 5120
     assert math.isclose(40 * layer.weights + 2 * head, step.weights)
     assert 40 * layer.kv == step.kv

@@ -39,7 +39,10 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
     found = {t.name: t for t in read.tensors}
     config = model.config
     assert len(found) == 11 * config.num_layers + 2 + (not config.tied)
-    of = {"blk.1.attn_k.weight": model.weights.layers[1].k_proj, "blk.2.ffn_norm.weight": model.weights.layers[2].post_norm}
+    of = {
+        "blk.1.attn_k.weight": model.weights.layers[1]["k_proj"],
+        "blk.2.ffn_norm.weight": model.weights.layers[2]["post_norm"],
+    }
     of |= {"token_embd.weight": model.weights.embedding, "output_norm.weight": model.weights.final_norm}
     for key, weight in of.items():
         kind = "F32" if weight.ndim == 1 or dtype == torch.float32 else "BF16"
@@ -49,7 +52,7 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
         assert torch.equal(stored.to(weight.dtype), weight)
     value = {key: field.contents() for key, field in read.fields.items()}
     assert value["qwen3.attention.key_length"] == config.heads.head_dim
-    assert value["qwen3.rope.freq_base"] == config.rope_theta
+    assert value["qwen3.rope.freq_base"] == config.common.attention.rope.theta
     assert (value["qwen3.vocab_size"], value["tokenizer.ggml.model"]) == (config.vocab_size, "no_vocab")
 
 

@@ -33,7 +33,7 @@ def test_a_case_stores_its_history_and_goes_on(request_of):
     """700 tokens in a model of 256 positions, by YaRN; K and V of the history are as random as they should be."""
     request = request_of()
     assert request.config.max_position_embeddings == 703
-    assert request.config.rope_scaling.factor == 703 / 256
+    assert request.config.common.attention.rope.scaling.factor == 703 / 256
     executor = loaded(request)
     held = Held(request, executor, 700, 100)
     assert held.paging.length(held.sequence) == 600

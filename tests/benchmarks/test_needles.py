@@ -60,7 +60,8 @@ def test_a_model_is_stretched_to_a_context(tmp_path):
     folder = stretched("tiny", 16384, tmp_path / "long")
     config = read_config(folder)
     assert config.max_position_embeddings == 16384
-    assert (config.rope_scaling.factor, config.rope_scaling.original_positions) == (4.0, 4096)
+    scaling = config.common.attention.rope.scaling
+    assert (scaling.factor, scaling.original_positions) == (4.0, 4096)
     assert stretched("tiny", 4096, tmp_path) == "tiny"
     for model in (folder, "random:0.6b"):
         with pytest.raises(InputError, match="no plain checkpoint"):

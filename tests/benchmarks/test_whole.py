@@ -25,7 +25,7 @@ class FakeSide(whole.Side):
     """Writes down what it is asked, and takes the next of its times."""
 
     def __init__(self, name, log, prompts, fails_at=None):
-        super().__init__(name, 8.0)
+        super().__init__(name, [4.0] * SMALL.num_layers)
         self.log, self.prompts, self.fails_at = log, iter(prompts), fails_at
 
     def open(self, context):
@@ -91,10 +91,11 @@ def test_a_peer_that_fails_is_left_out_and_named(phase):
 
 def test_a_prompt_reads_weights_once_and_multiplies_them_for_every_token():
     model = small_model()
-    step, prompt = step_cost(model, Case(1, 0), 0), whole_prompt_cost(model, 40, 16)
+    nbytes = [16.0, 8.0, 8.0]
+    step, prompt = step_cost(model, Case(1, 0), nbytes), whole_prompt_cost(model, 40, nbytes)
     head = 2 * SMALL.vocab_size * SMALL.hidden_size
     pairs = sum(attention_cost(SMALL, Case(1, context), 0, 0).flops for context in range(1, 41))
-    assert (prompt.weights, prompt.kv) == (step.weights, 640)
+    assert (prompt.weights, prompt.kv) == (step.weights, 40 * 32)
     assert math.isclose(prompt.flops, 40 * (step.flops - head) + head + SMALL.num_layers * pairs)
 
 
@@ -121,7 +122,8 @@ def test_transformers_side_holds_the_same_tokens():
     side.prompt(list(range(16)))
     side.steps([16, 17])
     assert side._cache.get_seq_length() == 18
-    assert side.token_bytes == 2 * SMALL.num_layers * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4  # FP32, as the model
+    # FP32, as the model
+    assert side.token_bytes == [2 * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4] * SMALL.num_layers
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):

@@ -11,7 +11,7 @@ from small_models import SMALL, resized
 from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.decode_cost import Case, step_cost
 from haarkv.engine.ranks import join
-from haarkv.models.catalog import load_model
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.bounds import REORDERED_KV, REORDERED_LOGITS
@@ -112,7 +112,7 @@ def test_a_decode_step_of_ranks_is_measured():
     (row,), (other,) = on_ranks(2, benched)
     assert row["kind"] == other["kind"] == "step"
     assert row["ms"] > 0
-    one = step_cost(load_model("tiny"), Case(1, 64), 0.0)
+    one = step_cost(load_model("tiny"), Case(1, 64), [0.0] * read_config("tiny").num_layers)
     assert 0.5 <= row["cost"]["weights"] / one.weights < 0.51
 
 

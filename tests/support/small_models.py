@@ -16,7 +16,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling, dense_layers
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import LayerWeights
+from haarkv.models.weights import LayerWeights, assemble, checkpoint_shapes
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -140,6 +140,13 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         lm_head=embedding if config.tied else matrix(raw.lm_head),
     )
     return DecoderModel.of(config, weights)
+
+
+def without_numbers(config: ModelConfig) -> DecoderModel:
+    """A model of true shapes in bf16, without memory for its weights and without tables."""
+    shapes = checkpoint_shapes(config)
+    weights = assemble(config, lambda name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta"))
+    return DecoderModel(config, weights, {})
 
 
 def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
     from haarkv.benchmarks.decode_peers import HFCache
     from haarkv.benchmarks.report import Report
-    from haarkv.models.base import DecoderConfig
+    from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
 
 
@@ -221,7 +221,7 @@ def prefill(no_peers: bool, **given: Any) -> None:
     _finish(report("prefill", request, machine, rows), given)
 
 
-def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
+def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     """`TQCache` in each format, read packed by transformers' model."""
     from haarkv.benchmarks.cases import kv_numbers, plain, plan_of, token_bytes
     from haarkv.benchmarks.decode_peers import HFCache
@@ -232,7 +232,7 @@ def _hf_caches(kvs: Sequence[str], config: DecoderConfig) -> list[HFCache]:
     from tq.hf.attention import IMPLEMENTATION
     from tq.hf.cache import TQCache
 
-    chosen = {kv: 8 * token_bytes(plan_of(kv, config), config) / kv_numbers(config)
+    chosen = {kv: 8 * sum(token_bytes(plan_of(kv, config), config)) / sum(kv_numbers(config))
               for kv in kvs if plain(kv) and not formats.needs_calibration(kv)}  # fmt: skip
     return [HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in chosen.items()]
 
