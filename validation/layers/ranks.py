@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partialmethod
 from typing import cast
 
 import torch
@@ -23,7 +22,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.parts import Stored, load, new_cache, snapshot, tensors_of
-from haarkv.validation.layers.trial import run_phase
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,17 @@ class _Call:
     """One call of an executor, for every rank.
 
     Attributes:
-        method: prefill, decode, verify or layers.
+        method: forward, head or layers.
         x: token ids or hidden states.
         span: the layers that run, the only ones whose cache is handed out.
         stored: each of them, all KV heads.
-        blocks: of the cache, and tokens of each.
+        batch, blocks: the tokens' places, and blocks of the cache and tokens of each; a head needs neither.
     """
 
     method: str
     x: Tensor
     span: range
-    batch: Batch
+    batch: Batch | None
     stored: dict[int, Stored]
     blocks: tuple[int, int]
 
@@ -56,13 +54,15 @@ class _Part:
 
     def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
-        executor, cache = self.executor, self._cache(call.blocks)
+        executor, x = self.executor, call.x.to(self.executor.device)
+        if call.batch is None:
+            return executor.head(x).cpu(), []
+        cache, batch = self._cache(call.blocks), call.batch.to(executor.device)
         for layer, stored in call.stored.items():
             part = {name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in stored.items()}
             load(cache, layer, part)
-        x, batch = call.x.to(executor.device), call.batch.to(executor.device)
-        whole = call.method != "layers"
-        result = run_phase(executor, call.method, x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
+        whole = call.method == "forward"
+        result = executor.forward(x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
         return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
 
     def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
@@ -98,12 +98,11 @@ class Gathered:
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
-    def _forward(self, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        return self._call(phase, token_ids, range(self.config.num_layers), batch, cache)
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._call("forward", token_ids, range(self.config.num_layers), batch, cache)
 
-    prefill = partialmethod(_forward, "prefill")
-    decode = partialmethod(_forward, "decode")
-    verify = partialmethod(_forward, "verify")
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._part.run(self._part.ranks.share(_Call("head", hidden, range(0), None, {}, (0, 0))))[0]
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("layers", hidden, span, batch, cache)
