@@ -33,13 +33,13 @@ class _Call:
         x: token ids or hidden states.
         span: the layers that run, the only ones whose cache is handed out.
         stored: each of them, all KV heads.
-        blocks: of the cache, and tokens of each.
+        batch, blocks: the tokens' places, and blocks of the cache and tokens of each; a head needs neither.
     """
 
     method: str
     x: Tensor
     span: range
-    batch: Batch
+    batch: Batch | None
     stored: dict[int, Stored]
     blocks: tuple[int, int]
 
@@ -54,14 +54,13 @@ class _Part:
 
     def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
-        executor = self.executor
-        if call.method == "head":
-            return executor.head(call.x.to(executor.device)).cpu(), []
-        cache = self._cache(call.blocks)
+        executor, x = self.executor, call.x.to(self.executor.device)
+        if call.batch is None:
+            return executor.head(x).cpu(), []
+        cache, batch = self._cache(call.blocks), call.batch.to(executor.device)
         for layer, stored in call.stored.items():
             part = {name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in stored.items()}
             load(cache, layer, part)
-        x, batch = call.x.to(executor.device), call.batch.to(executor.device)
         whole = call.method == "forward"
         result = executor.forward(x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
         return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
@@ -103,9 +102,7 @@ class Gathered:
         return self._call("forward", token_ids, range(self.config.num_layers), batch, cache)
 
     def head(self, hidden: Tensor) -> Tensor:
-        ranks = self._part.ranks
-        nothing = Batch(*(torch.empty(0, dtype=torch.int64) for _ in range(6)))
-        return self._part.run(ranks.share(_Call("head", hidden, range(0), nothing, {}, (0, 0))))[0]
+        return self._part.run(self._part.ranks.share(_Call("head", hidden, range(0), None, {}, (0, 0))))[0]
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         return self._call("layers", hidden, span, batch, cache)

@@ -27,7 +27,7 @@ _DRAWS = 2  # pairs of opposite ones
 
 def restores(cache: PagedKVCache, layer: int) -> bool:
     """Whether vectors of a layer are restored to BF16 before they are attended to."""
-    return any(_restored(kv_format, cache.shape(0).head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer)))
+    return any(_restored(kv_format, cache.shape(layer).head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer)))
 
 
 def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: int) -> Tensor:
@@ -85,13 +85,13 @@ def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> Pag
     generator = torch.Generator().manual_seed(seed or 0)
     sides = []
     for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
-        numbers = _restored(kv_format, cache.shape(0).head_dim)
+        numbers = _restored(kv_format, cache.shape(layer).head_dim)
         if numbers is None or seed is None:
             sides.append({"data": kv_format.dequantize(fields, layer)})
         else:
             sides.append({"data": _decided(numbers, fields, layer, generator, way)})
     plain = formats.get("fp32")
-    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.kept(layer), cache.shape(0).head_dim)
+    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.kept(layer), cache.shape(layer).head_dim)
 
 
 def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Protocol
@@ -119,6 +120,8 @@ class Plain:
             low, high = a.chunk(2, dim=-1)
             b, c = b.unsqueeze(1), c.unsqueeze(1)
             return torch.cat([low * b - high * c, high * b + low * c], dim=-1)
+        if self.op == "gelu_mul":
+            return a / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (a + 0.044715 * a**3))) * b
         return a / (1 + torch.exp(-a)) * b
 
     def check(self, table: OpTable, device: torch.device) -> Finding:

@@ -31,7 +31,7 @@ class Table:
         interpreted: it runs, but slowly: in Triton's interpreter.
         missing: None, or why it cannot run here.
         open: the table itself, where it can run.
-        reads: None, or why it cannot read a cache of this plan and head_dim.
+        reads: None, or why it cannot read a cache of this plan and shape.
     """
 
     name: str
@@ -39,15 +39,16 @@ class Table:
     interpreted: bool
     missing: Callable[[], str | None]
     open: Callable[[], OpTable]
-    reads: Callable[[KVPlan, int], str | None]
+    reads: Callable[[KVPlan, KVShape], str | None]
 
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
         """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
+        shape = KVShape(1, head_dim)
         try:
-            plan.require_layout(KVShape(1, head_dim))
+            plan.require_layout(shape)
         except InputError as error:
             return str(error)
-        return self.reads(plan, head_dim)
+        return self.reads(plan, shape)
 
 
 def _reference() -> OpTable:
@@ -76,7 +77,7 @@ def _no_isa(isa: str) -> str | None:
 
 _HOST = torch.device("cpu")
 _GPU = torch.cuda.is_available()
-REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _head_dim: None)
+REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _shape: None)
 CPU = tuple(
     Table(f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), partial(unsupported, cpu_layout.READS))
     for isa in library.ISAS
