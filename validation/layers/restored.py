@@ -27,8 +27,9 @@ _DRAWS = 2  # pairs of opposite ones
 
 def restores(cache: PagedKVCache, layer: int) -> bool:
     """Whether vectors of a layer are restored to BF16 before they are attended to."""
-    dim = cache.shape(layer).head_dim
-    return any(_restored(kv_format, dim) for kv_format in (cache.k_format(layer), cache.v_format(layer)))
+    return any(
+        _restored(kv_format, cache.shape(layer).head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer))
+    )
 
 
 def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: int) -> Tensor:
