@@ -219,12 +219,12 @@ class Forgetting(ReferenceExecutor):
     """Predicts another token once a text is longer than any that was validated."""
 
     def forward(self, token_ids, batch, cache):
-        self._length = int(batch.seq_lens.max())
+        self._longer = len(token_ids) == len(batch.seq_lens) and int(batch.seq_lens.max()) == 22
         return super().forward(token_ids, batch, cache)
 
     def head(self, hidden):
         logits = super().head(hidden)
-        return logits.roll(1, -1) if self._length == 22 else logits
+        return logits.roll(1, -1) if self._longer else logits
 
 
 def test_another_token_fails_the_text(bringup, trial):

@@ -174,7 +174,8 @@ class Workbench:
         if depth not in self._executors:
             self.tell(f"opening {self.request.executor}")
             name, on_program = self.request.executor, lambda program: self.tell(f"compiling {program}")
-            self._executors[depth] = catalog.create(name, model, plan, self.device, on_program)
+            of_layers = replace(plan, layers=plan.layers[:depth])
+            self._executors[depth] = catalog.create(name, model, of_layers, self.device, on_program)
         return self._executors[depth]
 
     @property
