@@ -141,9 +141,11 @@ class GGUFSource:
             found |= self._llama3(factors, found)
         if found["model_type"] == "gemma3_text":
             self._add_gemma(found)
-        elif found.get("sliding_window"):
-            # llama.cpp calls a Mistral a llama; of the others a window counts only where it is switched on.
-            found |= {"model_type": "mistral"} if self._architecture == "llama" else {"use_sliding_window": True}
+        elif window := found.get("sliding_window"):
+            if self._architecture != "llama":
+                name = f"{self._architecture} with a sliding window of {shown(window)}"
+                raise InputError(f"{self.path}: {name}, and the file does not say of which layers; none is read")
+            found["model_type"] = "mistral"  # llama.cpp calls a Mistral a llama
         return found
 
     def _add_shapes(self, found: dict[str, Any]) -> None:

@@ -212,6 +212,7 @@ def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
         ("llama", {"llama.attention.head_count": [6, 3]}, ["num_attention_heads"]),
         ("llama", {"llama.attention.head_count": 2**31}, ["num_attention_heads is larger"]),
         ("llama", {"llama.expert_count": 8}, ["llama with experts model"]),
+        ("qwen3_yarn", {"qwen3.attention.sliding_window": 64}, ["qwen3 with a sliding window of 64", "of which layers"]),
         ("llama", {"llama.rope.scaling.type": "longrope"}, ["longrope"]),
         ("qwen3_yarn", {"qwen3.rope.scaling.yarn_attn_factor": 0.7}, ["qwen3.rope.scaling.yarn_attn_factor is 0.69"]),
         ("qwen3_yarn", {"qwen3.rope.scaling.novel": 2}, ["qwen3.rope.scaling.novel is 2"]),

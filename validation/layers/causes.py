@@ -111,7 +111,7 @@ def _slips(reference: Reference, index: int) -> Iterator[Fault]:
 
 def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fault]:
     """Slips, and parts that are too large by as much as fits best."""
-    index, ops, heads = made.index, reference.ops, reference.cache.shape(0).num_kv_heads
+    index, ops, heads = made.index, reference.ops, reference.cache.shape(made.index).num_kv_heads
     yield from _slips(reference, index)
     if not any(call.op == "paged_attention" for call in made.calls) or not torch.isfinite(run.outcome.result).all():
         return

@@ -97,7 +97,7 @@ class Forced:
         """What a run of a layer got right."""
         cache, outcome, index = self.reference.cache, run.outcome, made.index
         compared = compare_both(cache, made, run.stored, self.limits.kv_noise)
-        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(0).num_kv_heads)
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(made.index).num_kv_heads)
         if outcome.problem:
             verdicts.insert(0, Verdict.broken("call", outcome.problem))
         expected = made.hidden_out
@@ -115,7 +115,7 @@ class Forced:
         compared_hidden = compare_vectors(expected, outcome.result, made.hidden_in, allowed)
         hidden = judge_hidden("attention_mlp", compared_hidden, self.limits)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
-            heads, ops = cache.shape(0).num_kv_heads, self.reference.ops
+            heads, ops = cache.shape(made.index).num_kv_heads, self.reference.ops
             read = self.reference.as_read(made, run.stored)
             found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
@@ -137,7 +137,7 @@ class Forced:
         """A direction or a distance that rounding does not give a layer's hidden states."""
         if not self.reference.records or self.ledger is None:
             return None
-        rounds, heads = expected.dtype != torch.float32, self.reference.cache.shape(0).num_kv_heads
+        rounds, heads = expected.dtype != torch.float32, self.reference.cache.shape(made.index).num_kv_heads
         exact = self.reference.given(made, run.stored, exact=True) if rounds else None
         found = errors_of_layer(made, expected, result, exact, self.reference.ops, heads)
         return self.ledger.numbers("layers", made.index, "attention_mlp", found)
@@ -191,12 +191,12 @@ class Forced:
             verdict = judge_op(call, result, intact, self.limits, allowed)
             if verdict.reason == "rounding" and self.ledger:
                 counted = nearer(call.result, result, allowed)
-                found = errors_of_op(call, counted, self.reference.ops, cache.shape(0).num_kv_heads)
+                found = errors_of_op(call, counted, self.reference.ops, cache.shape(made.index).num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
         compared = compare_both(cache, made, run.stored, self.limits.same_kv_noise)
         refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
-        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(0).num_kv_heads)
+        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(made.index).num_kv_heads)
         if any(verdict.fails for verdict in (*refused, *verdicts)) or self.ledger is None:
             return [*refused, *verdicts]
         rates = self.ledger.stored("ops", index, made.stored, run.stored, partial(chances_of_store, cache, made))

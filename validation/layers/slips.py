@@ -134,7 +134,9 @@ def larger(factor: float, head: int | None = None) -> Attend:
     """Attention that is so many times as large: all of it, or one KV head's part."""
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        parts = reference.paged_attention(q, cache, layer, batch, softmax_scale).float().chunk(cache.shape(0).num_kv_heads, 1)
+        parts = (
+            reference.paged_attention(q, cache, layer, batch, softmax_scale).float().chunk(cache.shape(layer).num_kv_heads, 1)
+        )
         return torch.cat([part * factor if head in (None, at) else part for at, part in enumerate(parts)], 1).to(q.dtype)
 
     return attend

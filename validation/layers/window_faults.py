@@ -176,7 +176,7 @@ def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         k, v = (_Other(window, seen, read) if window else None for window in cache.kept(layer))
         wrong, right = (
-            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.shape(0).num_kv_heads, 1)
+            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.shape(layer).num_kv_heads, 1)
             for held in (read_as(cache, layer, windows=(k, v)), cache)
         )
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
@@ -288,7 +288,7 @@ def merging(merge: Merge) -> Attend:
 
     def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         token, position, valid = reference.pad_queries(batch)
-        heads, group = cache.shape(0).num_kv_heads, q.shape[1] // cache.shape(0).num_kv_heads
+        heads, group = cache.shape(layer).num_kv_heads, q.shape[1] // cache.shape(layer).num_kv_heads
         rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
         k, v = cache.read(layer, cache.placed(layer, batch).block_table)
         k_window, v_window = cache.kept(layer)
@@ -302,7 +302,7 @@ def merging(merge: Merge) -> Attend:
             packed=~seen & ~future, exact=seen & ~future, queries=rows, packed_scores=rows @ k.mT, exact_scores=rows @ keys.mT,
             exact_keys=keys, packed_values=v.masked_fill(behind[:, None, :, None], 0.0),
             exact_values=v_window.read(batch, len(tokens)), sinks=tokens < k_window.sink,
-            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.shape(0).head_dim).float(),
+            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.shape(layer).head_dim).float(),
         )  # fmt: skip
         out = merge(parts).view(*k.shape[:2], group, token.shape[1], -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
         attended: Tensor = out[valid].to(q.dtype)
