@@ -11,6 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
+from haarkv.validation.layers import large_scores
 from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
@@ -109,20 +110,28 @@ class Forced:
                 likely = partial(chances_of_layer, self.reference.model, self.reference.ops, cache, made)
                 rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
                 verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
-        allowed = None
-        if not any(verdict.fails for verdict in verdicts) and not torch.equal(expected, outcome.result):
-            allowed = self.reference.slack(made, run.stored)
-        compared_hidden = compare_vectors(expected, outcome.result, made.hidden_in, allowed)
-        hidden = judge_hidden("attention_mlp", compared_hidden, self.limits)
+        alone = not any(verdict.fails for verdict in verdicts)
+        hidden, allowed = self._judge_hidden(made, run, expected, alone)
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.shape(made.index).num_kv_heads, self.reference.ops
             read = self.reference.as_read(made, run.stored)
             found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
-        elif hidden.reason and not any(verdict.fails for verdict in (*verdicts, hidden)):
+        elif hidden.reason and alone and not hidden.fails:
             result = nearer(expected, outcome.result, allowed)
             hidden = self._numbers(made, run, expected, result) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
+
+    def _judge_hidden(self, made: MadeLayer, run: Run, expected: Tensor, stored_well: bool) -> tuple[Verdict, Tensor | None]:
+        """A run's hidden states, and what its vectors may differ by: for ties, and for rounded scores where that is needed."""
+        result, allowed = run.outcome.result, None
+        if stored_well and not torch.equal(expected, result):
+            allowed = self.reference.slack(made, run.stored)
+        verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
+        if stored_well and verdict.fails and (scores := self.reference.score_slack(made, run.stored)) is not None:
+            allowed = large_scores.added(allowed, scores)
+            verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
+        return verdict, allowed
 
     def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
         """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
@@ -189,6 +198,9 @@ class Forced:
             differs = _same_kind(call.result, result) and not torch.equal(call.result, result)
             allowed = slack_of_op(call, self.reference.ops) if differs else None
             verdict = judge_op(call, result, intact, self.limits, allowed)
+            if verdict.reason == "fault" and (scores := large_scores.slack_of_op(call, self.reference.ops)) is not None:
+                allowed = large_scores.added(allowed, scores)
+                verdict = judge_op(call, result, intact, self.limits, allowed)
             if verdict.reason == "rounding" and self.ledger:
                 counted = nearer(call.result, result, allowed)
                 found = errors_of_op(call, counted, self.reference.ops, cache.shape(made.index).num_kv_heads)

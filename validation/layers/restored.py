@@ -89,11 +89,17 @@ def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> Pag
     for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
         numbers = _restored(kv_format, cache.shape(layer).head_dim)
         if numbers is None or seed is None:
-            sides.append({"data": kv_format.dequantize(fields, layer)})
+            sides.append(kv_format.dequantize(fields, layer))
         else:
-            sides.append({"data": _decided(numbers, fields, layer, generator, way)})
-    plain = formats.get("fp32")
-    return PagedKVCache.over((plain, plain), layer, (sides[0], sides[1]), cache.kept(layer), cache.shape(layer).head_dim)
+            sides.append(_decided(numbers, fields, layer, generator, way))
+    return as_numbers(cache, layer, sides[0], sides[1])
+
+
+def as_numbers(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> PagedKVCache:
+    """A layer's cache that holds these FP32 [num_blocks, Hkv, block_size, D] in place of what is packed."""
+    plain, shape = formats.get("fp32"), cache.shape(layer)
+    fields = {"data": k}, {"data": v}
+    return PagedKVCache.over((plain, plain), layer, fields, cache.kept(layer), shape.head_dim, shape.window, cache.ring(layer))
 
 
 def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
