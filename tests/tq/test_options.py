@@ -184,9 +184,10 @@ NEEDED = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
+    "bench drafts": ("--draft", "ngram"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
-ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bringup"}
+ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bench serve", "bringup"}
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 ASKED = [
     (name, option.opts[0])

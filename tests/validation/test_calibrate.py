@@ -25,7 +25,7 @@ RUN = {"model": "m", "text": "t"}
 
 
 def metric_of(layer):
-    return metric_of_values(MODEL.weights.layers[layer].o_proj, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+    return metric_of_values(MODEL.weights.layers[layer]["o_proj"], CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
         sums.add_kv(seen["k"][begin:end], seen["v"][begin:end])
         sums.add_q(seen["q"][begin:end])
     group = CONFIG.heads.num_heads // CONFIG.heads.num_kv_heads
-    o_proj = MODEL.weights.layers[layer].o_proj.double()
+    o_proj = MODEL.weights.layers[layer]["o_proj"].double()
     for head in range(CONFIG.heads.num_kv_heads):
         columns = [o_proj[:, (head * group + g) * 128 : (head * group + g + 1) * 128] for g in range(group)]
         metric_v = sum(w.T @ w for w in columns)

@@ -208,11 +208,11 @@ def test_a_scaled_model_computes_the_same():
     prompt = random_tokens(CONFIG, 9)
     plan = KVSpec("tq4").plan(2)
     scaled = with_extreme_scales(MODEL, plan, prompt)
-    assert not scaled.weights.layers[0].q_norm.equal(MODEL.weights.layers[0].q_norm)
+    assert not scaled.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
     ours, theirs = (logits_of(model, prompt) for model in (MODEL, scaled))
     assert ours.equal(theirs)
     unscaled = with_extreme_scales(MODEL, KVSpec("bf16").plan(2), prompt)
-    assert unscaled.weights.layers[0].q_norm.equal(MODEL.weights.layers[0].q_norm)
+    assert unscaled.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
 
 
 def test_a_format_without_scales_asks_for_none():

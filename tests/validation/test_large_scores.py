@@ -9,7 +9,7 @@ from haarkv.models.planted import key_biases
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers import forward, large_scores
+from haarkv.validation.layers import large_scores
 from haarkv.validation.layers.faults import table_with
 from haarkv.validation.layers.restored import as_numbers
 from haarkv.validation.layers.self_test import WholeLayers

@@ -12,7 +12,7 @@ from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.shapes import KVShape, blocks_for
 from haarkv.validation.fidelity import peers
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.peers import AsItComes, without_waiting
@@ -45,7 +45,7 @@ def test_the_bytes_are_those_that_the_product_allocates(spec):
     cache = new_cache(plan, CONFIG, blocks_for(4096), num_rows=1)
     row = peers._counted(ROW, Side(plan), 4096)
     assert row.bytes_per_token == cache.nbytes / 4096
-    assert row.bits_per_value == 16 * row.bytes_per_token / plan_for(KVSpec("bf16"), CONFIG).bytes_per_token(2, 128)
+    assert row.bits_per_value == 16 * row.bytes_per_token / plan_for(KVSpec("bf16"), CONFIG).bytes_per_token(KVShape(2, 128))
 
 
 @pytest.mark.parametrize(("name", "side"), [("kvarn2", "v"), ("kivi4", "k")])
@@ -66,10 +66,10 @@ def test_groups_as_they_come_hold_what_their_format_restores(name, side):
 def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
     plan = without_waiting(waiting)
-    assert waiting.windowed
+    assert waiting.keeps_tokens
     assert not plan.keeps_tokens
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
-    assert plan.bytes_per_token(2, 128) == waiting.bytes_per_token(2, 128)
+    assert plan.bytes_per_token(KVShape(2, 128)) == waiting.bytes_per_token(KVShape(2, 128))
 
 
 def test_entries_are_measured_on_the_same_windows(tmp_path):

@@ -150,7 +150,8 @@ def test_every_family_can_be_cut_and_written(model_type):
     file = written(failed(model, make, [random_tokens(SMALL, 6)]))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
-    assert file.case.config.rope_scaling == model.config.rope_scaling
+    rope, whole = (of.common.attention.rope for of in (file.case.config, model.config))
+    assert rope.scaling == whole.scaling
     assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 

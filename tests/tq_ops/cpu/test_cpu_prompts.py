@@ -149,6 +149,7 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 torch.set_num_threads(1)
 ops, tokens = CpuOps(), 4096

@@ -268,12 +268,12 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
     ],
 )
 def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_dim, reason):
-    assert unsupported(ALL[backend], KVSpec(kv).plan(2), head_dim) == reason
+    assert unsupported(ALL[backend], KVSpec(kv).plan(2), KVShape(2, head_dim)) == reason
 
 
 @pytest.mark.parametrize("backend", ALL)
 def test_windows_are_refused_by_those_that_read_packed_tokens_alone(backend):
-    reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), 128)
+    reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), KVShape(2, 128))
     if backend in ("cpu", "cuda"):
         assert reason is None
         return
@@ -352,7 +352,7 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
     """Nobody asks for a name: equal descriptions are the same to every backend."""
     copy = RotatedFormat("copy", "", 4, formats.get("tq4").description)
     for reads in ALL.values():
-        assert unsupported(reads, KVPlan.uniform(copy, copy, 2), 128) is None
+        assert unsupported(reads, KVPlan.uniform(copy, copy, 2), KVShape(2, 128)) is None
 
 
 def test_a_backend_may_read_levels_in_several_planes():

@@ -10,7 +10,7 @@ from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, kvarn, manthan, plain, rotated, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, fp8, kivi, kvarn, manthan, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
@@ -288,7 +288,7 @@ def test_reach_covers_what_noise_does(name, side):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, kivi, kvarn, manthan, plain, rotated, turboquant):
+    for module in (blocks, fp8, kivi, kvarn, manthan, rotated, turboquant):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
