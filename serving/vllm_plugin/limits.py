@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_of, words_of
+from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, unsupported, wrong_head_dim
 
@@ -88,7 +88,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         return f"{groups[0].name} stores {groups[0].group_tokens} tokens together, and vLLM's pages take each as it comes"
     if plan.keeps_tokens:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
-    if reason := unsupported(reads_here(), plan, model.get_head_size()):
+    if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
     heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     if heads % size and size % heads:

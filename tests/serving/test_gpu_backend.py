@@ -139,7 +139,7 @@ def test_what_a_graph_captured_reads_what_a_later_batch_brings():
     forward(worker, runner, runner.describe({0: 6, 1: 3}), qkv(9, 1))
     common, tensors = runner.describe({1: 1, 0: 1}, 4), qkv(4, 2)
     fresh = runner.builder.build(0, common)
-    for name, tensor in vars(captured.batch).items():
+    for name, tensor in captured.batch.tensors.items():
         assert tensor.data_ptr() == getattr(fresh.batch, name).data_ptr(), name
         assert tensor.shape == getattr(fresh.batch, name).shape, name
     assert captured.batch.positions[:2].tolist() == [3, 6]

@@ -170,7 +170,7 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     # The same bytes as a cache of our own takes, and so in `/metrics`.
     pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
     assert layer_page_bytes(config, chosen.plan_of(config)) == pages
-    assert sum(pages) == chosen.plan_of(config).bytes_per_token(SHAPE.kv_heads, 128) * SHAPE.block_size
+    assert sum(pages) == chosen.plan_of(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
 
 
 def real_config(**options: object) -> VllmConfig:
