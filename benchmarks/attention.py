@@ -1,7 +1,7 @@
 """Attention of one layer beside torch's: a decode step's, with storing its new token, and a whole prompt's.
 
 A model reads another layer's K and V with every call, so they come from memory, while code, query and rotation stay warm.
-Here the same holds of a decode step: so many copies of the layer take turns that together they exceed any processor's cache.
+Here the same holds of a decode step: copies of the layer take turns, enough of them to exceed any processor's cache.
 Storing a prompt is not timed.
 """
 
@@ -111,7 +111,7 @@ def _ours(ops: OpTable, plan: KVPlan, asked: Asked, q: Tensor, layers: int) -> t
 def stored_copies(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
-    """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of so many new."""
+    """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of its new tokens."""
     cache, paging = filled(*first_layer(plan, config, count), case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
 

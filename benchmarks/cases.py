@@ -87,7 +87,7 @@ def first_layer(plan: KVPlan, config: ModelConfig, times: int = 1) -> tuple[KVPl
 def new_cache(
     plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU, at_once: int = 1
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache with room for sequences of so many tokens, and their pages.
+    """An empty cache with room for sequences of a given length, and their pages.
 
     Args:
         at_once: new tokens of a sequence that layers with a sliding window must take at a time.
@@ -124,7 +124,7 @@ def as_rows(x: Tensor) -> Tensor:
 def filled(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, steps: int
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """A cache that holds all but the last token of a case in every layer, with room for so many steps.
+    """A cache that holds all but the last token of a case in every layer, with room for the steps asked for.
 
     Of layers with the same formats and shape the first is quantized; the others hold its bytes, since no time depends on them.
     """
@@ -158,7 +158,7 @@ def decode(executor: Executor, tokens: Tensor, batch: Batch, cache: PagedKVCache
 
 
 def next_tokens(config: ModelConfig, count: int, device: torch.device = CPU) -> Tensor:
-    """A token for each of so many sequences."""
+    """One token for each sequence."""
     return torch.arange(count, device=device) % config.vocab_size
 
 

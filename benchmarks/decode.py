@@ -32,7 +32,7 @@ from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError
 
 SIMULATED = "simulated: its times mean nothing, so that none is given"
-_MUCH_LONGER = 10  # a first call that takes so many times as long as the others has compiled something
+_MUCH_LONGER = 10  # a first call that takes this many times as long as the others has compiled something
 
 
 @dataclass(frozen=True)
