@@ -151,7 +151,7 @@ def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
 
 def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     """One call of the first decoder layer; `kv_bytes` of a token's K and V in it."""
-    config, item = model.config, model.weights.embedding.itemsize
+    config, item = model.config, model.dtype.itemsize
     read, multiplied = _products(model, 0, case.batch)
     attention = attention_cost(config, case, kv_bytes, item)
     rest = 2 * case.batch * config.hidden_size * item
@@ -166,12 +166,12 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cos
     """
     config, weights = model.config, model.weights
     products = [_products(model, layer, case.batch) for layer in range(config.num_layers)]
-    read, multiplied = (sum(numbers) + weights.lm_head.numel() for numbers in zip(*products, strict=True))
+    read, multiplied = (sum(numbers) + weights.lm_head.shape.numel() for numbers in zip(*products, strict=True))
     windows = [shape.window if shape else 0 for shape in config.kv_shapes]
     kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
     attention = sum(_attention(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
     flops = 2 * case.batch * multiplied + attention
-    return Cost(read * weights.embedding.itemsize, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
+    return Cost(read * model.dtype.itemsize, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
 
 
 def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float]) -> Cost:

@@ -17,6 +17,7 @@ from haarkv.benchmarks.cases import heads, unlike_plain
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.weight import dense
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
 """Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
@@ -53,7 +54,7 @@ def write(path: Path, model: DecoderModel) -> None:
         for name, tensor in model.weights.named():
             its_name = names.get_name(name, try_suffixes=(".weight",))
             assert its_name is not None, f"gguf has no name for {name}"
-            writer.add_tensor(its_name, *_stored(tensor))
+            writer.add_tensor(its_name, *_stored(dense(tensor)))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

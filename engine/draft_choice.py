@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.drafts import DraftSource, NgramSource
@@ -23,6 +22,7 @@ from haarkv.models.weights import EMBEDDING, HEAD, Weights
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.weight import Weight, memory_of
 
 SELF, NGRAM = "self", "ngram"
 SELF_TAIL, SELF_SINK = 64, 4
@@ -191,11 +191,12 @@ def _plan_of(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
 def _sharing(weights: Weights, lender: Weights) -> Weights:
     """A draft's weights, with the target's own embedding and head where all their bytes agree."""
 
-    def shared(tensor: Tensor) -> Tensor:
+    def shared(weight: Weight) -> Weight:
         for other in (lender.embedding, lender.lm_head):
-            if tensor.shape == other.shape and tensor.dtype == other.dtype and torch.equal(tensor.to(other.device), other):
+            alike = type(weight) is type(other) and weight.shape == other.shape and weight.dtype == other.dtype
+            if alike and torch.equal(memory_of(weight).to(other.device), memory_of(other)):
                 return other
-        return tensor
+        return weight
 
     embedding = shared(weights.embedding)
     tied = weights.lm_head is weights.embedding
@@ -204,6 +205,6 @@ def _sharing(weights: Weights, lender: Weights) -> Weights:
 
 def shared_bytes(weights: Weights, lender: Weights) -> int:
     """Bytes of embedding and head that are one memory in both."""
-    lent = {tensor.data_ptr() for tensor in (lender.embedding, lender.lm_head)}
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in (weights.embedding, weights.lm_head)}
+    lent = {memory_of(weight).data_ptr() for weight in (lender.embedding, lender.lm_head)}
+    held = {memory_of(weight).data_ptr(): weight.nbytes for weight in (weights.embedding, weights.lm_head)}
     return sum(count for place, count in held.items() if place in lent)

@@ -40,6 +40,7 @@ def load(
     allow_collapse: bool = False,
     on_warning: Callable[[str], object] | None = None,
     draft: str | DraftSpec | None = None,
+    keep_blocks: bool = False,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -62,6 +63,8 @@ def load(
         on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
         draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
             `DraftSpec` for how many and in which cache. Text is distributed as without.
+        keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. `reference` and `cpu` restore
+            them each time they multiply: the least memory, and slow. cuda, npu and onnx restore them as they load.
     Raises:
         InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
         InputError: one of these does not exist, or they do not fit together.
@@ -84,7 +87,7 @@ def load(
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    loaded = load_model(name, dtype, layers, progress, ranks)
+    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=keep_blocks)
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
     balanced = balanced_for(loaded, plan, spec, balance)

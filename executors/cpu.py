@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Layer, ModelConfig, unknown_part
-from haarkv.models.weights import LayerWeights
+from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
@@ -23,6 +23,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.weight import Blocks
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behin
 
 def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
     """A layer as `DenseLayers` takes it; None if it declares what that does not know, or its tensors lie otherwise."""
-    if unknown_part(layer, _KNOWS):
+    if unknown_part(layer, _KNOWS) or any(isinstance(weight, Blocks) for _, _, weight in weights.named()):
         return None
     norms = {t.dtype for field, t in weights.items() if field.endswith("norm")}
     others = {t.dtype for field, t in weights.items() if not field.endswith("norm")}

@@ -12,10 +12,11 @@ from torch import Tensor
 from haarkv.models.weights import EMBEDDING, TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
+from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 
 class _FoundError(Exception):
-    def __init__(self, op: str, given: list[Tensor]) -> None:
+    def __init__(self, op: str, given: list[Weight]) -> None:
         super().__init__(op)
         self.op, self.given = op, given
 
@@ -38,9 +39,9 @@ def _watched(ops: OpTable, progress: _Progress) -> OpTable:
             given = arguments(name, *args, **kwargs)
             if name == "store_kv":
                 progress.stored.append(given["layer"])
-            numbers = [a for a in given.values() if isinstance(a, Tensor) and a.is_floating_point()]
+            numbers = [a for a in given.values() if isinstance(a, Blocks) or (isinstance(a, Tensor) and a.is_floating_point())]
             # Not only results: what the embedding hands in may be bad already.
-            if any(not torch.isfinite(tensor).all() for tensor in numbers):
+            if not all(map(_finite, numbers)):
                 raise _FoundError(name, numbers)
             result = op(*args, **kwargs)
             if isinstance(result, Tensor) and not torch.isfinite(result).all():
@@ -67,16 +68,16 @@ def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) ->
     except _FoundError as found:
         names = TensorNames(weights.named())
         for tensor in found.given:
-            if (name := names.of(tensor)) is not None and not torch.isfinite(tensor).all():
+            if (name := names.of(tensor)) is not None and not _finite(tensor):
                 return NonFiniteError(_describe(name, tensor))
         # The first op is handed rows of the embedding.
-        if not progress.sound and not torch.isfinite(found.given[0]).all():
+        if not progress.sound and not _finite(found.given[0]):
             return NonFiniteError(_describe(EMBEDDING, weights.embedding))
         # A layer may use a weight beside its ops, as it adds a bias: the ops see only what comes of it.
         last = progress.stored[-1] if progress.stored else -1
         for layer in range(max(last, 0), min(last + 2, len(weights.layers))):
             for name, tensor in weights.of_layer(layer):
-                if not torch.isfinite(tensor).all():
+                if not _finite(tensor):
                     return NonFiniteError(_describe(name, tensor))
         where = f"after layer {last}'s K and V were stored" if progress.stored else "in layer 0"
         return NonFiniteError(
@@ -92,6 +93,11 @@ def not_finite_among_ranks() -> NonFiniteError:
     )
 
 
-def _describe(name: str, tensor: Tensor) -> str:
+def _finite(weight: Weight) -> bool:
+    return bool(torch.isfinite(dense(weight)).all())
+
+
+def _describe(name: str, weight: Weight) -> str:
+    tensor = dense(weight)
     index = [int(i) for i in (~torch.isfinite(tensor)).nonzero()[0]]
     return f"the weight {name} holds {tensor[tuple(index)].item()} at {index}; the checkpoint is damaged"

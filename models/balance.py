@@ -20,7 +20,8 @@ from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import read_config, source_of
 from haarkv.models.checkpoint import stored_tensors
-from haarkv.models.weights import LayerWeights, layer_tensors
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -200,7 +201,7 @@ def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_:
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
-            fields, sizes = by_field(layers[index]), (shape.num_kv_heads, shape.head_dim)
+            fields, sizes = _attention_of(layers[index]), (shape.num_kv_heads, shape.head_dim)
             moments[index] = key_moments(fields, *sizes), value_moments(fields, *sizes)
     scaling = scaling_of(moments, wanted)
     for index, pair in scaling.scales.items():
@@ -241,9 +242,9 @@ def describe(uneven: Sequence[Uneven]) -> str:
 # -- What the weights say ----------------------------------------------------------------------------------------------------
 
 
-def by_field(layer: LayerWeights) -> dict[str, Tensor]:
-    """A layer's tensors, experts left out."""
-    return {field: tensor for field, _, tensor in layer.named() if "." not in field}
+def _attention_of(layer: LayerWeights) -> dict[str, Tensor]:
+    """What a layer's moments are made of, restored."""
+    return {field: layer[field] for field in layer if field in _READ}
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:
@@ -273,12 +274,11 @@ def folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
         side: "K" or "V".
         scales: [H, D] fp32, powers of two; of a layer that norms K, alike in all heads.
     """
-    tensors = by_field(layer)
-    queries = (tensors["q_proj"].shape[0] if side == "K" else tensors["o_proj"].shape[1]) // scales.numel()
+    queries = (layer.matrix("q_proj").shape[0] if side == "K" else layer.matrix("o_proj").shape[1]) // scales.numel()
     rows, of_queries = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()
     if side == "V":
         factors = {"v_proj": rows[:, None], "v_bias": rows, "o_proj": of_queries}
-    elif "k_norm" in tensors:  # one norm serves all heads, whose scales are then the same
+    elif "k_norm" in layer:  # one norm serves all heads, whose scales are then the same
         factors = {"k_norm": scales[0], "q_norm": 1 / scales[0]}
     else:
         factors = {"k_proj": rows[:, None], "k_bias": rows, "q_proj": of_queries[:, None], "q_bias": of_queries}

@@ -18,6 +18,7 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.weight import rows_of
 
 if TYPE_CHECKING:
     from haarkv.models.hf_config import HFConfig
@@ -75,12 +76,12 @@ class DecoderModel:
         """Hidden states [T, hidden] of token ids [T]."""
         embedding, ranks = self.weights.embedding, self.ranks
         if ranks.size == 1:
-            rows = embedding[token_ids]
+            rows = rows_of(embedding, token_ids)
         else:
             # One rank has a token's row, the others add zeros to it: the sum is exact.
             row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
             here = (row >= 0) & (row < len(embedding))
-            part = embedding[row.clamp(0, len(embedding) - 1)].float()
+            part = rows_of(embedding, row.clamp(0, len(embedding) - 1)).float()
             rows = ranks.sum(part.masked_fill(~here.unsqueeze(-1), 0.0)).to(embedding.dtype)
         if self.config.embedding_scale == 1.0:
             return rows

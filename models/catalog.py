@@ -18,6 +18,7 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.weight import Weight
 
 TINY = Path(__file__).parent / "tiny_qwen3"
 _SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
@@ -116,7 +117,8 @@ def load_model(
     layers: int | None = None,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
-    lent: Mapping[str, Tensor] = NOTHING_LENT,
+    lent: Mapping[str, Weight] = NOTHING_LENT,
+    keep_blocks: bool = False,
 ) -> DecoderModel:
     """Load a model by name onto the host; of several ranks, each its part.
 
@@ -124,7 +126,7 @@ def load_model(
         name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
-        lent: as in `load_weights`.
+        lent, keep_blocks: as in `load_weights`.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
@@ -135,7 +137,7 @@ def load_model(
     if source is None:
         weights = random_weights(config, DTYPES[dtype], progress=progress, split=split)
     else:
-        weights = load_weights(source, config, DTYPES[dtype], progress, split, lent)
+        weights = load_weights(source, config, DTYPES[dtype], progress, split, lent, keep_blocks)
     part = split.part if split else config
     return DecoderModel.of(part, weights, ranks)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from haarkv.models.source import Empty, Held, Source
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors, num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import require_memory
+from haarkv.tq_ops.weight import Weight
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
-NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
+NOTHING_LENT: Mapping[str, Weight] = MappingProxyType({})
 
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
@@ -79,7 +81,8 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     split: Split | None = None,
-    lent: Mapping[str, Tensor] = NOTHING_LENT,
+    lent: Mapping[str, Weight] = NOTHING_LENT,
+    keep_blocks: bool = False,
 ) -> Weights:
     """Load what a source holds.
 
@@ -90,12 +93,14 @@ def load_weights(
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
         split: read one rank's part of each tensor, and no more.
         lent: tensors of another model by name, for those that this checkpoint leaves out.
+        keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
     converted = stored_tensors(
-        source, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent, empty=LargePages().empty
-    )
+        source, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent, empty=LargePages().empty,
+        keep_blocks=keep_blocks,
+    )  # fmt: skip
     return _gathered(config, converted, progress)
 
 
@@ -111,15 +116,16 @@ def stored_tensors(
     split: Split | None = None,
     wanted: Callable[[str], bool] | None = None,
     before: Callable[[int], object] | None = None,
-    lent: Mapping[str, Tensor] = NOTHING_LENT,
+    lent: Mapping[str, Weight] = NOTHING_LENT,
     empty: Empty | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+    keep_blocks: bool = False,
+) -> Iterator[tuple[str, Any]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
         wanted: of a tensor's name, whether it is read; all are unless given.
         before: called once, before the first comes, with the bytes of all tensors that are not stored as `dtype`.
-        lent: as in `load_weights`; they come as they are.
+        lent, keep_blocks: as in `load_weights`; what is lent comes as it is.
         empty: makes room for each that is converted; torch unless given.
     Raises:
         InputError: as `load_weights`.
@@ -129,7 +135,8 @@ def stored_tensors(
     shapes = {name: shape for name, shape in shapes.items() if name not in lent}
     _compare(source.path, shapes, held, tied=config.tied)
     if before:
-        before(sum(dtype.itemsize * math.prod(shape) for name, shape in shapes.items() if held[name].dtype != dtype))
+        converted = (name for name in shapes if held[name].dtype != dtype and not (keep_blocks and held[name].dtype is None))
+        before(sum(dtype.itemsize * math.prod(shapes[name]) for name in converted))
     for name, tensor in checkpoint_tensors(config).items():
         if wanted and not wanted(name):
             continue
@@ -137,11 +144,12 @@ def stored_tensors(
             yield name, lent[name]
         else:
             part = split.of(tensor.axes) if split else None
+            blocks = source.blocks(name, dtype, part) if keep_blocks else None
             stored = torch.float32 if tensor.plus_one else dtype
-            yield name, tensor.in_memory(source.read(name, stored, part, empty), dtype)
+            yield name, tensor.in_memory(source.read(name, stored, part, empty), dtype) if blocks is None else blocks
 
 
-def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], progress: Progress | None) -> Weights:
+def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
     """A whole model of a stream of its tensors."""
     total, found = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.weight import Blocks, Weight, memory_of
+
 _NUMBERS = 64
 
 
-def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
     """Digest of a model: every tensor's name and shape, and its first and last 64 numbers in BF16.
 
     Few pages of a checkpoint are read, and a model that was loaded in another dtype has the same one. A tensor that has been
-    met under another name, such as a tied head, does not count twice.
+    met under another name, such as a tied head, does not count twice. Of blocks it is the restored numbers that count.
 
     Args:
         named: (Hugging Face name, tensor), as `Weights.named` or a `state_dict` gives them, in any order.
@@ -25,7 +27,7 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     met: set[tuple[int, torch.Size]] = set()
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda item: _in_order(item[0])):
-        if (key := (tensor.data_ptr(), tensor.shape)) in met:
+        if (key := (memory_of(tensor).data_ptr(), tensor.shape)) in met:
             continue
         met.add(key)
         digest.update(_said_of(name, tensor))
@@ -42,9 +44,13 @@ def streamed_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256(b"".join(said[name] for name in sorted(said, key=_in_order))).hexdigest()[:16]
 
 
-def _said_of(name: str, tensor: Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    ends = torch.cat([flat[:_NUMBERS], flat[-_NUMBERS:]]).to("cpu", torch.bfloat16)
+def _said_of(name: str, tensor: Weight) -> bytes:
+    if isinstance(tensor, Blocks):
+        rows = -(-_NUMBERS // tensor.shape[1])
+        first, last = (tensor.rows(part).reshape(-1) for part in (slice(rows), slice(-min(rows, len(tensor)), None)))
+    else:
+        first = last = tensor.detach().reshape(-1)
+    ends = torch.cat([first[:_NUMBERS], last[-_NUMBERS:]]).to("cpu", torch.bfloat16)
     return f"{name} {list(tensor.shape)}\n".encode() + ends.view(torch.uint8).numpy().tobytes()
 
 

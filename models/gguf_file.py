@@ -23,11 +23,10 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import size_of
+from haarkv.tq_ops.weight import BlockType, restore_rows
 
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH = 2**16, 2**20, 4
 """Several times what any file has."""
-_CHUNK, _ROW = 2**22, 2**13
-"""Numbers that are restored at a time, as FP32; and in a row, of which gguf takes 16 at a time: it is fastest with these."""
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
@@ -60,19 +59,37 @@ class GGUFTensor:
     @property
     def row_bytes(self) -> int:
         """Of one row, where its type can be restored."""
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
-        return int(self.shape[-1] // block * size)
+        of_blocks = block_type(self.kind)
+        return self.shape[-1] // of_blocks.numbers * of_blocks.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows; 0 of a type that cannot be restored."""
+        return math.prod(self.shape[:-1]) * self.row_bytes if _can_restore(self.kind) else 0
 
     def fault(self, size: int) -> str | None:
         """Why it cannot be read from a file of so many bytes; None if it can."""
         if not _can_restore(self.kind):
             known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
             return f"is stored as {known.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
-        block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        block = block_type(self.kind).numbers
         if self.shape[-1] % block:
             return f"has rows of {self.shape[-1]:,} numbers, which are no whole blocks of {block}"
-        end = self.offset + math.prod(self.shape[:-1]) * self.row_bytes
+        end = self.offset + self.nbytes
         return f"ends at byte {end:,}, the file at {size:,}: it is truncated; fetch it again" if end > size else None
+
+
+@cache
+def block_type(kind: int) -> BlockType:
+    """How numbers of gguf's type lie in blocks; gguf restores them. Of F32, F16 and BF16 a block is one number."""
+    known = gguf.GGMLQuantizationType(kind)
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+
+    def restore(rows: Tensor) -> Tensor:
+        with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
+            return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows.numpy(), known)))
+
+    return BlockType(known.name, numbers, nbytes, restore)
 
 
 @cache
@@ -133,24 +150,17 @@ class GGUFFile:
         Returns:
             `[R, columns]`; as the tensor's own shape if all is asked for.
         """
-        width, row_bytes = tensor.shape[-1], tensor.row_bytes
-        count = math.prod(tensor.shape[:-1]) if rows is None else len(rows)
-        stored = np.frombuffer(self._memory, np.uint8, math.prod(tensor.shape[:-1]) * row_bytes, tensor.offset)
-        stored = stored.reshape(-1, row_bytes)
+        stored = self.stored_rows(tensor)
         if tensor.dtype == dtype and rows is None and columns == slice(None) and change is None and tensor.offset % 4 == 0:
-            return torch.from_numpy(stored).view(dtype).view(tensor.shape)
-        kind, found = gguf.GGMLQuantizationType(tensor.kind), empty((count, len(range(width)[columns])), dtype)
-        step = max(1, _CHUNK // width)
-        for begin in range(0, count, step):
-            part = slice(begin, min(begin + step, count))
-            blocks = stored[part if rows is None else rows[part].numpy()]
-            # Blocks follow each other whatever row they belong to: rows that are short go together.
-            together = math.gcd(len(blocks), 2 ** max(0, (_ROW // width).bit_length() - 1))
-            with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
-                numbers = gguf.dequantize(blocks.reshape(-1, together * row_bytes), kind).reshape(-1, width)
-            values = torch.from_numpy(np.ascontiguousarray(numbers[:, columns]))
-            found[part] = change(values) if change else values
-        return found.view(tensor.shape) if rows is None and columns == slice(None) else found
+            return stored.view(dtype).view(tensor.shape)
+        restore, width = block_type(tensor.kind).restore, tensor.shape[-1]
+        restored = restore_rows(stored, restore, width, dtype, rows, columns, change, empty)
+        return restored.view(tensor.shape) if rows is None and columns == slice(None) else restored
+
+    def stored_rows(self, tensor: GGUFTensor) -> Tensor:
+        """Rows as they lie in the file, all axes but the last taken together: [rows, bytes of a row] uint8 in its pages."""
+        stored = np.frombuffer(self._memory, np.uint8, tensor.nbytes, tensor.offset)
+        return torch.from_numpy(stored.reshape(-1, tensor.row_bytes))
 
 
 class _DamagedError(Exception):

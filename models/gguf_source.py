@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.gguf_file import GGUFFile, GGUFTensor
+from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import Empty, Held, Words, checked_sampling
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.weight import Blocks
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 """`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
@@ -100,6 +101,17 @@ class _Place:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes // (1 if self.expert is None else self.tensor.shape[0])
+
+    def wanted(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
+        """Of a matrix, the rows [R] int64 of the file that a part of it lies in, in its order, and the part's columns."""
+        count = self.shape[0]
+        rows = torch.arange(count) if self.heads is None else _rows_of(count, self.heads)
+        rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
+        return rows + count * (self.expert or 0), columns
 
 
 class GGUFSource:
@@ -205,7 +217,10 @@ class GGUFSource:
     def tensors(self) -> Mapping[str, Held]:
         self._places = self._places or self._found()
         size = self._file.size
-        return {name: Held(of.shape, of.tensor.dtype, self.path, of.tensor.fault(size)) for name, of in self._places.items()}
+        return {
+            name: Held(place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault(size))
+            for name, place in self._places.items()
+        }
 
     def _found(self) -> dict[str, _Place]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
@@ -249,10 +264,22 @@ class GGUFSource:
             return whole if part is None else whole[part].contiguous()
         if part is None and place.expert is None and place.heads is None:
             return self._file.read(place.tensor, dtype, change=change, **options)
-        count = place.shape[0]
-        rows = torch.arange(count) if place.heads is None else _rows_of(count, place.heads)
-        rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
-        return self._file.read(place.tensor, dtype, rows + count * (place.expert or 0), columns, change, **options)
+        rows, columns = place.wanted(part)
+        return self._file.read(place.tensor, dtype, rows, columns, change, **options)
+
+    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
+        self._places = self._places or self._found()
+        place = self._places[name]
+        if place.tensor.dtype is not None or len(place.shape) != 2 or place.shifted:
+            return None
+        kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
+        rows, columns = place.wanted(part)
+        begin, end, _ = columns.indices(place.shape[1])
+        if begin % kind.numbers or end % kind.numbers:
+            return None
+        # In the file's pages, but where their order is another.
+        data = stored[rows] if place.heads else stored[int(rows[0]) : int(rows[-1]) + 1]
+        return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
     def words(self) -> Words:
         return words_of(self.path, self._entries)

@@ -70,6 +70,9 @@ class HFFolder:
         found: Tensor = file.get_tensor(stored)
         return found.to(dtype) if empty is None or found.dtype == dtype else empty(found.shape, dtype).copy_(found)
 
+    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
+        return None
+
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
         if not path.is_file():
@@ -115,7 +118,7 @@ def _held(name: str, path: Path, header: Header) -> Held:
     """What the header of a file says of a tensor.
 
     Raises:
-        InputError: nothing.
+        InputError: the header does not know it.
     """
     entry = header.get(name)
     if entry is None:
@@ -128,7 +131,7 @@ def _held(name: str, path: Path, header: Header) -> Held:
         fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
     elif end > size:
         fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
-    return Held(shape, dtype, path, fault)
+    return Held(shape, dtype, end - begin, path, fault)
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from haarkv.models.config import Activation, Experts, Layer
 from haarkv.models.mixers import Step, kind_of
 from haarkv.models.parallel import Ranks
-from haarkv.models.weights import LayerWeights
+from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.table import OpTable
 
 
@@ -46,11 +44,11 @@ def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: in
     return added(hidden, update, "mlp_out_norm")
 
 
-def gated_mlp(x: Tensor, weights: Mapping[str, Tensor], activation: Activation, ops: OpTable) -> Tensor:
+def gated_mlp(x: Tensor, weights: LayerWeights, activation: Activation, ops: OpTable) -> Tensor:
     """`down(act(gate(x)) * up(x))` of x [T, hidden]: [T, hidden] fp32. The product is rounded once to x's dtype."""
     product = ops.silu_mul if activation == "silu" else ops.gelu_mul
-    gate, up = ops.linear(x, weights["gate_proj"]), ops.linear(x, weights["up_proj"])
-    return ops.linear(product(gate, up, x.dtype), weights["down_proj"])
+    gate, up = ops.linear(x, weights.matrix("gate_proj")), ops.linear(x, weights.matrix("up_proj"))
+    return ops.linear(product(gate, up, x.dtype), weights.matrix("down_proj"))
 
 
 def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
@@ -61,7 +59,7 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
     An expert runs once, on the tokens that chose it. Each token's experts are summed in the experts' order: who else is in
     the batch does not matter. The router's weights and the sum stay in FP32.
     """
-    share, chosen = ops.linear(x, weights["router"]).softmax(-1).topk(mlp.per_token)
+    share, chosen = ops.linear(x, weights.matrix("router")).softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
         share = share / share.sum(-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

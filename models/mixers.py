@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import Attention, Mixer, Norm, Rope
-from haarkv.models.tensors import Axis, StoredTensor
+from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
@@ -44,7 +44,7 @@ class MixerKind:
     """
 
     tensors: Callable[[Any, Norm, int], dict[str, StoredTensor]]
-    mix: Callable[[Tensor, Mapping[str, Tensor], Any, Norm, int, Step], Tensor]
+    mix: Callable[[Tensor, LayerWeights, Any, Norm, int, Step], Tensor]
 
 
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
@@ -65,7 +65,7 @@ def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[st
     return tensors
 
 
-def attend(x: Tensor, weights: Mapping[str, Tensor], mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
+def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
     """Softmax attention over what the cache stores, the new tokens' K and V included; see `MixerKind.mix`.
 
     Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE.
@@ -73,7 +73,7 @@ def attend(x: Tensor, weights: Mapping[str, Tensor], mixer: Attention, norm: Nor
     ops, rope = step.ops, step.rope[mixer.rope]
 
     def projected(side: str) -> Tensor:
-        y = ops.linear(x, weights[f"{side}_proj"])
+        y = ops.linear(x, weights.matrix(f"{side}_proj"))
         if mixer.bias:
             y = y + weights[f"{side}_bias"]
         return y.view(len(x), -1, mixer.head_dim)
@@ -90,7 +90,7 @@ def attend(x: Tensor, weights: Mapping[str, Tensor], mixer: Attention, norm: Nor
     q, k, v = turned("q"), turned("k"), projected("v")
     ops.store_kv(k, v, step.cache, index, step.batch)
     attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale)
-    return ops.linear(attended.flatten(1), weights["o_proj"])
+    return ops.linear(attended.flatten(1), weights.matrix("o_proj"))
 
 
 MIXERS: dict[type, MixerKind] = {Attention: MixerKind(attention_tensors, attend)}

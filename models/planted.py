@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.weights import LayerWeights, tensors_of
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import tensors_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
+from haarkv.tq_ops.weight import dense
 
 
 def outlier_channels(
@@ -154,7 +156,8 @@ def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, loo
         return x
 
     weights = model.weights
-    embedding = torch.cat([weights.embedding, weights.embedding.new_zeros(len(weights.embedding), 1)], dim=1)
+    embedding = dense(weights.embedding)
+    embedding = torch.cat([embedding, embedding.new_zeros(len(embedding), 1)], dim=1)
     embedding[token], embedding[token, -1] = 0.0, 1e4
     return replace(model, config=config, weights=replace(
         weights, embedding=embedding, layers=tuple(layer.changed(change) for layer in weights.layers), lm_head=embedding,

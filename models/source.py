@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.weight import Blocks
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes room for a tensor of a shape and dtype."""
@@ -27,12 +28,14 @@ class Held:
 
     Attributes:
         dtype: of its numbers; None where they are restored from blocks of a few bits each.
+        nbytes: as it is stored.
         file: that holds it.
         fault: what is wrong with it, to stand behind its name; None if it can be read.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    nbytes: int
     file: Path
     fault: str | None = None
 
@@ -90,6 +93,15 @@ class Source(Protocol):
         Args:
             part: of each axis, what is wanted; all unless given.
             empty: makes room for what is converted; torch unless given.
+        """
+
+    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
+        """One of `tensors()` that is stored in quantised blocks, as it is stored; None if it is not, or if the part that is
+        wanted does not begin and end with whole blocks.
+
+        Args:
+            dtype: of its numbers once restored.
+            part: as of `read`.
         """
 
     def words(self) -> Words:

@@ -1,11 +1,15 @@
-"""A tensor as a checkpoint stores it: its name, its shape, and how it is cut between ranks."""
+"""A tensor as a checkpoint stores it: its name, its shape, and how it is cut between ranks; and the tensors of a layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from haarkv.tq_ops.weight import Weight, dense
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,46 @@ class StoredTensor:
     def in_memory(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """What is kept of a tensor as it is stored: in the model's dtype, or 1 + w in FP32."""
         return stored.float() + 1.0 if self.plus_one else stored.to(dtype)
+
+
+class LayerWeights(Mapping[str, Tensor]):
+    """One layer's tensors by field, such as `q_proj` or `experts.3.up_proj`; projections are [out, in].
+
+    As a mapping it gives numbers: what is stored in blocks is restored each time it is asked for. `matrix` gives a projection
+    as it is stored, for `linear`.
+
+    Args:
+        tensors: by field; only projections may be in blocks.
+        names: the Hugging Face name of each within the layer.
+    """
+
+    def __init__(self, tensors: Mapping[str, Weight], names: Mapping[str, str]) -> None:
+        self._tensors, self._names = dict(tensors), names
+
+    def __getitem__(self, field: str) -> Tensor:
+        return dense(self._tensors[field])
+
+    def matrix(self, field: str) -> Weight:
+        """A projection as it is stored."""
+        return self._tensors[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def named(self) -> Iterator[tuple[str, str, Weight]]:
+        """(field, Hugging Face name within the layer, tensor as it is stored) of each."""
+        for field, tensor in self._tensors.items():
+            yield field, self._names[field], tensor
+
+    def changed(self, change: Callable[[str, Any], Weight]) -> LayerWeights:
+        """A copy in which each tensor is what `change` makes of its field and of itself as it is stored."""
+        return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names)
+
+    def within(self, prefix: str) -> LayerWeights:
+        """The tensors of a part, such as one expert, by their fields behind `prefix`."""
+        fields = {field: field.removeprefix(prefix) for field in self._tensors if field.startswith(prefix)}
+        names = {short: self._names[field] for field, short in fields.items()}
+        return LayerWeights({short: self._tensors[field] for field, short in fields.items()}, names)

@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from haarkv.models.config import Dense, Layer, ModelConfig
 from haarkv.models.mixers import kind_of
-from haarkv.models.tensors import Axis, StoredTensor
+from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
+from haarkv.tq_ops.weight import Weight, memory_of
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}"
-
-
-class LayerWeights(Mapping[str, Tensor]):
-    """One layer's tensors by field, such as `q_proj` or `experts.3.up_proj`; projections are [out, in].
-
-    Args:
-        tensors: by field.
-        names: the Hugging Face name of each within the layer.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._tensors, self._names = dict(tensors), names
-
-    def __getitem__(self, field: str) -> Tensor:
-        return self._tensors[field]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def named(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(field, Hugging Face name within the layer, tensor) of each."""
-        for field, tensor in self._tensors.items():
-            yield field, self._names[field], tensor
-
-    def changed(self, change: Callable[[str, Tensor], Tensor]) -> LayerWeights:
-        """A copy in which each tensor is what `change` makes of its field and of itself."""
-        return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names)
-
-    def within(self, prefix: str) -> Mapping[str, Tensor]:
-        """The tensors of a part, such as one expert, by their fields behind `prefix`."""
-        return {field.removeprefix(prefix): t for field, t in self._tensors.items() if field.startswith(prefix)}
 
 
 @dataclass(frozen=True)
 class Weights:
     """A whole model; `lm_head` is `embedding` itself where the head is tied."""
 
-    embedding: Tensor
+    embedding: Weight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Weight
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) in the order in which a forward meets them."""
+    def named(self) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, tensor as it is stored) in the order in which a forward meets them."""
         yield EMBEDDING, self.embedding
         for index in range(len(self.layers)):
             yield from self.of_layer(index)
@@ -68,14 +36,14 @@ class Weights:
         if self.lm_head is not self.embedding:
             yield HEAD, self.lm_head
 
-    def of_layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of one layer."""
+    def of_layer(self, index: int) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, tensor as it is stored) of one layer."""
         for _, name, tensor in self.layers[index].named():
             yield _LAYER.format(index, name), tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, a tied head counted once."""
+        """Bytes of all tensors as they are stored, a tied head counted once."""
         return sum(tensor.nbytes for _, tensor in self.named())
 
     def to(self, device: torch.device) -> Weights:
@@ -93,17 +61,18 @@ class TensorNames:
         named: (name, tensor); of two names for one tensor the first counts. Names hold as long as the tensors live.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Weight]]) -> None:
         self._names: dict[tuple[object, ...], str] = {}
         for name, tensor in named:
             self._names.setdefault(_memory(tensor), name)
 
-    def of(self, tensor: Tensor) -> str | None:
+    def of(self, tensor: Weight) -> str | None:
         """The name of a tensor, None if it is none of those."""
         return self._names.get(_memory(tensor))
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def _memory(weight: Weight) -> tuple[object, ...]:
+    tensor = memory_of(weight)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -173,8 +142,8 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
 
 
-def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> Weights:
-    """Build `Weights` from a lookup by Hugging Face name."""
+def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
+    """Build `Weights` from a lookup by Hugging Face name: of matrices a `Weight`, of all else a tensor."""
     embedding = get(EMBEDDING)
 
     def layer(index: int) -> LayerWeights:

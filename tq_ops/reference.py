@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight, dense, rows_of
 
 _WIDEN_BYTES = 2 * 2**20
 
@@ -30,22 +31,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Weight) -> Tensor:
     """Projection `x @ weight.T`.
 
     Args:
         x: [T, in] bf16 or fp32.
-        weight: [out, in] of x's dtype, as Hugging Face stores it.
+        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored to that dtype.
     Returns:
         [T, out] fp32.
     Rounding points: operands as they are, products and sums in FP32.
     """
     x = x.float()
     if weight.dtype == torch.float32:
-        return functional.linear(x, weight)
+        return functional.linear(x, dense(weight))
     # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
-    rows = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
-    return torch.cat([functional.linear(x, part.float()) for part in torch.split(weight, rows)], dim=-1)
+    step = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
+    parts = (rows_of(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
+    return torch.cat([functional.linear(x, part.float()) for part in parts], dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.fused import FusedOps, Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import dense
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FusedModel:
     def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
         """As `DecoderModel.head`."""
         normed = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
-        return ops.linear(normed, self.model.weights.lm_head)
+        return ops.linear(normed, dense(self.model.weights.lm_head))
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
         """As `DecoderModel.layers`.

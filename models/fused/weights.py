@@ -11,8 +11,9 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.models.fused.model import FusedModel, Packed
-from haarkv.models.weights import LayerWeights
+from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.fused import Heads
+from haarkv.tq_ops.weight import dense
 
 _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
@@ -42,8 +43,8 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
             declared.norm.eps,
         )  # fmt: skip
         packed.append(Packed(wholes["q_proj"], wholes["gate_proj"], heads))
-    embedding = weights.embedding.to(device)
-    head = embedding if weights.lm_head is weights.embedding else weights.lm_head.to(device)
+    embedding = dense(weights.embedding).to(device)
+    head = embedding if weights.lm_head is weights.embedding else dense(weights.lm_head).to(device)
     moved_weights = replace(
         weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
     )
@@ -60,7 +61,7 @@ def _packed(layer: LayerWeights, device: torch.device) -> tuple[LayerWeights, di
         if fields[0] in layer:
             wholes[fields[0]], parts = _below_one_another([layer[field] for field in fields], device)
             views.update(zip(fields, parts, strict=True))
-    return layer.changed(lambda field, tensor: views[field] if field in views else tensor.to(device)), wholes
+    return layer.changed(lambda field, weight: views[field] if field in views else dense(weight).to(device)), wholes
 
 
 def _below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:

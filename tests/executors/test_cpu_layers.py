@@ -13,7 +13,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.registry import FAMILIES
-from haarkv.models.weights import LayerWeights
+from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.cpu import layers as dense_layers
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.errors import NonFiniteError

@@ -10,7 +10,6 @@ from small_models import CONFIGS, resized, small_model
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models import planted
 from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
-from haarkv.models.balance import by_field as fields_of
 from haarkv.tq_ops import formats
 
 GAUSSIAN = torch.Generator().manual_seed(5)
@@ -123,7 +122,7 @@ class TestModel:
         assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
         for layer, moments in zip(made.model.weights.layers, made.moments.values(), strict=True):
             for of_side, of in zip((key_moments, value_moments), moments, strict=True):
-                now = of_side(fields_of(layer), config.heads.num_kv_heads, config.heads.head_dim)
+                now = of_side(layer, config.heads.num_kv_heads, config.heads.head_dim)
                 assert torch.allclose(now.use, of.use, rtol=1e-4)
                 assert torch.allclose(now.size, of.size, rtol=1e-4)
 
@@ -163,7 +162,7 @@ def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_pat
     of_file, config = moments_of(folder), model.config
     assert len(of_file) == config.num_layers
     for layer, pair in of_file.items():
-        tensors = fields_of(model.weights.layers[layer])
+        tensors = model.weights.layers[layer]
         for of, moments in zip(pair, (key_moments, value_moments), strict=True):
             expected = moments(tensors, config.heads.num_kv_heads, config.heads.head_dim)
             assert torch.allclose(of.use, expected.use, rtol=0.02)

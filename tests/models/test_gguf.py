@@ -107,7 +107,7 @@ def test_blocks_are_restored_as_gguf_restores_them(saved, tmp_path, kind, dtype)
 def test_many_rows_are_restored_a_few_at_a_time(saved, tmp_path, monkeypatch):
     path = convert(saved("llama"), tmp_path / "m.gguf", "Q8_0")
     whole = load_model(path)
-    monkeypatch.setattr("haarkv.models.gguf_file._CHUNK", 7 * 192)
+    monkeypatch.setattr("haarkv.tq_ops.weight._CHUNK", 7 * 192)
     for (name, one), (_, other) in zip(load_model(path).weights.named(), whole.weights.named(), strict=True):
         assert torch.equal(one, other), name
 

@@ -12,7 +12,9 @@ import torch
 
 import tq
 from haarkv.executors.base import verify
+from haarkv.executors.catalog import create
 from haarkv.models.caches import new_cache
+from haarkv.models.catalog import load_model, source_of
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 
@@ -67,6 +69,18 @@ def test_fp32_logits_are_those_of_transformers(file, session, count):
     relative = float((found - expected).abs().max() / expected.abs().max())
     print(f"{file.stem}, {count} tokens, the last {STEPS} one by one: largest difference {relative:.1e} of the largest logit")
     assert relative <= bounds.TRANSFORMERS_LOGITS
+
+
+def test_blocks_multiply_as_what_is_restored_from_them(file, session):
+    """Of the K-quants, too, which gguf cannot write."""
+    ids = torch.tensor(ids_of(session, 24))
+    cache, paging = new_cache(session.config, KVSpec("fp32").plan(session.config.num_layers), sequences=2, tokens=24)
+    kept = create("reference", load_model(file, keep_blocks=True), KVSpec("fp32").plan(session.config.num_layers), None)
+    restored = create("reference", load_model(file), KVSpec("fp32").plan(session.config.num_layers), None)
+    of_file = sum(held.nbytes for held in source_of(file).tensors().values())
+    assert kept.weights.nbytes <= of_file < restored.weights.nbytes / 3
+    rows = [verify(executor, ids, paging.batch([paging.add()], [24]), cache) for executor in (kept, restored)]
+    assert torch.equal(*rows)
 
 
 def test_next_tokens_are_mostly_those_of_llama_cpp(file, session):

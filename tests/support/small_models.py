@@ -16,7 +16,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling, dense_layers
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import LayerWeights, assemble, checkpoint_shapes
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec

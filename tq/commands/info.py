@@ -53,18 +53,20 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     A context that fits may be longer than the model's positions, which YaRN extends. What a forward computes with comes on
     top.
     """
-    from haarkv.models.catalog import read_config
-    from haarkv.models.weights import num_parameters
+    from haarkv.models.catalog import read_config, source_of
+    from haarkv.models.weights import checkpoint_shapes, num_parameters
 
-    config = read_config(model, layers)
+    config, source = read_config(model, layers), source_of(model)
     weights = 2 * num_parameters(config)
+    held = source.tensors() if source is not None and source.path.is_file() else {}
+    in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
     rows = _kv_rows(config, memories, context)
     if as_json:
-        shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights}
+        shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights, "weight_bytes_in_file": in_file}
         asked = {"memory": memories[0], "memories": memories, "context": context}
         print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
-    print_table(model, [], _shape_rows(config, weights))
+    print_table(model, [], _shape_rows(config, weights, in_file))
     cells = [
         (
             r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
@@ -80,7 +82,8 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
 
 
-def _shape_rows(config: ModelConfig, weights: int) -> list[tuple[str, str]]:
+def _shape_rows(config: ModelConfig, weights: int, in_file: int | None) -> list[tuple[str, str]]:
+    stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
     positions = f"up to {config.max_position_embeddings:,} positions"
     return [
         ("layers", f"{config.num_layers}"),
@@ -90,7 +93,7 @@ def _shape_rows(config: ModelConfig, weights: int) -> list[tuple[str, str]]:
         ("MLP", " and ".join(dict.fromkeys(f"{layer.mlp.width}" for layer in config.layers))),
         ("vocabulary", f"{config.vocab_size}" + (", head tied to the embedding" if config.tied else "")),
         ("RoPE", f"{_each(config, lambda m: f'theta {m.rope.theta:g}')}, {positions}"),
-        ("parameters", f"{weights // 2:,}; {weights / 1e9:.3f} GB in bf16"),
+        ("parameters", f"{weights // 2:,}; {weights / 1e9:.3f} GB in bf16{stored}"),
     ]
 
 

@@ -20,6 +20,7 @@ from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight, dense
 
 
 class CpuOps:
@@ -133,19 +134,19 @@ class CpuOps:
         self._library.haarkv_gated_mul(ctypes.byref(call))
         return y
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Projection `x @ weight.T`. The weight is read as it lies in memory and is never widened there.
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """Projection `x @ weight.T`. A dense weight is read as it lies in memory and is never widened there.
 
         Args:
             x: [T, in] bf16 or fp32.
-            weight: [out, in] of x's dtype.
+            weight: [out, in] of x's dtype; blocks are restored whole at each call.
         Returns:
             [T, out] fp32. The bits of a number depend on its token and its row of the weight alone, not on how many tokens
             there are beside it, nor on the number of threads.
         Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and
             `amx` multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
         """
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = x.contiguous(), dense(weight).contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
         call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()

@@ -23,6 +23,7 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight, dense
 
 LOG2_E = 1.4426950408889634
 _WIDTH = 32
@@ -40,10 +41,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Weight) -> Tensor:
     """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return torch.mm(x, dense(weight).T, out_dtype=torch.float32)
     return reference.linear(x, weight)
 
 

@@ -25,6 +25,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.weight import dense
 from haarkv.validation.fidelity.evaluation import Setup, Workload
 
 BASELINE = "bf16"
@@ -162,7 +163,8 @@ def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
 def weights_fingerprint(model: DecoderModel) -> str:
     """Digest of a model: its shapes and up to 1,024 evenly spaced numbers of every tensor."""
     digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True, default=str).encode())
-    for name, tensor in model.weights.named():
+    for name, weight in model.weights.named():
+        tensor = dense(weight)
         sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLED)].float()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

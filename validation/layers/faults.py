@@ -156,7 +156,7 @@ class Layer:
 
     def weight(self, name: str) -> Tensor | None:
         """A weight; None where the family has none of that name."""
-        return next((t for f, _, t in self.model.weights.layers[self.index].named() if f.split(".")[-1] == name), None)
+        return next((t for f, t in self.model.weights.layers[self.index].items() if f.split(".")[-1] == name), None)
 
     @property
     def rotation(self) -> Tensor:

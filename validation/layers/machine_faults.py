@@ -19,6 +19,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.weight import dense
 from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, V, Whole, other
 from haarkv.validation.layers.parts import read_as
 from haarkv.validation.layers.slips import last_positions, with_bases, with_tables
@@ -184,7 +185,7 @@ def forward_faults(model: DecoderModel) -> list[Fault]:
 
 def _scaled(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     weights, factor = faulty.model.weights, math.sqrt(faulty.config.hidden_size)
-    scaled = replace(weights, embedding=(weights.embedding * factor).to(weights.embedding.dtype))
+    scaled = replace(weights, embedding=(dense(weights.embedding) * factor).to(faulty.model.dtype))
     return ReferenceExecutor(replace(faulty.model, weights=scaled), faulty.ops).forward(token_ids, batch, cache)
 
 

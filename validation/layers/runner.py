@@ -13,6 +13,7 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
+from haarkv.tq_ops.weight import memory_of
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
@@ -246,5 +247,6 @@ def _check(
 
 def _fingerprint(weights: Weights) -> list[int]:
     """A sum over the bits of each weight: an executor that writes to them would change the reference too."""
-    words = {2: torch.int16, 4: torch.int32}
-    return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for _, tensor in weights.named()]
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    tensors = (memory_of(weight) for _, weight in weights.named())
+    return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors]

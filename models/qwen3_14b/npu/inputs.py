@@ -17,6 +17,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.weight import dense
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
 def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, Tensor]]:
     """The head's arguments that never change, for each slice of the vocabulary; the last is padded with rows of zeros."""
     norm = model.weights.final_norm.view(1, -1)
-    slices = torch.split(model.weights.lm_head, program.vocab_size)
+    slices = torch.split(dense(model.weights.lm_head), program.vocab_size)
     missing = program.vocab_size - slices[-1].shape[0]
     padded = [*slices[:-1], pad(slices[-1], (0, 0, 0, missing)) if missing else slices[-1]]
     return [{"final_norm": norm, "lm_head": part} for part in padded]

@@ -20,6 +20,7 @@ from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 from haarkv.tq_ops.onnx.reads import READS
+from haarkv.tq_ops.weight import dense
 
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores, in the order of inputs and outputs."""
@@ -131,8 +132,9 @@ def weight_types(
 
 
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that a graph of the model may want: of its weights the very tensors."""
-    return chain(model.weights.named(), table_values(model.config, model.ropes[model.config.common.attention.rope]))
+    """(name, tensor) of everything that a graph of the model may want: of its dense weights the very tensors."""
+    weights = ((name, dense(weight)) for name, weight in model.weights.named())
+    return chain(weights, table_values(model.config, model.ropes[model.config.common.attention.rope]))
 
 
 def table_values(config: ModelConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,8 @@ from haarkv.codebooks.learned import Basis
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.weights import LayerWeights, Weights
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import Weights
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration

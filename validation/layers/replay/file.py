@@ -24,7 +24,8 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
-from haarkv.models.weights import LayerWeights, tensors_of
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import tensors_of
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
@@ -88,7 +89,7 @@ def dumps(file: ReplayFile) -> bytes:
 
 def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
-    found |= {f"weights.{path}": tensor for path, _, tensor in case.weights.named()}
+    found |= {f"weights.{path}": tensor for path, tensor in case.weights.items()}
     found |= {f"batch.{name}": tensor for name, tensor in case.batch.tensors.items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
         found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}

@@ -1,0 +1,176 @@
+"""Weights that stay in the blocks of their file: everything computes what it computes with the restored tensors."""
+
+from dataclasses import replace
+
+import gguf
+import pytest
+import torch
+import transformers
+from checkpoints import byte_tokenizer
+from gguf_files import byte_vocabulary, convert
+from transformers_judge import draw_weights
+
+import tq
+from haarkv.executors.base import verify
+from haarkv.executors.catalog import create
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.models.balance import balance, folded
+from haarkv.models.caches import new_cache
+from haarkv.models.catalog import load_model, read_config, source_of
+from haarkv.models.checkpoint import stored_tensors
+from haarkv.models.fingerprint import fingerprint
+from haarkv.models.parallel import Split
+from haarkv.models.weights import checkpoint_tensors
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.weight import Blocks, dense, memory_of
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),  # rows of Q and K lie in another order
+    "qwen2": ("Qwen2", {}),  # biases beside the projections
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    "gemma3": ("Gemma3", {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16, "query_pre_attn_scalar": 64}),
+}
+TOKENS = torch.arange(40) * 7 % 300
+
+
+@pytest.fixture(scope="module")
+def file_of(tmp_path_factory):
+    """GGUF files by name of the model and kind of its blocks, each written once."""
+    made = {}
+
+    def get(name, kind="Q8_0"):
+        if (name, kind) not in made:
+            family, entries = MODELS[name]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}{'Text' * (name == 'gemma3')}Config")(**SHAPE | entries)
+            theirs = getattr(transformers, f"{family}ForCausalLM")(config)
+            draw_weights(theirs)
+            folder = tmp_path_factory.mktemp(name)
+            theirs.save_pretrained(folder)
+            byte_tokenizer().save(str(folder / "tokenizer.json"))
+            made[name, kind] = convert(folder, folder / "m.gguf", kind, vocabulary=byte_vocabulary())
+        return made[name, kind]
+
+    return get
+
+
+def logits_of(executor, kv="fp32"):
+    """Of a prompt in two chunks and a decode step."""
+    cache, paging = new_cache(executor.config, KVSpec(kv).plan(executor.config.num_layers), sequences=1, tokens=64)
+    sequence = paging.add()
+    parts = [(0, 30), (30, 39), (39, 40)]
+    rows = [verify(executor, TOKENS[a:b], paging.batch([sequence], [b - a]), cache).clone() for a, b in parts]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "float32"), ("Q5_1", "bfloat16")])
+def test_blocks_multiply_as_what_is_restored_from_them(file_of, name, kind, dtype):
+    kept, restored = (load_model(file_of(name, kind), dtype, keep_blocks=keep) for keep in (True, False))
+    assert isinstance(kept.weights.layers[1].matrix("q_proj"), Blocks)
+    assert isinstance(kept.weights.embedding, Blocks)
+    assert kept.dtype == restored.dtype
+    plan = KVSpec("fp32").plan(kept.config.num_layers)
+    for executor in ("reference", "cpu"):
+        ours, theirs = (logits_of(create(executor, model, plan, None)) for model in (kept, restored))
+        assert torch.equal(ours, theirs), executor
+
+
+def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
+    pytest.importorskip("triton")
+    ours, theirs = (
+        logits_of(CudaExecutor(load_model(file_of("qwen2"), keep_blocks=keep), interpreted=True), "tq4")
+        for keep in (True, False)
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_bytes_are_those_of_the_file(file_of):
+    path = file_of("llama")
+    model = load_model(path, keep_blocks=True)
+    stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors)
+    assert model.weights.nbytes == stored < load_model(path, "bfloat16").weights.nbytes
+    held = source_of(path).tensors()
+    assert sum(one.nbytes for one in held.values()) == stored
+    # A file is mapped once: what two models share are its pages. Where the order of rows is another, each has a copy.
+    first, second = (load_model(path, keep_blocks=True).weights.layers[0] for _ in range(2))
+    shared = {name for name in first if _same_memory(first, second, name)}
+    assert shared >= {"v_proj", "o_proj", "up_proj", "down_proj"}
+    assert not shared & {"q_proj", "k_proj"}
+
+
+def _same_memory(one, other, field):
+    return memory_of(one.matrix(field)).data_ptr() == memory_of(other.matrix(field)).data_ptr()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fingerprint_is_that_of_the_restored_model(file_of, name):
+    kept, restored = (fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named()) for keep in (True, False))
+    assert kept == restored
+
+
+def test_a_copy_on_another_device_has_all_of_it(file_of):
+    model = balance(load_model(file_of("qwen2"), keep_blocks=True)).model
+    moved = model.weights.layers[0].matrix("q_proj").to(torch.device("meta"))
+    assert moved.device.type == "meta"
+    scaled = model.weights.layers[0].matrix("q_proj") * torch.full((384, 1), 2.0)
+    assert scaled.to(torch.device("meta")).row_scales.device.type == "meta"
+    assert scaled.nbytes == scaled.data.nbytes + 4 * 384
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
+def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
+    config, source = read_config(file_of(name)), source_of(file_of(name))
+    whole = dict(stored_tensors(source, config, torch.float32))
+    axes = {name: tensor.axes for name, tensor in checkpoint_tensors(config).items()}
+    for rank in range(2):
+        split = Split(config, rank, 2)
+        parts = dict(stored_tensors(source, config, torch.float32, split, keep_blocks=True))
+        for name_of, part in parts.items():
+            assert torch.equal(dense(part), whole[name_of][split.of(axes[name_of])]), name_of
+        assert isinstance(parts["model.layers.0.self_attn.o_proj.weight"], Blocks)  # 192 of 384 columns: whole blocks
+        down = "mlp.experts.1.down_proj" if name == "qwen3_moe" else "mlp.down_proj"
+        # 160 of 320 columns are five blocks; 48 of 96 are one and a half, and restored.
+        assert isinstance(parts[f"model.layers.0.{down}.weight"], Blocks) == (name != "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_balance_scales_blocks_as_it_scales_numbers(file_of, name):
+    kept, restored = (load_model(file_of(name), keep_blocks=keep) for keep in (True, False))
+    uneven = torch.ones(2, 64)
+    uneven[:, 5], uneven[1, 9] = 16.0, 0.125
+    for side in "KV":
+        ours, theirs = (folded(model.weights.layers[0], side, uneven) for model in (kept, restored))
+        # Twice: scales meet scales.
+        ours, theirs = folded(ours, side, uneven), folded(theirs, side, uneven)
+        assert isinstance(ours.matrix("q_proj"), Blocks)
+        for field in theirs:
+            assert torch.equal(ours[field], theirs[field]), (side, field)
+    assert balance(kept).uneven == balance(restored).uneven
+
+
+def test_a_damaged_block_is_named(file_of):
+    model = load_model(file_of("llama"), keep_blocks=True)
+    broken = model.weights.layers[1].matrix("up_proj")
+    data = broken.data.clone()
+    data[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # the scale of a block becomes NaN
+    layers = list(model.weights.layers)
+    layers[1] = layers[1].changed(lambda field, weight: replace(broken, data=data) if field == "up_proj" else weight)
+    model = replace(model, weights=replace(model.weights, layers=tuple(layers)))
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds nan at \[3, 0\]"):
+        logits_of(create("reference", model, KVSpec("fp32").plan(2), None))
+
+
+def test_a_session_keeps_them(file_of):
+    def made(keep):
+        return tq.load(file_of("llama"), executor="cpu", kv="tq4", allow_collapse=True, keep_blocks=keep)
+
+    kept, restored = made(True), made(False)
+    ours, theirs = (session.generate(["a b c"], max_new_tokens=12).completions[0] for session in (kept, restored))
+    assert ours.token_ids == theirs.token_ids
+    assert kept.weight_bytes < restored.weight_bytes / 3

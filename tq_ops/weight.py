@@ -1,0 +1,143 @@
+"""What `linear` multiplies with: a dense tensor, or blocks of a few bits a number, restored where they are multiplied with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_CHUNK, _ROW = 2**22, 2**13
+"""Numbers that are restored at a time, as FP32; and in a row, of which gguf takes 16 at a time: it is fastest with these."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """How numbers lie in blocks.
+
+    Attributes:
+        name: such as Q4_K.
+        numbers: of one block.
+        nbytes: of one block.
+        restore: of whole rows of blocks, [R, bytes of a row] uint8 on the host: [R, numbers of a row] fp32.
+    """
+
+    name: str
+    numbers: int
+    nbytes: int
+    restore: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A weight [out, in] in quantised blocks, each a part of a row.
+
+    Attributes:
+        data: [out, bytes of a row] uint8.
+        dtype: of its numbers once restored: they are rounded to it once.
+        row_scales, column_scales: [out] and [in] of `dtype`, powers of two that the numbers are multiplied with.
+    """
+
+    data: Tensor
+    type: BlockType
+    dtype: torch.dtype
+    row_scales: Tensor | None = None
+    column_scales: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.data), self.data.shape[1] // self.type.nbytes * self.type.numbers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, scales included."""
+        return sum(tensor.nbytes for tensor in (self.data, self.row_scales, self.column_scales) if tensor is not None)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same blocks on another device."""
+        rows, columns = (scales if scales is None else scales.to(device) for scales in (self.row_scales, self.column_scales))
+        return replace(self, data=self.data.to(device), row_scales=rows, column_scales=columns)
+
+    def __mul__(self, scales: Tensor) -> Blocks:
+        """The same blocks, their rows times scales [out, 1] or their columns times [in] or [1, in]; powers of two, so that
+        nothing is rounded."""
+        flat = scales.flatten().to(self.dtype)
+        if scales.ndim == 2 and scales.shape[1] == 1:
+            return replace(self, row_scales=flat if self.row_scales is None else self.row_scales * flat)
+        return replace(self, column_scales=flat if self.column_scales is None else self.column_scales * flat)
+
+    def rows(self, index: slice | Tensor) -> Tensor:
+        """Some rows [R, in], restored on the host and copied to the device of the blocks.
+
+        Args:
+            index: slice, or [R] int64.
+        """
+        restored = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], self.dtype).to(self.device)
+        if self.row_scales is not None:
+            restored = restored * self.row_scales[index].unsqueeze(-1)
+        return restored if self.column_scales is None else restored * self.column_scales
+
+
+Weight = Tensor | Blocks
+"""A matrix [out, in] of a model."""
+
+
+def dense(weight: Weight) -> Tensor:
+    """A weight as a tensor: itself, or restored into new memory."""
+    return weight.rows(slice(None)) if isinstance(weight, Blocks) else weight
+
+
+def rows_of(weight: Weight, index: slice | Tensor) -> Tensor:
+    """Rows of a weight, as `Blocks.rows`."""
+    return weight.rows(index) if isinstance(weight, Blocks) else weight[index]
+
+
+def memory_of(weight: Weight) -> Tensor:
+    """The tensor that a weight's numbers lie in."""
+    return weight.data if isinstance(weight, Blocks) else weight
+
+
+def restore_rows(
+    stored: Tensor,
+    restore: Callable[[Tensor], Tensor],
+    width: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    columns: slice = slice(None),
+    change: Callable[[Tensor], Tensor] | None = None,
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+) -> Tensor:
+    """Numbers of stored rows, restored some at a time.
+
+    Args:
+        stored: [N, bytes of a row] uint8 on the host.
+        restore: as of `BlockType`.
+        width: numbers of a row.
+        dtype: of the result, to which FP32 is rounded once.
+        rows: indices [R] int64; all unless given.
+        columns: of each row.
+        change: made of the numbers in FP32 before they are rounded.
+        empty: makes room for the result.
+    Returns:
+        [R, columns].
+    """
+    count = len(stored) if rows is None else len(rows)
+    restored = empty((count, len(range(width)[columns])), dtype)
+    step = max(1, _CHUNK // width)
+    for begin in range(0, count, step):
+        part = slice(begin, min(begin + step, count))
+        blocks = stored[part if rows is None else rows[part]]
+        # Blocks follow each other whatever row they belong to: rows that are short go together.
+        together = math.gcd(len(blocks), 2 ** max(0, (_ROW // width).bit_length() - 1))
+        numbers = restore(blocks.reshape(-1, together * stored.shape[1])).view(-1, width)[:, columns]
+        restored[part] = change(numbers) if change else numbers
+    return restored
