@@ -100,6 +100,10 @@ def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str]
     from vllm.logger import configure_logging_from_args
 
     if not cache.vllms_own:
+        # The engine would find it too, in a process of its own, and vLLM then prints where it was.
+        from haarkv.serving.vllm_plugin.balance import judged
+
+        judged(config, "--allow-collapse")
         say(_stored_as(config))
     say(_reached_by(parsed))
     cli_env_setup()

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from haarkv.engine.collapse import describe, expected_losses
 from haarkv.models import balance
-from haarkv.models.balance import Moments, Scales
+from haarkv.models.balance import Moments, Scales, Scaling
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE
 from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
@@ -31,24 +31,9 @@ def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
     """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
 
     Raises:
-        ValueError: by its weights, text of this model would be garbage; it names the layers and says what to use instead.
+        InputError: as `judged`.
     """
-    model, parallel, options = vllm_config.model_config, vllm_config.parallel_config, vllm_config.additional_config
-    # Learned coordinates know the channels as they are.
-    if vllm_config.load_config.load_format == "dummy" or spec_of(vllm_config).calibration is not None:
-        return {}
-    wanted, plan = options.get(BALANCE, True), plan_of(vllm_config)
-    scaling = balance.scaling_of(_moments(model.model), balance.where_lossy(plan, wanted))
-    if scaling.uneven:
-        logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
-    losses = expected_losses(plan, scaling.moments, model.get_head_size() ** -0.5)
-    if losses:
-        line = describe(losses, could_balance=not wanted)
-        if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
-            raise ValueError(
-                f"text from {words_of(vllm_config)} would be garbage: {line}; {ALLOW_COLLAPSE} true goes on all the same"
-            )
-        logger.warning("%s", line)
+    parallel, scaling = vllm_config.parallel_config, judged(vllm_config)
     if parallel.tensor_parallel_size == 1:
         return scaling.scales
     from vllm.distributed import get_tensor_model_parallel_rank
@@ -59,6 +44,31 @@ def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
         return None if scales is None else scales[kv_heads_of(len(scales), rank, size)]
 
     return {layer: (of_rank(k), of_rank(v)) for layer, (k, v) in scaling.scales.items()}
+
+
+def judged(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Scaling:
+    """What balance does to the model that vLLM is to serve, and whether text would suffer all the same, which is logged.
+
+    Args:
+        allow: what to say to serve it even so.
+    Raises:
+        InputError: by its weights, text of this model would be garbage; it names the layers and says what to use instead.
+    """
+    model, options = vllm_config.model_config, vllm_config.additional_config
+    # Learned coordinates know the channels as they are.
+    if vllm_config.load_config.load_format == "dummy" or spec_of(vllm_config).calibration is not None:
+        return Scaling({}, (), {})
+    wanted, plan = options.get(BALANCE, True), plan_of(vllm_config)
+    scaling = balance.scaling_of(_moments(model.model), balance.where_lossy(plan, wanted))
+    if scaling.uneven:
+        logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
+    losses = expected_losses(plan, scaling.moments, model.get_head_size() ** -0.5)
+    if losses:
+        line = describe(losses, could_balance=not wanted)
+        if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
+            raise InputError(f"text from {words_of(vllm_config)} would be garbage: {line}; {allow} goes on all the same")
+        logger.warning("%s", line)
+    return scaling
 
 
 @cache

@@ -17,8 +17,10 @@ from vllm_paged import Shape, described, spec_of
 
 from haarkv.models import planted
 from haarkv.models.catalog import TINY, load_model
+from haarkv.serving.serve import Cache, serve
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
 from haarkv.serving.vllm_plugin.balance import scales_here
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 QWEN = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
@@ -206,8 +208,11 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
         assert v is not None
         assert (k < 0.1).sum(1).tolist() == [4, 4]
         assert (v < 0.1).sum(1).tolist() == [2, 2]
-    with pytest.raises(ValueError, match="garbage: K of layers 0 to 5 suffers in tq4"):
+    refused = "garbage: K of layers 0 to 5 suffers in tq4"
+    with pytest.raises(InputError, match=f"{refused}.*haarkv_allow_collapse true goes on"):
         scales_here(config(haarkv_balance=False))
+    with pytest.raises(InputError, match=f"{refused}.*--allow-collapse goes on"):  # before anything is started
+        serve(str(folder), Cache(balance=False), ["--max-model-len", "128"])
     told = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
     assert set(told.values()) == {(None, None)}
     even = EngineArgs(model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", max_model_len=128)
