@@ -22,6 +22,7 @@ from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers import large_scores
 from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
+from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
@@ -40,6 +41,10 @@ class Forward:
     step: int
     token_ids: Tensor
     batch: Batch
+
+    def found(self, verdict: Verdict, layer: int | None) -> Verdict:
+        """The same verdict, with its place."""
+        return replace(verdict, phase=self.phase, step=self.step, layer=layer)
 
     @property
     def predicted(self) -> Tensor:

@@ -25,7 +25,7 @@ from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
 from haarkv.validation.layers.parts import Stored, load
-from haarkv.validation.layers.report import Finding, Report
+from haarkv.validation.layers.report import Report, Verdict
 from haarkv.validation.layers.runner import validate_layer
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
@@ -104,7 +104,7 @@ def _count(number: int, what: str) -> str:
 
 @torch.inference_mode()
 def capture(
-    reference: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, finding: Finding,
+    reference: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, finding: Verdict,
     calibration: Calibration | None = None,
 ) -> LayerCase:  # fmt: skip
     """Run the reference up to the layer and forward of a finding, and cut them out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot
 from haarkv.validation.layers.replay.case import LayerCase, Make, block_size, capture, compact, expected, judged, new_cache
 from haarkv.validation.layers.replay.file import ReplayFile
-from haarkv.validation.layers.report import Finding, Report
+from haarkv.validation.layers.report import Report, Verdict
 
 Fails = Callable[[LayerCase], bool]
 _WIDTHS = tuple(2**power for power in range(3, 20))
@@ -301,7 +301,7 @@ def replay_of(
     if run is None or finding is None:
         raise InputError("no layer failed")
     reference, candidate = run.make
-    fails = fails_alike(reference, candidate, finding.stage, finding.reason)
+    fails = fails_alike(reference, candidate, finding.stage, str(finding.reason))
     for place in _places(run, finding):
         trusted = reference(run.model, run.plan)
         case = capture(trusted, run.model, run.prompts, run.steps, run.plan, place, run.calibration)
@@ -309,11 +309,11 @@ def replay_of(
             small = shrink(case, reference, fails, seconds, on_try)
             made = expected(small, reference)
             names = run.report.reference, run.report.candidate
-            return ReplayFile(small, made, asdict(finding), *names, versions)
+            return ReplayFile(small, made, finding.described(), *names, versions)
     raise InputError(f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone")
 
 
-def _places(run: OneRun, finding: Finding) -> Iterator[Finding]:
+def _places(run: OneRun, finding: Verdict) -> Iterator[Verdict]:
     """Where the layer may fail alone: in the forward of the finding, or in another if it was found over all of them."""
     yield finding
     forwards = dict.fromkeys((row.phase, row.step) for row in run.report.rows if row.layer == finding.layer)
