@@ -16,13 +16,13 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
+from haarkv.validation.layers import slack
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.faults import OUT, SEEN_AS, Fault, Layer
 from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.restored import slack_of_op
 from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
 from haarkv.validation.layers.trial import Run
@@ -79,7 +79,7 @@ def explain_attention(reference: Reference, call: Call, result: Tensor, stored: 
         stored: the layer's cache as both were given it.
     """
     index, right = call.args[2], call.result
-    allowed = slack_of_op(call, reference.ops)
+    allowed = slack.of_op(call, reference.ops)
     found = []
     for fault in _slips(reference, index):
         if fault.stage != "paged_attention":

@@ -19,11 +19,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers import large_scores
 from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.restored import restores, slack
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
 
@@ -276,22 +274,10 @@ class Reference:
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        return self._over(self.as_read(made, stored), made, exact)
+        return self.over(self.as_read(made, stored), made, exact=exact)
 
-    def slack(self, made: MadeLayer, stored: Stored) -> Tensor | None:
-        """How far ties of restored vectors may move hidden states [T] after such a layer; None if it restores none."""
-        if not self.records or not restores(self.cache, made.index):
-            return None
-        return slack(lambda drawn: self._over(drawn, made, True), self.as_read(made, stored), made.index)
-
-    def score_slack(self, made: MadeLayer, stored: Stored) -> Tensor | None:
-        """How far rounded scores may move hidden states [T] after such a layer; None where ops do not run by themselves."""
-        if not self.records:
-            return None
-        return large_scores.slack(lambda drawn: self._over(drawn, made, True), self.as_read(made, stored), made.index)
-
-    def _over(self, cache: PagedKVCache, made: MadeLayer, exact: bool) -> Tensor:
-        """Hidden states after a layer that stores nothing and attends to what is there."""
+    def over(self, cache: PagedKVCache, made: MadeLayer, *, exact: bool) -> Tensor:
+        """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`."""
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
         return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
 

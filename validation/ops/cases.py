@@ -19,7 +19,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.restored import nearer, slack_of_op
+from haarkv.validation.layers.slack import nearer, of_op
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -198,7 +198,7 @@ def _attended(case: Attention) -> Tensor:
 @cache
 def _allowed(case: Attention) -> Tensor | None:
     arguments = case.arguments(torch.device("cpu"))
-    return slack_of_op(Call(case.op, case.op, arguments, _attended(case)), reference)
+    return of_op(Call(case.op, case.op, arguments, _attended(case)), reference)
 
 
 @dataclass(frozen=True)
