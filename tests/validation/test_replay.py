@@ -101,8 +101,8 @@ def test_what_needs_a_third_block_keeps_it():
     model = small_model(resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
     run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
-    assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
-    assert 257 <= int(case.batch.seq_lens[0]) < 300
+    assert (case.index, case.tokens, len(case.lengths)) == (0, 1, 1)
+    assert 257 <= case.lengths[0] < 300
     assert case.batch.block_table.tolist() == [[3, 2, 1]]  # the last block first, as it was
 
 
@@ -114,7 +114,7 @@ def test_a_fault_of_two_sequences_keeps_two():
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
     prompts = [random_tokens(SMALL, n, seed=n) for n in (20, 15, 12)]
     case = written(failed(MODEL, make, prompts, steps=2)).case
-    assert len(case.batch.seq_lens) == 2
+    assert len(case.lengths) == 2
     assert case.tokens <= 4
 
 
@@ -209,14 +209,14 @@ def test_a_damaged_file_is_refused():
 def test_a_file_that_does_not_fit_together_is_refused():
     """Its SHA-256 is right, and what it says is not."""
     file = loads(content(), "file")
-    batch = file.case.batch
     for case in (
         replace(file.case, hidden=file.case.hidden[:, :-1]),
-        replace(file.case, batch=replace(batch, slot_mapping=batch.slot_mapping + 10**6)),
-        replace(file.case, batch=replace(batch, block_table=batch.block_table + 7)),
-        replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
+        replace(file.case, counts=(0,), lengths=(1,)),
+        replace(file.case, counts=(*file.case.counts, 1), lengths=(*file.case.lengths, 1)),
+        replace(file.case, lengths=tuple(length + 128 for length in file.case.lengths)),
+        replace(file.case, lengths=(10**9,)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
-        replace(file.case, config=resized(file.case.config, num_layers=10**8)),
+        replace(file.case, config=resized(file.case.config, num_layers=1025)),
         replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):

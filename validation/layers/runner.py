@@ -122,7 +122,7 @@ class _Validation:
     def run(self) -> Report:
         """Every forward, in order."""
         weights = _fingerprint(self.model.weights)
-        self.schedule.run(self.schedule.paging(self.reference.cache), self._forward)
+        self.schedule.run(self.schedule.paging(), self._forward)
         if _fingerprint(self.model.weights) != weights:
             changed = Verdict.broken("weights", "the model's weights were changed while it ran")
             self.found.append(replace(changed, phase=self.rows[-1].phase, step=self.rows[-1].step))
