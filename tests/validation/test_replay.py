@@ -129,29 +129,25 @@ def test_a_fault_in_decode_alone_is_cut_out_there():
     assert int(file.case.batch.positions[0]) == 9
 
 
-@pytest.mark.parametrize("kv", ["bf16", "fp8_e4m3", "k=q8_0,v=tq4_seed", "manthan3"])
-def test_every_kind_of_field_survives_the_file(kv):
+KINDS = {
+    "bf16": {}, "fp8_e4m3": {}, "k=q8_0,v=tq4_seed": {}, "manthan3": {},
+    "tq4": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "tq3": {"model_type": "llama", "rope_scaling": YarnScaling(4.0, 128, 1.1)},
+    "tq2": {"model_type": "qwen2", "qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
+    model = small_model(resized(SMALL, **KINDS[kv]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = written(failed(MODEL, make, [random_tokens(SMALL, 6)], kv=kv))
-    assert found(file.case, make)[1:] == ("paged_attention", "fault")
-
-
-FAMILIES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "llama": {"rope_scaling": YarnScaling(4.0, 128, 1.1)},
-    "qwen2": {"qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
-}
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_can_be_cut_and_written(model_type):
-    model = small_model(resized(SMALL, model_type=model_type, **FAMILIES[model_type]))
-    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = written(failed(model, make, [random_tokens(SMALL, 6)]))
+    file = written(failed(model, make, [random_tokens(SMALL, 6)], kv=kv))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
-    rope, whole = (of.common.attention.rope for of in (file.case.config, model.config))
-    assert rope.scaling == whole.scaling
+    assert file.case.config.common.attention.rope.scaling == model.config.common.attention.rope.scaling
     assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 

@@ -149,7 +149,8 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
             stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
-            tests=self.ledger.measured(), exercised=exercised.done, not_exercised=exercised.missing,
+            tests=self.ledger.measured(), exercised=tuple(what for what, done in exercised.items() if done),
+            not_exercised=tuple(what for what, done in exercised.items() if not done),
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
