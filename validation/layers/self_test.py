@@ -17,16 +17,15 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import (
     DRIVES,
-    LEARNED,
     Fault,
     Layer,
     WholeLayers,
     one_side,
     other,
     planted,
-    planted_learned,
     reordered,
 )  # fmt: skip
+from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
 from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
