@@ -101,8 +101,7 @@ def test_the_cpu_kernels_pass(dtype):
 NAMES = [fault.name for fault in window_faults(model_of(), AT)]
 
 
-def test_there_are_thirty_faults_and_more():
-    assert len(set(NAMES)) == len(NAMES) >= 35
+def test_a_cache_without_sinks_has_no_faults_in_them():
     without_sinks = window_faults(model_of(), AT, (True, False))
     assert 25 < len(without_sinks) < len(NAMES)
     assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
