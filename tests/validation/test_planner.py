@@ -76,29 +76,25 @@ def test_bits_are_those_of_the_allocated_cache(config, tail):
     assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
 
 
+@pytest.mark.parametrize("sink", [0, 5])
 @pytest.mark.parametrize("tail", [0, 7])
-def test_a_budget_may_be_spent_to_the_last_byte(tail):
+def test_a_budget_may_be_spent_to_the_last_byte_and_pays_for_sinks(tail, sink):
+    only = KVSpec("tq3", tail=tail or None, sink=sink).plan(SMALL.num_layers)
+
+    def chosen(costs, budget):
+        return choose(costs, SMALL, budget=budget, tail=tail, sink=sink, context=512)
+
     costs = {place: {"tq3": 1.0, "bf16": 0.0} for place in places(SMALL)}
-    only = KVSpec("tq3", tail=tail or None).plan(SMALL.num_layers)
     bits = bits_per_value(only, SMALL, 512)
-    assert choose(costs, SMALL, budget=bits, tail=tail, context=512).plan == only
-    assert choose(costs, SMALL, budget=bits - 1e-6, tail=tail, context=512) is None
+    assert chosen(costs, bits).plan == only
+    assert chosen(costs, bits - 1e-6) is None
     # bf16 keeps nothing twice: a place in it takes no tail either.
     one = replace(only, layers=(KVSpec("k=bf16,v=tq3").plan(1).layers[0], *only.layers[1:]))
-    assert bits_per_value(
-        choose(costs, SMALL, budget=bits_per_value(one, SMALL, 512), tail=tail, context=512).plan, SMALL, 512
-    ) == (bits_per_value(one, SMALL, 512))
-
-
-@pytest.mark.parametrize("tail", [0, 7])
-def test_sinks_are_paid_for(tail):
-    costs = {place: {"tq3": 1.0} for place in places(SMALL)}
-    only = KVSpec("tq3", tail=tail or None, sink=5).plan(SMALL.num_layers)
-    bits = bits_per_value(only, SMALL, 512)
-    assert choose(costs, SMALL, budget=bits, tail=tail, sink=5, context=512).plan == only
-    assert choose(costs, SMALL, budget=bits - 1e-6, tail=tail, sink=5, context=512) is None
-    found = choices_within(costs, SMALL, budget=bits, tails=(tail,), sinks=(0, 5, 6), context=512)
-    assert [choice.plan.sink for choice in found] == [0, 5]
+    more = bits_per_value(one, SMALL, 512)
+    assert bits_per_value(chosen(costs, more).plan, SMALL, 512) == more
+    alone = {place: {"tq3": 1.0} for place in places(SMALL)}
+    found = choices_within(alone, SMALL, budget=bits, tails=(tail,), sinks=(0, sink, sink + 1), context=512)
+    assert {choice.plan.sink for choice in found} == {0, sink}
 
 
 # -- Costs ------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.faults import LEARNED, planted, planted_learned, reordered, table_with
+from haarkv.validation.layers.faults import planted, reordered, table_with
+from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
 from haarkv.validation.layers.replay.case import capture, expected, judged, require_expected
 from haarkv.validation.layers.replay.file import dumps, load, loads
 from haarkv.validation.layers.replay.shrink import OneRun, fails_alike, replay_of, shrink
@@ -101,8 +102,8 @@ def test_what_needs_a_third_block_keeps_it():
     model = small_model(resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
     run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
     case = written(run).case
-    assert (case.index, case.tokens, len(case.batch.seq_lens)) == (0, 1, 1)
-    assert 257 <= int(case.batch.seq_lens[0]) < 300
+    assert (case.index, case.tokens, len(case.lengths)) == (0, 1, 1)
+    assert 257 <= case.lengths[0] < 300
     assert case.batch.block_table.tolist() == [[3, 2, 1]]  # the last block first, as it was
 
 
@@ -114,7 +115,7 @@ def test_a_fault_of_two_sequences_keeps_two():
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
     prompts = [random_tokens(SMALL, n, seed=n) for n in (20, 15, 12)]
     case = written(failed(MODEL, make, prompts, steps=2)).case
-    assert len(case.batch.seq_lens) == 2
+    assert len(case.lengths) == 2
     assert case.tokens <= 4
 
 
@@ -129,29 +130,25 @@ def test_a_fault_in_decode_alone_is_cut_out_there():
     assert int(file.case.batch.positions[0]) == 9
 
 
-@pytest.mark.parametrize("kv", ["bf16", "fp8_e4m3", "k=q8_0,v=tq4_seed", "manthan3"])
-def test_every_kind_of_field_survives_the_file(kv):
+KINDS = {
+    "bf16": {}, "fp8_e4m3": {}, "k=q8_0,v=tq4_seed": {}, "manthan3": {},
+    "tq4": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "tq3": {"model_type": "llama", "rope_scaling": YarnScaling(4.0, 128, 1.1)},
+    "tq2": {"model_type": "qwen2", "qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
+    model = small_model(resized(SMALL, **KINDS[kv]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = written(failed(MODEL, make, [random_tokens(SMALL, 6)], kv=kv))
-    assert found(file.case, make)[1:] == ("paged_attention", "fault")
-
-
-FAMILIES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "llama": {"rope_scaling": YarnScaling(4.0, 128, 1.1)},
-    "qwen2": {"qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
-}
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_can_be_cut_and_written(model_type):
-    model = small_model(resized(SMALL, model_type=model_type, **FAMILIES[model_type]))
-    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = written(failed(model, make, [random_tokens(SMALL, 6)]))
+    file = written(failed(model, make, [random_tokens(SMALL, 6)], kv=kv))
     assert found(file.case, make)[1:] == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
-    rope, whole = (of.common.attention.rope for of in (file.case.config, model.config))
-    assert rope.scaling == whole.scaling
+    assert file.case.config.common.attention.rope.scaling == model.config.common.attention.rope.scaling
     assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
 
 
@@ -209,14 +206,14 @@ def test_a_damaged_file_is_refused():
 def test_a_file_that_does_not_fit_together_is_refused():
     """Its SHA-256 is right, and what it says is not."""
     file = loads(content(), "file")
-    batch = file.case.batch
     for case in (
         replace(file.case, hidden=file.case.hidden[:, :-1]),
-        replace(file.case, batch=replace(batch, slot_mapping=batch.slot_mapping + 10**6)),
-        replace(file.case, batch=replace(batch, block_table=batch.block_table + 7)),
-        replace(file.case, batch=replace(batch, seq_lens=batch.seq_lens * 10**5)),
+        replace(file.case, counts=(0,), lengths=(1,)),
+        replace(file.case, counts=(*file.case.counts, 1), lengths=(*file.case.lengths, 1)),
+        replace(file.case, lengths=tuple(length + 128 for length in file.case.lengths)),
+        replace(file.case, lengths=(10**9,)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
-        replace(file.case, config=resized(file.case.config, num_layers=10**8)),
+        replace(file.case, config=resized(file.case.config, num_layers=1025)),
         replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):

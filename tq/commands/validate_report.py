@@ -18,13 +18,13 @@ import click
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import write_whole
-from haarkv.validation.layers.report import FAILS, finite, row_cells
+from haarkv.validation.layers.report import finite, row_cells
 from tq.output import err, print_table, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
     from haarkv.validation.layers.replay.shrink import OneRun
-    from haarkv.validation.layers.report import Finding, Report
+    from haarkv.validation.layers.report import Report, Verdict
     from haarkv.validation.layers.two_runs import Change
 
 
@@ -56,10 +56,10 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
     return software, found
 
 
-def describe(finding: Finding) -> str:
+def describe(finding: Verdict) -> str:
     """Where and why, in one line."""
     place = f"layer {finding.layer}, " if finding.layer is not None else ""
-    reason = finding.reason if finding.reason in FAILS else f"{finding.reason}, no fault"
+    reason = finding.reason if finding.fails else f"{finding.reason}, no fault"
     return f"{finding.phase} {finding.step}, {place}{finding.stage}: {reason} ({finding.detail})"
 
 
@@ -72,7 +72,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first = report.first_divergence
-    what = "first fault" if first and first.reason in FAILS else "first difference"
+    what = "first fault" if first and first.fails else "first difference"
     rows = [
         ("verdict", "passed: no fault" if report.passed else "FAILED"),
         (what, describe(first) if first else "none: equal to the last bit"),

@@ -16,26 +16,18 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
+from haarkv.validation.layers import slack
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.faults import OUT, Fault, Layer
+from haarkv.validation.layers.faults import OUT, SEEN_AS, Fault, Layer
 from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.restored import slack_of_op
 from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
 from haarkv.validation.layers.trial import Run
 from haarkv.validation.layers.window_faults import window_faults
 
-_STAGES = {
-    "store_kv.k": ("input_norm", "k_proj", "k_norm", "k_rope", "store_kv.k"),
-    "store_kv.v": ("input_norm", "v_proj", "store_kv.v"),
-    "attention_mlp": (
-        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
-        "down_proj",
-    ),
-}  # fmt: skip
 _ALONE = ("q_proj", "q_norm", "q_rope", "paged_attention")
 _CONFIG = {
     "RoPE": ("q_rope", "k_rope"), "norms'": ("input_norm", "q_norm", "k_norm", "post_norm"), "positions": ("q_rope", "k_rope"),
@@ -87,7 +79,7 @@ def explain_attention(reference: Reference, call: Call, result: Tensor, stored: 
         stored: the layer's cache as both were given it.
     """
     index, right = call.args[2], call.result
-    allowed = slack_of_op(call, reference.ops)
+    allowed = slack.of_op(call, reference.ops)
     found = []
     for fault in _slips(reference, index):
         if fault.stage != "paged_attention":
@@ -125,8 +117,7 @@ def _candidates(reference: Reference, made: MadeLayer, run: Run) -> Iterator[Fau
             if name == "softmax scale":
                 yield at.attending(f"softmax scale times {factor:g}", steeper(factor))
             elif name == "MLP":
-                scaled = at.projected("down_proj", partial(torch.mul, other=factor))
-                yield Fault(f"the MLP times {factor:g}", index, "down_proj", OUT, scaled)
+                yield from at.projecting(f"the MLP times {factor:g}", "down_proj", partial(torch.mul, other=factor))
             elif name == "attention":
                 yield at.attending(f"attention times {factor:g}", larger(factor))
             elif name == "attention of a head":
@@ -152,7 +143,7 @@ def _narrowed(stage: str, made: MadeLayer, run: Run) -> tuple[str, ...]:
     The first token of a sequence attends to nothing but itself: its attention is its own V, whatever its query and the softmax
     are. If these tokens are right and others are not, the fault lies before attention's sum.
     """
-    every = _STAGES.get(stage, (stage,))
+    every = SEEN_AS.get(stage, (stage,))
     if stage != "attention_mlp":
         return every
     first = made.batch.positions == 0

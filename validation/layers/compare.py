@@ -10,7 +10,7 @@ from torch import Tensor
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.validation.layers.report import ASCEND_COLUMNS
-from haarkv.validation.layers.restored import nearer
+from haarkv.validation.layers.slack import nearer
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def compare_vectors(
         before: [..., N], the residual stream that a layer made `ours` from. A layer that adds little to a long vector
             could add anything and still be near; what it adds is therefore compared too, less the two roundings (of
             the residuals) by which honest results differ.
-        allowed: [...], how far each vector may differ before anything is counted, of `restored.slack`.
+        allowed: [...], how far each vector may differ before anything is counted, of `slack.judged`.
     """
     a, b = ours.double(), nearer(ours, theirs, allowed).double()
     distance, length = (b - a).norm(dim=-1), a.norm(dim=-1)

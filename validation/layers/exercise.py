@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import cast
 
@@ -38,14 +38,6 @@ TINY, HUGE = 0.01, 1000.0
 TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge scales (K or V longer than {HUGE:.0f})"
 
 
-@dataclass(frozen=True)
-class Exercised:
-    """What a run exercised and what it did not, each in words, in the order in which a forward meets it."""
-
-    done: tuple[str, ...]
-    missing: tuple[str, ...]
-
-
 class Exercise:
     """Takes note of what a validation exercises.
 
@@ -69,8 +61,8 @@ class Exercise:
                 self._shortest = min(self._shortest, float(lengths.min()))
                 self._longest = max(self._longest, float(lengths.max()))
 
-    def result(self) -> Exercised:
-        """What has been exercised by now."""
+    def result(self) -> dict[str, bool]:
+        """Whether each thing has been exercised by now, in words, in the order in which a forward meets it."""
         places = self._decoded()
         longest = max(self._lengths) + Schedule.more(self._steps)
         blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
@@ -89,10 +81,7 @@ class Exercise:
         }
         if any(kv_format.lossy for kv_format in self._plan.formats):
             found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
-        found |= self._of_windows()
-        return Exercised(
-            tuple(what for what, done in found.items() if done), tuple(what for what, done in found.items() if not done)
-        )
+        return found | self._of_windows()
 
     def _decoded(self) -> list[int]:
         """Which token behind its prompt each decode step stores, from 0; the one before the last is the first of a verify."""

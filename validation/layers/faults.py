@@ -1,7 +1,7 @@
 """Faults to plant in the reference: published bugs and slips of the pen, each of which a validation must find where it is.
 
-Here are what a fault is, the layer that it is put into, and the published ones. `slips`, `machine_faults` and `window_faults`
-hold the others.
+Here are what a fault is, the layer that it is put into, and the published ones. `slips`, `machine_faults`, `window_faults` and
+`learned_faults` hold the others.
 """
 
 from __future__ import annotations
@@ -20,22 +20,59 @@ from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token
-from haarkv.tq_ops.formats.learned import LearnedFormat
-from haarkv.tq_ops.formats.made_up import calibration
-from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers.parts import Stored, put, quantized, read_as
+from haarkv.validation.layers.parts import Stored, put, quantized
 
 K, V, OUT = "store_kv.k", "store_kv.v", "attention_mlp"
 PACKED = ("k", "v")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What attention is given."""
+
+    q: Tensor
+    cache: PagedKVCache
+    layer: int
+    batch: Batch
+    scale: float
+
+    def again(self, **other: Any) -> Tensor:
+        """What the reference answers where some of it is other."""
+        return reference.paged_attention(*vars(replace(self, **other)).values())
+
+    def by_head(self, **other: Any) -> tuple[Tensor, ...]:
+        """The same, each KV head's part by itself."""
+        return self.again(**other).chunk(self.cache.shape(self.layer).num_kv_heads, 1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `store_kv` is given."""
+
+    k: Tensor
+    v: Tensor
+    cache: PagedKVCache
+    layer: int
+    batch: Batch
+
+    def store(self, **other: Any) -> None:
+        """Store as the reference does where some of it is other."""
+        reference.store_kv(*vars(replace(self, **other)).values())
+
+    def parts(self, k: Tensor | None = None, v: Tensor | None = None, rotated_as: int | None = None) -> Stored:
+        """What every part would hold; of other K and V, or by another layer's rotation."""
+        k, v = self.k if k is None else k, self.v if v is None else v
+        return quantized(self.cache, self.layer, self.batch, k, v, rotated_as)
+
+
 Table = Mapping[str, Callable[..., Any]]
 Spoil = Callable[[Tensor], Tensor]
-Attend = Callable[[Tensor, PagedKVCache, int, Batch, float], Tensor]
-Keep = Callable[[Tensor, Tensor, PagedKVCache, int, Batch], Stored]
+Attend = Callable[[Asked], Tensor]
+Store = Callable[[Given], None]
+Keep = Callable[[Given], Stored]
 """What a layer stores in place of what is right, by part; parts that it leaves out are right."""
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """K and V [T, Hkv, D] fp32 in place of the right ones."""
@@ -82,6 +119,18 @@ DRIVES: Mapping[str, Callable[[Executor], Executor]] = {"ops": lambda executor: 
 """How an executor can be driven: its ops seen one by one, or its layers alone."""
 
 
+SEEN_AS = {
+    K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
+    V: ("input_norm", "v_proj", V),
+    OUT: (
+        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
+        "down_proj",
+    ),
+    "head": ("final_norm", "forward"),
+}  # fmt: skip
+"""What may be wrong where layers can only be run whole, by the stage that shows it; any other stage shows itself."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way of being wrong.
@@ -90,7 +139,6 @@ class Fault:
         name: what is wrong, in words.
         layer: the first layer in which it shows; None for what is around them.
         stage: the op that is wrong, as a recorded op table shows it.
-        seen_as: the same where only whole layers can be run.
         ops: what replaces the reference's ops.
         model: what replaces the model, where its shapes or tables are wrong.
         head: the KV head that is wrong, if it is one.
@@ -101,12 +149,16 @@ class Fault:
     name: str
     layer: int | None
     stage: str
-    seen_as: str
     ops: Table = field(default_factory=dict)
     model: DecoderModel | None = None
     head: int | None = None
     also: tuple[str, ...] = ()
     whole: Whole | None = None
+
+    @property
+    def seen_as(self) -> str:
+        """The stage that shows it where only whole layers can be run."""
+        return next((shown for shown, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
 
     def table(self) -> OpTable:
         """The reference's op table with this fault in it."""
@@ -128,12 +180,9 @@ def table_with(ops: Table) -> OpTable:
 
 def other(change: Change, parts: str | tuple[str, ...] = PACKED) -> Keep:
     """Parts whose names begin so hold other K and V."""
-
-    def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        stored = quantized(cache, layer, batch, *change(k, v))
-        return {name: fields for name, fields in stored.items() if name.startswith(parts)}
-
-    return keep
+    return lambda given: {
+        name: fields for name, fields in given.parts(*change(given.k, given.v)).items() if name.startswith(parts)
+    }
 
 
 def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
@@ -169,36 +218,42 @@ class Layer:
         return self.model.config.heads.num_kv_heads - 1
 
     # -- What is wrong in this layer alone -------------------------------------------------------------------------------
-    def instead(self, op: str, wrong: Callable[..., Any]) -> Table:
+    def instead(self, op: str, wrong: Attend | Store) -> Table:
         """`store_kv` or `paged_attention`, otherwise."""
-        right, place = getattr(reference, op), {"store_kv": 3, "paged_attention": 2}[op]
-        return {op: lambda *given: (wrong if given[place] == self.index else right)(*given)}
+        right, kind = getattr(reference, op), {"store_kv": Given, "paged_attention": Asked}[op]
 
-    def weighed(self, name: str, wrong: Callable[..., Tensor]) -> Table:
-        """`rms_norm` or `linear` by one weight, otherwise."""
-        op, own = "rms_norm" if name.endswith("norm") else "linear", self.weight(name)
+        def run(*args: Any) -> Any:
+            given: Any = kind(*args)
+            return wrong(given) if given.layer == self.index else right(*args)
+
+        return {op: run}
+
+    def weighing(self, name: str, weight: str, wrong: Callable[..., Tensor], also: tuple[str, ...] = ()) -> list[Fault]:
+        """`rms_norm` or `linear` by one weight is wrong; none where the family has no such weight."""
+        op, own = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
         right = getattr(reference, op)
-        return {op: lambda *given: (wrong if given[1] is own else right)(*given)}
+        table = {op: lambda *given: (wrong if given[1] is own else right)(*given)}
+        return [] if own is None else [Fault(name, self.index, weight, table, also=also)]
 
-    def projected(self, name: str, spoil: Spoil) -> Table:
-        """`linear` by one weight, its result spoilt."""
-        return self.weighed(name, lambda *given: spoil(reference.linear(*given)))
+    def projecting(self, name: str, weight: str, spoil: Spoil) -> list[Fault]:
+        """The result of `linear` by one weight is wrong; none where the family has no such weight."""
+        return self.weighing(name, weight, lambda *given: spoil(reference.linear(*given)))
 
     def attending(self, name: str, attend: Attend, head: int | None = None) -> Fault:
         """Attention is wrong."""
-        return Fault(name, self.index, "paged_attention", OUT, self.instead("paged_attention", attend), head=head)
+        return Fault(name, self.index, "paged_attention", self.instead("paged_attention", attend), head=head)
 
-    def storing(self, name: str, where: str, store: Callable[..., None], head: int | None = None) -> Fault:
+    def storing(self, name: str, where: str, store: Store, head: int | None = None) -> Fault:
         """Storing is wrong."""
-        return Fault(name, self.index, where, where, self.instead("store_kv", store), head=head)
+        return Fault(name, self.index, where, self.instead("store_kv", store), head=head)
 
     def keeping(self, name: str, where: str, keep: Keep, head: int | None = None) -> Fault:
         """Some parts of what is stored are wrong; of one head, if that is named."""
 
-        def store(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            kept = keep(k, v, cache, layer, batch)
-            reference.store_kv(k, v, cache, layer, batch)
-            put(cache, layer, batch, kept)
+        def store(given: Given) -> None:
+            kept = keep(given)
+            given.store()
+            put(given.cache, given.layer, given.batch, kept)
 
         return self.storing(name, where, store, head)
 
@@ -211,49 +266,38 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
         model: which a faulty op recognises the layer by.
         layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
     """
-    at, dim, group = (
-        Layer(model, layer),
-        model.config.heads.head_dim,
-        model.config.heads.num_heads // model.config.heads.num_kv_heads,
-    )
-    mlp_out, down = next((f, t) for f, _, t in model.weights.layers[layer].named() if f.endswith("down_proj"))
-    attention = reference.paged_attention
+    at, heads = Layer(model, layer), model.config.heads
+    group = heads.num_heads // heads.num_kv_heads
     # Rotated as usual, this is x rotated by the transposed rotation.
     twice_back = at.rotation.T @ at.rotation.T
 
-    def without_mlp(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.zeros(len(x), len(weight)) if weight is down else reference.linear(x, weight)
-
-    def next_slot(k: Tensor, v: Tensor, cache: PagedKVCache, index: int, batch: Batch) -> None:
-        reference.store_kv(k, v, cache, index, replace(batch, slot_mapping=batch.slot_mapping + 1))
-
-    def next_rotation(k: Tensor, v: Tensor, cache: PagedKVCache, index: int, batch: Batch) -> Stored:
-        return quantized(cache, index, batch, k, v, rotated_as=index + 1)
+    def next_slot(given: Given) -> None:
+        given.store(batch=replace(given.batch, slot_mapping=given.batch.slot_mapping + 1))
 
     return [
         at.keeping("a transposed rotation", K, other(lambda k, v: (k @ twice_back, v @ twice_back))),
         at.keeping("swapped nibbles", K, _codes(_swapped, "kv")),
         at.keeping("K stored as V", V, other(lambda k, _: (k, k))),
         at.storing("a slot off by one", "untouched_slots", next_slot),
-        at.attending("zero output", lambda q, *_: torch.zeros_like(q)),
+        at.attending("zero output", lambda asked: torch.zeros_like(asked.q)),
         at.keeping("random K codes", K, _codes(_random, "k")),
-        at.keeping("another layer's rotation", K, next_rotation),
-        Fault("rotations seeded in sequence", 1, K, K, _sequential(dim)),
-        at.attending("the first two of five Q heads corrupted", lambda *given: _first_two_heads(attention(*given), group)),
-        at.storing("K and V not written", K, lambda *_: None),
-        at.attending("one NaN", lambda *given: _one_nan(attention(*given))),
-        Fault("an MLP left out", layer, mlp_out, OUT, {"linear": without_mlp}),
+        at.keeping("another layer's rotation", K, lambda given: given.parts(rotated_as=given.layer + 1)),
+        Fault("rotations seeded in sequence", 1, K, _sequential(heads.head_dim)),
+        at.attending("the first two of five Q heads corrupted", lambda asked: _first_two_heads(asked.again(), group)),
+        at.storing("K and V not written", K, lambda _: None),
+        at.attending("one NaN", lambda asked: _one_nan(asked.again())),
+        *at.projecting("an MLP left out", "down_proj", torch.zeros_like),
     ]
 
 
 def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
     """Codes of K or V spoilt, which is told whether each level has a byte of its own."""
 
-    def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        stored = quantized(cache, layer, batch, k, v)
-        codes = {side: stored[side]["codes"] for side in sides}
+    def keep(given: Given) -> Stored:
+        stored, dim = given.parts(), given.k.shape[-1]
         return {
-            side: stored[side] | {"codes": spoil(packed, packed.shape[-1] == k.shape[-1])} for side, packed in codes.items()
+            side: stored[side] | {"codes": spoil(stored[side]["codes"], stored[side]["codes"].shape[-1] == dim)}
+            for side in sides
         }
 
     return keep
@@ -308,66 +352,6 @@ def _sequential(dim: int) -> Table:
         return (out.float() @ there(layer).T).to(q.dtype)
 
     return {"store_kv": store_kv, "paged_attention": paged_attention}
-
-
-# -- Learned coordinates ---------------------------------------------------------------------------------------------------
-_K_NIBBLES, _V_NIBBLES = 208, 128
-LEARNED = f"k=lr{_K_NIBBLES},v=lr{_V_NIBBLES}"
-"""Formats for faults in learned coordinates: K's have third levels, and V's as many levels as numbers."""
-
-
-def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
-    """Faults in what was learned, in one layer each, for a cache in `LEARNED` of made-up coordinates.
-
-    Args:
-        model, layer: as in `planted`.
-    """
-    assert model.config.heads.num_kv_heads > 1, "heads can be exchanged where there are two"
-    config, at, exchanged = model.config, Layer(model, layer), "two heads' matrices exchanged"
-    learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-    k, v = learned.format("k", _K_NIBBLES), learned.format("v", _V_NIBBLES)
-
-    def storing(name: str, side: str, wrong: LearnedFormat) -> Fault:
-        def keep(k: Tensor, v: Tensor, _cache: PagedKVCache, index: int, _batch: Batch) -> Stored:
-            return {side: by_token(wrong.quantize((k if side == "k" else v).transpose(0, 1), index))}
-
-        return at.keeping(name, f"store_kv.{side}", keep)
-
-    def reading(name: str, k_format: KVFormat, v_format: KVFormat) -> Fault:
-        def attend(q: Tensor, cache: PagedKVCache, index: int, batch: Batch, scale: float) -> Tensor:
-            return reference.paged_attention(q, read_as(cache, index, formats=(k_format, v_format)), index, batch, scale)
-
-        return at.attending(name, attend)
-
-    return [
-        storing(exchanged, "k", k.altered(_exchanged)),
-        storing("a mean left out of K", "k", k.altered(_without_mean)),
-        storing("a mean left out of V", "v", v.altered(_without_mean)),
-        storing("steps of the stages swapped", "k", k.altered(_swapped_steps)),
-        storing("coordinates transposed", "v", v.altered(_transposed)),
-        reading(f"{exchanged} in attention", k.altered(_exchanged), v),
-        reading("V's mean left out of the output", k, v.altered(_without_mean)),
-        reading("steps of the stages swapped in attention", k.altered(_swapped_steps), v),
-        reading("V's rows transposed", k, v.altered(_transposed)),
-    ]
-
-
-def _exchanged(right: Coordinates) -> Coordinates:
-    return replace(right, forward=right.forward.roll(1, 0), rows=right.rows.roll(1, 0))
-
-
-def _without_mean(right: Coordinates) -> Coordinates:
-    return replace(right, mean=torch.zeros_like(right.mean))
-
-
-def _swapped_steps(right: Coordinates) -> Coordinates:
-    first, second, third = right.steps
-    factor = torch.tensor([1.0, third / second, second / third])[right.owners // right.mean.shape[1]]
-    return replace(right, steps=(first, third, second), rows=right.rows * factor.unsqueeze(-1))
-
-
-def _transposed(right: Coordinates) -> Coordinates:
-    return replace(right, forward=right.forward.mT.contiguous(), rows=right.rows.mT.contiguous())
 
 
 # -- No fault ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
-from haarkv.validation.layers import large_scores
+from haarkv.validation.layers import slack
 from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
@@ -21,7 +21,6 @@ from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.report import Verdict, first
-from haarkv.validation.layers.restored import nearer, slack_of_op
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
 from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
 from haarkv.validation.layers.windows import without_unread
@@ -118,20 +117,21 @@ class Forced:
             found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and alone and not hidden.fails:
-            result = nearer(expected, outcome.result, allowed)
+            result = slack.nearer(expected, outcome.result, allowed)
             hidden = self._numbers(made, run, expected, result) or hidden
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
 
     def _judge_hidden(self, made: MadeLayer, run: Run, expected: Tensor, stored_well: bool) -> tuple[Verdict, Tensor | None]:
         """A run's hidden states, and what its vectors may differ by: for ties, and for rounded scores where that is needed."""
-        result, allowed = run.outcome.result, None
-        if stored_well and not torch.equal(expected, result):
-            allowed = self.reference.slack(made, run.stored)
-        verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
-        if stored_well and verdict.fails and (scores := self.reference.score_slack(made, run.stored)) is not None:
-            allowed = large_scores.added(allowed, scores)
-            verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
-        return verdict, allowed
+        result = run.outcome.result
+
+        def judge(allowed: Tensor | None) -> Verdict:
+            return judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
+
+        if not stored_well or not self.reference.records or torch.equal(expected, result):
+            return judge(None), None
+        read = self.reference.as_read(made, run.stored)
+        return slack.judged(judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index)
 
     def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
         """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
@@ -195,14 +195,12 @@ class Forced:
         result: Any = run.outcome.result  # of `store_kv` none is right
         cache, index, intact = self.reference.cache, made.index, not run.outcome.problem
         if call.op != "store_kv":
-            differs = _same_kind(call.result, result) and not torch.equal(call.result, result)
-            allowed = slack_of_op(call, self.reference.ops) if differs else None
-            verdict = judge_op(call, result, intact, self.limits, allowed)
-            if verdict.reason == "fault" and (scores := large_scores.slack_of_op(call, self.reference.ops)) is not None:
-                allowed = large_scores.added(allowed, scores)
-                verdict = judge_op(call, result, intact, self.limits, allowed)
+            judge = partial(judge_op, call, result, intact, self.limits)
+            verdict, allowed = judge(None), None
+            if call.op == "paged_attention" and verdict.reason and _same_kind(call.result, result):
+                verdict, allowed = slack.judged(judge, *slack.attending(call, self.reference.ops))
             if verdict.reason == "rounding" and self.ledger:
-                counted = nearer(call.result, result, allowed)
+                counted = slack.nearer(call.result, result, allowed)
                 found = errors_of_op(call, counted, self.reference.ops, cache.shape(made.index).num_kv_heads)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]

@@ -17,12 +17,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers import large_scores
 from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
-from haarkv.validation.layers.restored import restores, slack
+from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
 
@@ -40,6 +39,10 @@ class Forward:
     step: int
     token_ids: Tensor
     batch: Batch
+
+    def found(self, verdict: Verdict, layer: int | None) -> Verdict:
+        """The same verdict, with its place."""
+        return replace(verdict, phase=self.phase, step=self.step, layer=layer)
 
     @property
     def predicted(self) -> Tensor:
@@ -111,13 +114,18 @@ class Schedule:
         has_ring = any(map(self.plan.ring_tokens, self.plan.formats))
         return min(PREFILL_CHUNK, KEPT_CHUNK) if has_ring else PREFILL_CHUNK
 
-    def new_cache(self, model: DecoderModel) -> PagedKVCache:
-        """An empty cache with room for all of it, and a block and a row that nobody owns."""
-        return new_cache(self.plan, model.config, sum(self._blocks) + 1)
+    @property
+    def num_blocks(self) -> int:
+        """Room for all of it, and a block and a row that nobody owns."""
+        return sum(self._blocks) + 1
 
-    def paging(self, cache: PagedKVCache) -> PagedSequences:
+    def new_cache(self, model: DecoderModel) -> PagedKVCache:
+        """An empty cache."""
+        return new_cache(self.plan, model.config, self.num_blocks)
+
+    def paging(self) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
-        paging = PagedSequences(cache.num_blocks, cache.block_size, range(cache.num_blocks - 1, -1, -1))
+        paging = PagedSequences(self.num_blocks, BLOCK_SIZE, range(self.num_blocks - 1, -1, -1))
         for _ in self.prompts:
             paging.add()
         return paging
@@ -152,20 +160,20 @@ class Schedule:
         for step, begin in enumerate(range(0, max(map(len, self.prompts)), self.chunk)):
             rows = [row for row, prompt in enumerate(self.prompts) if begin < len(prompt)]
             pieces = [self.prompts[row][begin : begin + self.chunk] for row in rows]
-            batch = self._batch(paging, rows, [len(piece) for piece in pieces])
+            batch = self.batch(paging, rows, [len(piece) for piece in pieces])
             forwards.append((rows, Forward("prefill", step, torch.tensor([t for p in pieces for t in p]), batch)))
         return forwards
 
     def _decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
         """One more token [B] of every prompt."""
         rows = list(range(len(self.prompts)))
-        return Forward("decode", step, tokens, self._batch(paging, rows, [1] * len(rows)))
+        return Forward("decode", step, tokens, self.batch(paging, rows, [1] * len(rows)))
 
     def _verify(self, tokens: Tensor, paging: PagedSequences) -> Forward:
         """One more token [B] of every prompt, and drafted ones behind it: those that the prompt begins with."""
         drafted = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verified, strict=True)]
         ids = [token for first, drafts in zip(tokens.tolist(), drafted, strict=True) for token in (first, *drafts)]
-        batch = self._batch(paging, list(range(len(drafted))), [1 + len(drafts) for drafts in drafted])
+        batch = self.batch(paging, list(range(len(drafted))), [1 + len(drafts) for drafts in drafted])
         return Forward("verify", 0, torch.tensor(ids), batch)
 
     @property
@@ -173,10 +181,10 @@ class Schedule:
         """Tokens of each sequence in a verify, at most; a prompt lends no more drafted ones than it has."""
         return [1 + _DRAFTED - row % (1 + _DRAFTED) for row in range(len(self.prompts))]
 
-    def _batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
+    def batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
         """The next tokens. The last row comes first, too: it is not the sequence's number."""
         batch = paging.batch(sequences, counts)
-        return replace(batch, rows=sum(self._blocks) - batch.rows)
+        return replace(batch, rows=self.num_blocks - 1 - batch.rows)
 
 
 class Reference:
@@ -271,22 +279,10 @@ class Reference:
         Args:
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        return self._over(self.as_read(made, stored), made, exact)
+        return self.over(self.as_read(made, stored), made, exact=exact)
 
-    def slack(self, made: MadeLayer, stored: Stored) -> Tensor | None:
-        """How far ties of restored vectors may move hidden states [T] after such a layer; None if it restores none."""
-        if not self.records or not restores(self.cache, made.index):
-            return None
-        return slack(lambda drawn: self._over(drawn, made, True), self.as_read(made, stored), made.index)
-
-    def score_slack(self, made: MadeLayer, stored: Stored) -> Tensor | None:
-        """How far rounded scores may move hidden states [T] after such a layer; None where ops do not run by themselves."""
-        if not self.records:
-            return None
-        return large_scores.slack(lambda drawn: self._over(drawn, made, True), self.as_read(made, stored), made.index)
-
-    def _over(self, cache: PagedKVCache, made: MadeLayer, exact: bool) -> Tensor:
-        """Hidden states after a layer that stores nothing and attends to what is there."""
+    def over(self, cache: PagedKVCache, made: MadeLayer, *, exact: bool) -> Tensor:
+        """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`."""
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
         return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
 

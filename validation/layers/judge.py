@@ -16,7 +16,7 @@ from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Reason, Verdict
-from haarkv.validation.layers.restored import nearer
+from haarkv.validation.layers.slack import nearer
 from haarkv.validation.layers.trial import Strays
 
 
@@ -94,7 +94,7 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed
     """One op that was given what the reference's was given.
 
     Args:
-        allowed: by how much each vector of the result may differ beside that, of `slack_of_op`.
+        allowed: by how much each vector of the result may differ beside that, of `slack.of_op`.
     """
     if not intact:
         return Verdict.broken(call.stage, "changed the inputs that it was given")

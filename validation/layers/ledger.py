@@ -134,9 +134,9 @@ class Ledger:
         return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
 
     # -- The whole run -------------------------------------------------------------------------------------------------
-    def totals(self) -> list[tuple[int | None, Verdict]]:
-        """What only all layers together show; with the layer that shows it most."""
-        found: list[tuple[int | None, Verdict]] = []
+    def totals(self) -> list[Verdict]:
+        """What only all layers together show, of the layer that shows it most."""
+        found: list[Verdict] = []
         for drive, name in dict.fromkeys((drive, name) for drive, _, name in self._stored):
             by_layer = {layer: kept for (key, layer, part), kept in self._stored.items() if (key, part) == (drive, name)}
             if sum(kept.chances is not None for kept in by_layer.values()) < 2:
@@ -145,12 +145,13 @@ class Ledger:
             log10, words = min(_rates(reduce(add, by_layer.values()), slice(None), part.title))
             if log10 < _LIMIT:
                 most = min(by_layer, key=lambda layer: min(_rates(by_layer[layer], slice(None), part.title))[0])
-                verdict = Verdict(part.stage, "fault", -log10, -_LIMIT, f"all layers together: {words}")
-                found.append((most, verdict))
+                detail = f"all layers together: {words}"
+                found.append(Verdict(part.stage, "fault", -log10, -_LIMIT, detail, layer=most))
         for key, total in self._errors.items():
             share, verdict = _judge_errors(key[2], key[3], total)
             if key[1] is None and share > 1:
-                found.append((self._most(key), replace(verdict, detail=f"all layers together: {verdict.detail}")))
+                detail = f"all layers together: {verdict.detail}"
+                found.append(replace(verdict, detail=detail, layer=self._most(key)))
         return found
 
     def _most(self, key: _Key) -> int | None:

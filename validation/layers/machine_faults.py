@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import dense
-from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Layer, Mistaken, V, Whole, other
+from haarkv.validation.layers.faults import Asked, Attend, Fault, K, Layer, Mistaken, V, Whole, other
 from haarkv.validation.layers.parts import read_as
 from haarkv.validation.layers.slips import last_positions, with_bases, with_tables
 
@@ -68,11 +68,11 @@ def _tables(model: DecoderModel, layer: int) -> Iterator[Fault]:
         "RoPE's frequencies rounded to BF16": {"frequencies": _rounded},
         "positions count on to the next sequence": {"positions": lambda positions: torch.arange(len(positions))},
     }.items():
-        yield Fault(name, 0, K, K, model=with_tables(model, **how))
+        yield Fault(name, 0, K, model=with_tables(model, **how))
     for words, factor in (("half", 0.5), ("1 % off", 1.01)):
         other = with_bases(model, factor)
         one = _OneRope(model.config, model.weights, model.ropes, model.ranks, layer, other.ropes)
-        yield Fault(f"RoPE's base {words} in one layer", layer, K, K, model=one)
+        yield Fault(f"RoPE's base {words} in one layer", layer, K, model=one)
 
 
 _STEP = 16
@@ -80,21 +80,15 @@ _STEP = 16
 
 
 def _kernels(at: Layer) -> Iterator[Fault]:
-    config, attention = at.model.config, reference.paged_attention
+    heads = at.model.config.heads
 
-    def one_head_on(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-        return attention(q.roll(-1, 1).contiguous(), cache, layer, batch, scale).roll(1, 1)
-
-    def a_thread_idle(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-        out = attention(q, cache, layer, batch, scale).clone()
+    def a_thread_idle(asked: Asked) -> Tensor:
+        out = asked.again().clone()
         out[len(out) // 2 : 3 * len(out) // 4] = 0
         return out
 
-    def half_the_dim(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, _: float) -> Tensor:
-        return attention(q, cache, layer, batch, 1 / math.sqrt(q.shape[2] / 2))
-
     def by_dim(y: Tensor) -> Tensor:
-        return y.view(len(y), config.heads.head_dim, config.heads.num_kv_heads).transpose(1, 2).flatten(1)
+        return y.view(len(y), heads.head_dim, heads.num_kv_heads).transpose(1, 2).flatten(1)
 
     def in_bf16(x: Tensor, weight: Tensor) -> Tensor:
         sums = torch.zeros(len(x), len(weight))
@@ -102,13 +96,14 @@ def _kernels(at: Layer) -> Iterator[Fault]:
             sums = _rounded(sums + reference.linear(some.contiguous(), part.contiguous()))
         return sums
 
-    if config.heads.num_kv_heads > 1:
-        yield at.attending("query heads one off their KV head", one_head_on)
-        yield Fault("V's heads and coordinates exchanged", at.index, "v_proj", V, at.projected("v_proj", by_dim))
+    if heads.num_kv_heads > 1:
+        yield at.attending(
+            "query heads one off their KV head", lambda asked: asked.again(q=asked.q.roll(-1, 1).contiguous()).roll(1, 1)
+        )
+        yield from at.projecting("V's heads and coordinates exchanged", "v_proj", by_dim)
     yield at.attending("a quarter of the rows is left to a thread that never runs", a_thread_idle)
-    yield at.attending("softmax scale of half the head_dim", half_the_dim)
-    if at.weight("o_proj") is not None:
-        yield Fault("o_proj's sums kept in BF16", at.index, "o_proj", OUT, at.weighed("o_proj", in_bf16))
+    yield at.attending("softmax scale of half the head_dim", lambda asked: asked.again(scale=(asked.q.shape[2] / 2) ** -0.5))
+    yield from at.weighing("o_proj's sums kept in BF16", "o_proj", in_bf16)
 
 
 def _cut_off(at: Layer) -> Iterator[Fault]:
@@ -120,18 +115,17 @@ def _cut_off(at: Layer) -> Iterator[Fault]:
     def product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         return cut_off(reference.silu_mul(gate, up, torch.float32)).to(dtype)
 
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-        return cut_off(reference.paged_attention(q.float(), cache, layer, batch, scale)).to(q.dtype)
+    def attend(asked: Asked) -> Tensor:
+        return cut_off(asked.again(q=asked.q.float())).to(asked.q.dtype)
 
     def direction(x: Tensor) -> Tensor:
         length: Tensor = x.norm(dim=-1, keepdim=True)
         return cut_off(x / length) * length
 
     # K is normed again, so the length that this takes away shows in V.
-    for name, where, also in (("input_norm", K, (V,)), ("post_norm", OUT, ())):
-        if at.weight(name) is not None:
-            yield Fault(f"{name} cut off, not rounded", at.index, name, where, at.weighed(name, norm), also=also)
-    yield Fault("SwiGLU's product cut off, not rounded", 0, "silu_mul", OUT, {"silu_mul": product})
+    yield from at.weighing("input_norm cut off, not rounded", "input_norm", norm, also=(V,))
+    yield from at.weighing("post_norm cut off, not rounded", "post_norm", norm)
+    yield Fault("SwiGLU's product cut off, not rounded", 0, "silu_mul", {"silu_mul": product})
     yield at.attending("attention's output cut off, not rounded", attend)
     yield at.keeping("K and V's directions cut off, not rounded", K, other(lambda k, v: (direction(k), direction(v))))
 
@@ -141,7 +135,7 @@ def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
     """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `layer_faults`."""
     rounded = with_tables(model, lambda positions: positions.bfloat16().long())  # exact up to 256
     return [
-        Fault("positions rounded to BF16", 0, K, K, model=rounded),
+        Fault("positions rounded to BF16", 0, K, model=rounded),
         Layer(model, layer).attending("K's scales are read from the block before", _neighbours(0)),
         Layer(model, layer).attending("V's scales are read from the block before", _neighbours(1)),
     ]
@@ -150,14 +144,15 @@ def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
 def _neighbours(side: int) -> Attend:
     """Attention that reads the scales of each block but the first from the one before it."""
 
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+    def attend(asked: Asked) -> Tensor:
+        cache, layer = asked.cache, asked.layer
         pair = [cache.k_fields(layer), cache.v_fields(layer)]
         scales = pair[side]["scale"].clone()
-        for blocks in cache.placed(layer, batch).block_table.long():
+        for blocks in cache.placed(layer, asked.batch).block_table.long():
             owned = blocks[blocks >= 0]
             scales[owned[1:]] = pair[side]["scale"][owned[:-1]]
         pair[side] = pair[side] | {"scale": scales}
-        return reference.paged_attention(q, read_as(cache, layer, fields=(pair[0], pair[1])), layer, batch, scale)
+        return asked.again(cache=read_as(cache, layer, fields=(pair[0], pair[1])))
 
     return attend
 
@@ -178,8 +173,8 @@ def forward_faults(model: DecoderModel) -> list[Fault]:
         "a step counts on behind tokens that were taken back": _counts_on,
     }
     return [
-        Fault("the last norm without its weight", None, "final_norm", "head", {"rms_norm": plain}),
-        *(Fault(name, None, "forward", "head", whole=forward) for name, forward in whole.items()),
+        Fault("the last norm without its weight", None, "final_norm", {"rms_norm": plain}),
+        *(Fault(name, None, "forward", whole=forward) for name, forward in whole.items()),
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from haarkv.validation.html import SORTING, Bar, Line, distances, document, facts, plot, table
 from haarkv.validation.layers.judge import bounds_of
-from haarkv.validation.layers.report import FAILS, LayerRow, Mode, Report, row_cells
+from haarkv.validation.layers.report import LayerRow, Mode, Report, row_cells
 
 _WORDS: Mapping[Mode, str] = {"teacher-forced": "each layer alone", "free-running": "layers in a row"}
 
@@ -64,7 +64,7 @@ def _reason(report: Report) -> str:
         return said + _unexercised(report)
     where = escape(f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage)
     head = f" (KV head {found.head})" if found.head is not None else ""
-    if found.reason in FAILS:
+    if found.fails:
         said = f'<p>First fault: <strong class="bad">{where}: {found.reason}</strong>{head} in '
     else:
         said = f"<p><strong>No fault.</strong> First difference: {where}: {found.reason}, no fault{head}, in "
@@ -151,7 +151,7 @@ def _tensor_table(report: Report) -> str:
         for s in report.tensors
     ]  # fmt: skip
     columns = ["tensor", "layer", "found", "of its bound", "error", "bound", "forward"]
-    return table(columns, rows, 4, [s.reason in FAILS or not s.error <= s.bound for s in report.tensors], sorts=True)
+    return table(columns, rows, 4, [s.fails or not s.error <= s.bound for s in report.tensors], sorts=True)
 
 
 def _sums(report: Report) -> str:

@@ -83,50 +83,39 @@ class LogitRow:
     predictions: int
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Where two executors differ.
-
-    Attributes:
-        layer: None for the head and the whole forward.
-        stage: the op; for a fused layer, the output that can be seen.
-        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them;
-            "unstable": the executor differs from itself on the same inputs.
-        detail: in words, with figures.
-        head: the one KV head that is wrong, if it is one.
-        stages: the ops that may be wrong where a layer is one program; empty where `stage` is the op.
-        causes: what gives the executor's output when it is put into the reference, in words; the best first.
-    """
-
-    phase: str
-    step: int
-    layer: int | None
-    stage: str
-    reason: Reason
-    detail: str
-    head: int | None = None
-    stages: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
+FOUND = ("phase", "step", "layer", "stage", "reason", "detail", "head", "stages", "causes")
+"""What is written of a first divergence."""
+_MEASURED = ("stage", "error", "bound", "phase", "step", "layer", "reason")
+"""What is written of each stage and tensor."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found at one stage of one forward.
+    """What was found at one stage, and where; of several forwards, the worst.
 
     Attributes:
-        reason: None if there is not a bit of difference.
+        stage: the op; for a fused layer, the output that can be seen.
+        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them;
+            "unstable": the executor differs from itself on the same inputs; None if there is not a bit of difference.
         error, bound: the figure that comes nearest to its bound, and that bound.
-        detail, head, stages, causes: as in `Finding`.
+        detail: in words, with figures.
+        head: the one KV head that is wrong, if it is one.
+        stages: the ops that may be wrong where a layer is one program; empty where `stage` is the op.
+        causes: what gives the executor's output when it is put into the reference, in words; the best first.
+        phase, step, layer: where it was; no layer for the head and the whole forward.
     """
 
     stage: str
     reason: Reason | None
     error: float
     bound: float
-    detail: str
+    detail: str = ""
     head: int | None = None
     stages: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    phase: str = ""
+    step: int = 0
+    layer: int | None = None
 
     @classmethod
     def broken(cls, stage: str, detail: str, reason: Reason = "fault") -> Verdict:
@@ -138,10 +127,16 @@ class Verdict:
         """Whether it fails a run."""
         return self.reason in FAILS
 
-    def at(self, phase: str, step: int, layer: int | None) -> Finding:
-        """The same with its place; what is equal is no finding."""
-        assert self.reason is not None
-        return Finding(phase, step, layer, self.stage, self.reason, self.detail, self.head, self.stages, self.causes)
+    @property
+    def share(self) -> float:
+        """The error divided by its bound; infinite if it is NaN."""
+        if self.reason is None and not self.error:
+            return 0.0
+        return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
+
+    def described(self, names: Sequence[str] = FOUND) -> dict[str, Any]:
+        """Some of it, for JSON."""
+        return {name: getattr(self, name) for name in names}
 
 
 def first(verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -175,48 +170,22 @@ class Measured:
     share: float | None
 
 
-@dataclass(frozen=True)
-class StageSummary:
-    """The largest error of a stage, in one layer or in all, over all forwards.
-
-    Attributes:
-        error, bound: the figure that comes nearest to its bound, and that bound.
-        phase, step, layer: where it was.
-        reason: the worst that was found; None if every bit is equal.
-    """
-
-    stage: str
-    error: float
-    bound: float
-    phase: str
-    step: int
-    layer: int | None
-    reason: Reason | None = None
-
-    @property
-    def share(self) -> float:
-        """The error divided by its bound; infinite if it is NaN."""
-        if self.reason is None and not self.error:
-            return 0.0
-        return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
-
-
 _SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
 
 
-def _worse(one: StageSummary, other: StageSummary) -> StageSummary:
+def _worse(one: Verdict, other: Verdict) -> Verdict:
     """Of two, the one that is nearer to its bound, with the worse reason of both."""
     reason = max((one.reason, other.reason), key=_SEVERITY.__getitem__)
-    failing = [summary for summary in (one, other) if summary.reason in FAILS]
-    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda summary: summary.share), reason=reason)
+    failing = [verdict for verdict in (one, other) if verdict.fails]
+    return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda verdict: verdict.share), reason=reason)
 
 
-def worst(summaries: Iterable[StageSummary], by_layer: bool) -> tuple[StageSummary, ...]:
+def worst(verdicts: Iterable[Verdict], by_layer: bool) -> tuple[Verdict, ...]:
     """The worst of each stage, or of each stage of each layer, in the order of a forward; last those of no layer."""
-    found: dict[tuple[str, int | None], StageSummary] = {}
-    for summary in summaries:
-        key = summary.stage, summary.layer if by_layer else None
-        found[key] = _worse(found[key], summary) if key in found else summary
+    found: dict[tuple[str, int | None], Verdict] = {}
+    for verdict in verdicts:
+        key = verdict.stage, verdict.layer if by_layer else None
+        found[key] = _worse(found[key], verdict) if key in found else verdict
 
     def place(key: tuple[str, int | None]) -> tuple[bool, int, int]:
         return key[1] is None, key[1] or 0, _ORDER.get(key[0], _MLP)
@@ -244,11 +213,11 @@ class Report:
     prompt_tokens: tuple[int, ...]
     steps: int
     passed: bool
-    first_divergence: Finding | None
+    first_divergence: Verdict | None
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
-    stages: tuple[StageSummary, ...]
-    tensors: tuple[StageSummary, ...] = ()
+    stages: tuple[Verdict, ...]
+    tensors: tuple[Verdict, ...] = ()
     tests: tuple[Measured, ...] = ()
     exercised: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
@@ -278,7 +247,7 @@ def joined(report: Report, other: Report, prefix: str) -> Report:
         report,
         prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
         passed=report.passed and other.passed,
-        first_divergence=next((finding for finding in findings if finding.reason in FAILS), next(iter(findings), None)),
+        first_divergence=next((finding for finding in findings if finding.fails), next(iter(findings), None)),
         rows=(*report.rows, *map(renamed, other.rows)),
         logits=(*report.logits, *map(renamed, other.logits)),
         stages=worst((*report.stages, *map(renamed, other.stages)), by_layer=False),
@@ -304,6 +273,9 @@ def as_json(report: Report) -> dict[str, Any]:
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]
+    plain["first_divergence"] = report.first_divergence.described() if report.first_divergence else None
+    for name in ("stages", "tensors"):
+        plain[name] = [verdict.described(_MEASURED) for verdict in getattr(report, name)]
     written: dict[str, Any] = finite(plain)
     return written
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,13 +24,10 @@ from haarkv.validation.layers.judge import StoredComparison, bounds_of, compare_
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, load, poison
 from haarkv.validation.layers.report import (
-    FAILS,
-    Finding,
     LayerRow,
     LogitRow,
     Mode,
     Report,
-    StageSummary,
     Verdict,
     first,
     worst,
@@ -66,7 +64,7 @@ def validate(
         repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
             What is found to be wrong is run again in any case.
         explains: layers without visible ops whose faults are explained: likely causes are put into the reference, a few dozen
-            runs of the layer, and `Finding.causes` says which of them give the same output.
+            runs of the layer, and `Verdict.causes` says which of them give the same output.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
@@ -117,18 +115,18 @@ class _Validation:
         self.free = Free(self.reference, candidate, ops, self.limits, self.forced.repeats)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
-        self.summaries: list[StageSummary] = []
+        self.verdicts: list[Verdict] = []
         # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
-        self.found: list[Finding] = []
-        self.late: list[Finding] = []
+        self.found: list[Verdict] = []
+        self.late: list[Verdict] = []
 
     def run(self) -> Report:
         """Every forward, in order."""
         weights = _fingerprint(self.model.weights)
-        self.schedule.run(self.schedule.paging(self.reference.cache), self._forward)
+        self.schedule.run(self.schedule.paging(), self._forward)
         if _fingerprint(self.model.weights) != weights:
             changed = Verdict.broken("weights", "the model's weights were changed while it ran")
-            self.found.append(changed.at(self.rows[-1].phase, self.rows[-1].step, None))
+            self.found.append(replace(changed, phase=self.rows[-1].phase, step=self.rows[-1].step))
         return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
     def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
@@ -142,17 +140,18 @@ class _Validation:
         """What was found, of so many rows."""
         if self.rows:
             last = self.rows[-1]
-            self.found += [verdict.at(last.phase, last.step, layer) for layer, verdict in self.ledger.totals()]
+            self.found += [replace(verdict, phase=last.phase, step=last.step) for verdict in self.ledger.totals()]
         exercised = self.exercise.result()
-        faults = [finding for finding in (*self.found, *self.late) if finding.reason in FAILS]
+        faults = [found for found in (*self.found, *self.late) if found.fails]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
-            stages=worst(self.summaries, by_layer=False), tensors=worst(self.summaries, by_layer=True),
-            tests=self.ledger.measured(), exercised=exercised.done, not_exercised=exercised.missing,
+            stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
+            tests=self.ledger.measured(), exercised=tuple(what for what, done in exercised.items() if done),
+            not_exercised=tuple(what for what, done in exercised.items() if not done),
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -191,7 +190,7 @@ class _Validation:
         self._row(made, "free-running", compared, made.hidden_out, result, wrong is None)
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
-            late.append(wrong.at(made.forward.phase, made.forward.step, made.index))
+            late.append(made.forward.found(wrong, made.index))
         right = made.hidden_out.float()
         off: Tensor = (result.float() - right).norm(dim=-1) / right.norm(dim=-1)
         return off
@@ -199,11 +198,11 @@ class _Validation:
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
-        where = forward.phase, forward.step, index
-        self.summaries += [StageSummary(v.stage, v.error, v.bound, *where, v.reason) for v in verdicts]
-        found = first(verdicts)
+        placed = [forward.found(verdict, index) for verdict in verdicts]
+        self.verdicts += placed
+        found = first(placed)
         if found:
-            self.found.append(found.at(*where))
+            self.found.append(found)
         return found is None or not found.fails
 
     def _row(self, made: MadeLayer, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor, passed: bool) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-from torch import Tensor
-
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
@@ -19,18 +17,17 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.faults import (
     DRIVES,
-    LEARNED,
     Fault,
     Layer,
     WholeLayers,
     one_side,
     other,
     planted,
-    planted_learned,
     reordered,
 )  # fmt: skip
+from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
 from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
-from haarkv.validation.layers.report import FAILS, Mode, Report
+from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
@@ -150,12 +147,12 @@ _NOTHING = "–"
 
 def _control(name: str, **how: object) -> Fault:
     """What is no fault."""
-    return Fault(name, None, _NOTHING, _NOTHING, **how)  # type: ignore[arg-type]
+    return Fault(name, None, _NOTHING, **how)  # type: ignore[arg-type]
 
 
 def _row(report: Report, driven: str, fault: Fault) -> SelfTestRow:
     first, stages = report.first_divergence, fault.stages(driven)
-    wrong = first if first and first.reason in FAILS else None
+    wrong = first if first and first.fails else None
     found = _place(wrong.layer, wrong.stage, wrong.head) if wrong else _NOTHING
     if fault.stage == _NOTHING:
         caught = wrong is None and report.passed
@@ -230,16 +227,10 @@ def scaled_stages(at: Layer) -> dict[str, Scaled]:
     """What makes a stage's result larger by a factor, by its name."""
 
     def norm(name: str) -> Scaled:
-        def larger_norm(by: float) -> Fault:
-            def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-                return reference.rms_norm(x, weight.float() * by, eps)
-
-            return _control(name, ops=at.weighed(name, wrong))
-
-        return larger_norm
+        return lambda by: at.weighing(name, name, lambda x, w, eps: reference.rms_norm(x, w.float() * by, eps))[0]
 
     def projection(name: str) -> Scaled:
-        return lambda by: _control(name, ops=at.projected(name, lambda y: y * by))
+        return lambda by: at.projecting(name, name, lambda y: y * by)[0]
 
     def storing(side: str) -> Scaled:
         return lambda by: at.keeping(side, side, other(one_side(side, lambda x: x * by)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from haarkv.models.config import Rope
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.validation.layers.faults import OUT, Attend, Fault, K, Keep, Layer, V, one_side, other
-from haarkv.validation.layers.parts import Stored, quantized
+from haarkv.validation.layers.faults import Asked, Attend, Fault, Given, K, Keep, Layer, V, one_side, other
+from haarkv.validation.layers.parts import Stored
 
 
 def slips(model: DecoderModel, layer: int) -> list[Fault]:
@@ -36,47 +34,41 @@ def slips(model: DecoderModel, layer: int) -> list[Fault]:
 
 
 def _norms(at: Layer) -> Iterator[Fault]:
-    for name, where in {"input_norm": K, "q_norm": OUT, "k_norm": K, "post_norm": OUT}.items():
-        if at.weight(name) is None:
-            continue
-        wrong: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-            # K is normed again, so a wrong length of its input shows in V alone.
-            f"{name} left out": lambda x, *_: x,
-            f"{name} without its weight": lambda x, w, eps: reference.rms_norm(x, torch.ones_like(w), eps),
-            f"{name} with 1 + its weight": lambda x, w, eps: reference.rms_norm(x, w.float() + 1, eps),
-        }
-        for words, norm in wrong.items():
-            yield Fault(words, at.index, name, where, at.weighed(name, norm))
-    if at.weight("input_norm") is not None:
-        centred = at.weighed(
-            "input_norm", lambda x, w, eps: reference.rms_norm(x - x.float().mean(-1, True).to(x.dtype), w, eps)
+    def centred(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x - x.float().mean(-1, True).to(x.dtype), weight, eps)
+
+    for name in ("input_norm", "q_norm", "k_norm", "post_norm"):
+        # K is normed again, so a wrong length of its input shows in V alone.
+        yield from at.weighing(f"{name} left out", name, lambda x, *_: x)
+        yield from at.weighing(
+            f"{name} without its weight", name, lambda x, w, eps: reference.rms_norm(x, torch.ones_like(w), eps)
         )
-        yield Fault("input_norm takes the mean away", at.index, "input_norm", K, centred)
+        yield from at.weighing(
+            f"{name} with 1 + its weight", name, lambda x, w, eps: reference.rms_norm(x, w.float() + 1, eps)
+        )
+    yield from at.weighing("input_norm takes the mean away", "input_norm", centred)
 
 
 def _projections(at: Layer) -> Iterator[Fault]:
-    for name, where in (("q_proj", OUT), ("k_proj", K), ("v_proj", V), ("o_proj", OUT), ("up_proj", OUT), ("gate_proj", OUT)):
-        if at.weight(name) is None:
-            continue
-        spoils: dict[str, Callable[[Tensor], Tensor]] = {f"{name} left out": lambda y: y * 1e-3}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"):
         if name in ("k_proj", "v_proj"):
-            spoils = {f"{name}'s result rounded to BF16": lambda y: y.bfloat16().float()} | spoils
+            yield from at.projecting(f"{name}'s result rounded to BF16", name, lambda y: y.bfloat16().float())
+        yield from at.projecting(f"{name} left out", name, lambda y: y * 1e-3)
         # Where Q and K are normed, their length does not matter.
         if not (name in ("q_proj", "k_proj") and at.weight(f"{name[0]}_norm") is not None):
-            spoils[f"{name} 1 % too large"] = lambda y: y * 1.01
-        for words, spoil in spoils.items():
-            yield Fault(words, at.index, name, where, at.projected(name, spoil))
+            yield from at.projecting(f"{name} 1 % too large", name, lambda y: y * 1.01)
     if (k := at.weight("k_proj")) is not None and (v := at.weight("v_proj")) is not None:
 
         def exchanged(x: Tensor, weight: Tensor) -> Tensor:
             return reference.linear(x, v if weight is k else k if weight is v else weight)
 
-        yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", K, {"linear": exchanged})
+        yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", {"linear": exchanged})
     heads = at.model.config.heads.num_kv_heads
     if heads > 1:
-        for name, where in (("k_proj", K), ("v_proj", V)):
-            rolled = at.projected(name, lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1))
-            yield Fault(f"{name}: KV heads in another order", at.index, name, where, rolled)
+        for name in ("k_proj", "v_proj"):
+            yield from at.projecting(
+                f"{name}: KV heads in another order", name, lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1)
+            )
 
 
 def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,57 +86,59 @@ def _rope(at: Layer) -> Iterator[Fault]:
     }
     if config.heads.num_heads == config.heads.num_kv_heads:
         return
-    for letter, heads, where in (("Q", config.heads.num_heads, OUT), ("K", config.heads.num_kv_heads, K)):
+    for letter, heads in (("Q", config.heads.num_heads), ("K", config.heads.num_kv_heads)):
         for name, turn in turns.items():
 
             def rope(x: Tensor, cos: Tensor, sin: Tensor, turn: Any = turn, heads: int = heads) -> Tensor:
                 turned: Tensor = (turn if x.shape[1] == heads else reference.rope)(x, cos, sin)
                 return turned
 
-            yield Fault(f"{name}, of {letter}", 0, f"{letter.lower()}_rope", where, {"rope": rope})
+            yield Fault(f"{name}, of {letter}", 0, f"{letter.lower()}_rope", {"rope": rope})
 
 
 def _attention(at: Layer) -> Iterator[Fault]:
-    config, attention, rotation = at.model.config, reference.paged_attention, at.rotation
-    heads, group = config.heads.num_kv_heads, config.heads.num_heads // config.heads.num_kv_heads
+    heads, last = at.model.config.heads.num_kv_heads, at.last_head
+    group = at.model.config.heads.num_heads // heads
 
-    def dealt(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+    def dealt(asked: Asked) -> Tensor:
         # Query head h is served by KV head h mod Hkv.
-        grouped = q.view(len(q), group, heads, -1).transpose(1, 2).flatten(1, 2).contiguous()
-        out = attention(grouped, cache, layer, batch, scale)
-        return out.view(len(q), heads, group, -1).transpose(1, 2).flatten(1, 2).contiguous()
+        tokens = len(asked.q)
+        out = asked.again(q=asked.q.view(tokens, group, heads, -1).transpose(1, 2).flatten(1, 2).contiguous())
+        return out.view(tokens, heads, group, -1).transpose(1, 2).flatten(1, 2).contiguous()
 
-    yield at.attending("softmax scale left out", lambda q, c, i, b, _: attention(q, c, i, b, 1.0))
-    yield at.attending("softmax scale 1/D", lambda q, c, i, b, s: attention(q, c, i, b, s * s))
-    yield at.attending("softmax scale 0.1 % too large", steeper(1.001))
-    yield at.attending("attention 1 % too large", larger(1.01))
-    yield at.attending("no causal mask", lambda q, c, i, b, s: attention(q, c, i, _seeing(b, 10**6), s))
-    yield at.attending("one token too few is seen", lambda q, c, i, b, s: attention(q, c, i, _seeing(b, -1), s))
-    yield at.attending("one token too many is seen", lambda q, c, i, b, s: attention(q, c, i, _seeing(b, 1), s))
-    if heads > 1 and group > 1:
-        yield at.attending("query heads dealt out to KV heads in turn", dealt)
+    wrong: dict[str, Attend] = {
+        "softmax scale left out": lambda asked: asked.again(scale=1.0),
+        "softmax scale 1/D": lambda asked: asked.again(scale=asked.scale**2),
+        "softmax scale 0.1 % too large": steeper(1.001),
+        "attention 1 % too large": larger(1.01),
+        "no causal mask": _seeing(10**6),
+        "one token too few is seen": _seeing(-1),
+        "one token too many is seen": _seeing(1),
+        **({"query heads dealt out to KV heads in turn": dealt} if heads > 1 and group > 1 else {}),
+    }
+    for name, attend in wrong.items():
+        yield at.attending(name, attend)
     if heads > 1:
-        yield at.attending("attention of the last KV head 1 % too large", larger(1.01, at.last_head), head=at.last_head)
+        yield at.attending("attention of the last KV head 1 % too large", larger(1.01, last), head=last)
     yield at.attending(
-        "attention's output left rotated", lambda q, *more: (attention(q, *more).float() @ rotation).to(q.dtype)
+        "attention's output left rotated", lambda asked: (asked.again().float() @ at.rotation).to(asked.q.dtype)
     )
 
 
 def larger(factor: float, head: int | None = None) -> Attend:
     """Attention that is so many times as large: all of it, or one KV head's part."""
 
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        parts = (
-            reference.paged_attention(q, cache, layer, batch, softmax_scale).float().chunk(cache.shape(layer).num_kv_heads, 1)
-        )
-        return torch.cat([part * factor if head in (None, at) else part for at, part in enumerate(parts)], 1).to(q.dtype)
+    def attend(asked: Asked) -> Tensor:
+        parts = [part.float() for part in asked.by_head()]
+        scaled = [part * factor if head in (None, place) else part for place, part in enumerate(parts)]
+        return torch.cat(scaled, 1).to(asked.q.dtype)
 
     return attend
 
 
 def steeper(factor: float) -> Attend:
     """Attention whose softmax scale is so many times as large."""
-    return lambda q, cache, layer, batch, scale: reference.paged_attention(q, cache, layer, batch, scale * factor)
+    return lambda asked: asked.again(scale=asked.scale * factor)
 
 
 def last_positions(batch: Batch) -> Tensor:
@@ -152,9 +146,15 @@ def last_positions(batch: Batch) -> Tensor:
     return torch.repeat_interleave(batch.seq_lens - 1, batch.query_start_loc.diff()).to(batch.positions.dtype)
 
 
-def _seeing(batch: Batch, more: int) -> Batch:
-    """The same batch, each query `more` tokens further on; within its sequence."""
-    return replace(batch, positions=torch.minimum(batch.positions + more, last_positions(batch)).clamp(min=0))
+def _seeing(more: int) -> Attend:
+    """Attention whose queries stand `more` tokens further on; within their sequence."""
+
+    def attend(asked: Asked) -> Tensor:
+        batch = asked.batch
+        positions = torch.minimum(batch.positions + more, last_positions(batch)).clamp(min=0)
+        return asked.again(batch=replace(batch, positions=positions))
+
+    return attend
 
 
 def _mlp(at: Layer) -> Iterator[Fault]:
@@ -165,9 +165,9 @@ def _mlp(at: Layer) -> Iterator[Fault]:
         "the MLP's product 1 % too large": lambda g, u, d: (functional.silu(g) * u * 1.01).to(d),
     }
     for name, op in table.items():
-        yield Fault(name, 0, "silu_mul", OUT, {"silu_mul": op})
-    for name, factor in (("the MLP left out, nearly", 1e-3), ("the MLP 1 % too large", 1.01)):
-        yield Fault(name, at.index, "down_proj", OUT, at.projected("down_proj", partial(torch.mul, other=factor)))
+        yield Fault(name, 0, "silu_mul", {"silu_mul": op})
+    yield from at.projecting("the MLP left out, nearly", "down_proj", lambda y: y * 1e-3)
+    yield from at.projecting("the MLP 1 % too large", "down_proj", lambda y: y * 1.01)
 
 
 def _stored(at: Layer) -> Iterator[Fault]:
@@ -189,8 +189,8 @@ def _stored(at: Layer) -> Iterator[Fault]:
 def _steps(side: str, steps: int) -> Keep:
     """Scales so many FP16 steps off; an FP32 norm by as much."""
 
-    def keep(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        fields = quantized(cache, layer, batch, k, v)[side]
+    def keep(given: Given) -> Stored:
+        fields = given.parts()[side]
         for name, scale in fields.items():
             if scale.dtype == torch.float16:
                 fields[name] = (scale.contiguous().view(torch.int16) + steps).view(torch.float16)
@@ -239,7 +239,7 @@ def _config(model: DecoderModel) -> Iterator[Fault]:
     config = model.config
 
     def wrong(name: str, where: str, other: DecoderModel, *also: str) -> Fault:
-        return Fault(name, 0, where, where, model=other, also=also)
+        return Fault(name, 0, where, model=other, also=also)
 
     base = next(iter(model.ropes)).theta
     for theta in (1e4, 1e5, 5e5, 1e6, 1e7, base * 1.01, base * 0.99):

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
-from haarkv.validation.layers.report import FAILS, Reason, StageSummary
+from haarkv.validation.layers.report import FAILS, Reason, Verdict
 
 FACTOR = 2.0
 """Errors that differ by less are alike: another order of sums does as much."""
@@ -19,7 +19,7 @@ _LEAST = 0.01
 _ABOUT = ("candidate", "reference", "kv", "dtype", "prompt_tokens", "steps")
 
 Direction = Literal["better", "worse"]
-_Tensors = dict[tuple[int | None, str], StageSummary]
+_Tensors = dict[tuple[int | None, str], Verdict]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def compare_files(before: Path, after: Path) -> Comparison:
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
-    raw, tensors = read_json(path), dict[tuple[int | None, str], StageSummary]()
+    raw, tensors = read_json(path), dict[tuple[int | None, str], Verdict]()
     needed = {"model": str, "passed": bool, "tensors": list}
     if not isinstance(raw, dict) or not all(type(raw.get(name)) is kind for name, kind in needed.items()):
         raise InputError(f"{path} is no report of `tq validate --json`, or one of an older version; write it again")
@@ -109,14 +109,14 @@ def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
             } if reason in (None, *get_args(Reason)):  # fmt: skip
                 # What JSON cannot write was not finite.
                 error, bound = math.nan if error is None else error, bound or 0.0
-                tensors[layer, stage] = StageSummary(stage, error, bound, "", 0, layer, reason)
+                tensors[layer, stage] = Verdict(stage, reason, error, bound, layer=layer)
             case _:
                 raise InputError(f"{path} is no report of `tq validate --json`: it has a tensor that is none")
     return raw, tensors
 
 
-def _change(before: StageSummary, after: StageSummary) -> Change | None:
-    fails = [tensor.reason in FAILS for tensor in (before, after)]
+def _change(before: Verdict, after: Verdict) -> Change | None:
+    fails = [tensor.fails for tensor in (before, after)]
     low, high = sorted((before.share, after.share))
     if fails[0] == fails[1] and (high < _LEAST or not high > FACTOR * low):
         return None

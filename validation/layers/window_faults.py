@@ -13,12 +13,11 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.layers.faults import PACKED, Attend, Fault, K, Keep, Layer, Spoil, one_side, other
+from haarkv.validation.layers.faults import PACKED, Asked, Attend, Fault, Given, K, Keep, Layer, Spoil, Store, one_side, other
 from haarkv.validation.layers.machine_faults import cut_off
-from haarkv.validation.layers.parts import Stored, parts_of, put, quantized, read_as, take, token_rows
+from haarkv.validation.layers.parts import Stored, parts_of, put, read_as, take, token_rows
 from haarkv.validation.layers.slips import last_positions
 from haarkv.validation.layers.windows import with_tail
 
@@ -51,20 +50,17 @@ def _stored(at: Layer) -> Iterator[Fault]:
         return x @ at.rotation
 
     def unwritten(which: str) -> Keep:
-        def keep(_k: Tensor, _v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-            return {name: fields for name, fields in take(cache, layer, batch).items() if name.startswith(which)}
+        return lambda given: {name: fields for name, fields in _before(given).items() if name.startswith(which)}
 
-        return keep
-
-    def last_head_unwritten(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        kept, stale = quantized(cache, layer, batch, k, v)[k_in], take(cache, layer, batch)[k_in]
-        kept["data"][:, last] = stale["data"][:, last]
+    def last_head_unwritten(given: Given) -> Stored:
+        kept = given.parts()[k_in]
+        kept["data"][:, last] = _before(given)[k_in]["data"][:, last]
         return {k_in: kept}
 
-    def restored(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-        packed, parts = quantized(cache, layer, batch, k, v), parts_of(cache, layer)
-        k, v = (parts[i].kv_format.dequantize(by_token(packed[side]), layer).transpose(0, 1) for i, side in enumerate("kv"))
-        return other(lambda *_: (k, v), "window")(k, v, cache, layer, batch)
+    def restored(given: Given) -> Stored:
+        packed, parts = given.parts(), parts_of(given.cache, given.layer)[:2]
+        pair = [part.kv_format.dequantize(by_token(packed[part.side]), given.layer).transpose(0, 1) for part in parts]
+        return other(lambda *_: (pair[0], pair[1]), "window")(given)
 
     spoilt: dict[str, tuple[str, Spoil]] = {
         "K of the window rotated": (k_in, rotated), "V of the window rotated": (v_in, rotated),
@@ -84,47 +80,42 @@ def _stored(at: Layer) -> Iterator[Fault]:
 def _moved(at: Layer) -> Iterator[Fault]:
     """What is packed is right, and vectors are kept in BF16 at other places."""
 
-    def writing(move: Move) -> Callable[..., None]:
-        def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            pairs = [(window, x.to(torch.bfloat16)) for window, x in zip(cache.kept(layer), (k, v), strict=True) if window]
+    def writing(move: Move) -> Store:
+        def store(given: Given) -> None:
+            windows = given.cache.kept(given.layer)
+            pairs = [(kept, x.to(torch.bfloat16)) for kept, x in zip(windows, (given.k, given.v), strict=True) if kept]
             before = [window.vectors.clone() for window, _ in pairs]
-            reference.store_kv(k, v, cache, layer, batch)
+            given.store()
             for (window, x), vectors in zip(pairs, before, strict=True):
                 window.vectors.copy_(vectors)
-                move(window, batch, x)
+                move(window, given.batch, x)
 
-        return store_kv
+        return store
+
+    def next_row(window: Kept, batch: Batch, x: Tensor) -> None:
+        rows = (token_rows(batch) + 1) % len(window.vectors)
+        _write(window, batch, x, rows, window.sink, window.ring)
 
     moves: dict[str, tuple[str, Move]] = {
-        "the ring runs over the sinks": ("window.k", _over_sinks),
+        "the ring runs over the sinks": ("window.k", lambda w, b, x: _write(w, b, x, token_rows(b), 0, w.ring)),
         "each chunk's first tokens become sinks": ("untouched_window", _sinks_of_chunks),
         "one of the sinks is not kept": ("sink.k", _one_sink_too_few),
-        "the window of another sequence is written": ("untouched_window", _to_another_row),
-        "the ring is one place too short": ("untouched_window", _short_ring),
-    }
+        "the window of another sequence is written": ("untouched_window", next_row),
+        "the ring is one place too short": (
+            "untouched_window", lambda w, b, x: _write(w, b, x, token_rows(b), w.sink, w.ring - 1),
+        ),
+    }  # fmt: skip
     for name, (stage, move) in moves.items():
         yield at.storing(name, stage, writing(move))
     yield at.storing("tokens are packed when they leave the window", K, _late)
 
 
-def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, places: Tensor) -> None:
+def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring: int) -> None:
+    """Write a batch's tokens into a ring of so many places, which begins there; and sinks where they belong."""
     if window.ring:
-        window.vectors[rows, :, places] = x
+        window.vectors[rows, :, begin + batch.positions % max(ring, 1)] = x
     first = batch.positions < window.sink
     window.vectors[rows[first], :, batch.positions[first]] = x[first]
-
-
-def _over_sinks(window: Kept, batch: Batch, x: Tensor) -> None:
-    _write(window, batch, x, token_rows(batch), batch.positions % max(window.ring, 1))
-
-
-def _short_ring(window: Kept, batch: Batch, x: Tensor) -> None:
-    _write(window, batch, x, token_rows(batch), window.sink + batch.positions % max(window.ring - 1, 1))
-
-
-def _to_another_row(window: Kept, batch: Batch, x: Tensor) -> None:
-    rows = (token_rows(batch) + 1) % len(window.vectors)
-    _write(window, batch, x, rows, window.sink + batch.positions % max(window.ring, 1))
 
 
 def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
@@ -142,17 +133,21 @@ def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[gone], :, batch.positions[gone]] = kept
 
 
-def _late(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+def _before(given: Given) -> Stored:
+    """What the places of a batch's tokens hold."""
+    return take(given.cache, given.layer, given.batch)
+
+
+def _late(given: Given) -> None:
     """What a token leaves behind in its slot until then is what was there before."""
-    window = next((window for window in cache.kept(layer) if window), None)
-    before = take(cache, layer, batch)
-    reference.store_kv(k, v, cache, layer, batch)
+    window, before = next((window for window in given.cache.kept(given.layer) if window), None), _before(given)
+    given.store()
     if window:
-        inside, after = last_positions(batch) - batch.positions < window.tail, take(cache, layer, batch)
+        inside, after = last_positions(given.batch) - given.batch.positions < window.tail, _before(given)
         for part in PACKED:
             for name, tensor in after[part].items():
                 tensor[inside] = before[part][name][inside]
-        put(cache, layer, batch, {part: after[part] for part in PACKED})
+        put(given.cache, given.layer, given.batch, {part: after[part] for part in PACKED})
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
@@ -173,12 +168,9 @@ class _Other(Kept):
 def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, head: int | None = None) -> Fault:
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in cache.kept(layer))
-        wrong, right = (
-            reference.paged_attention(q, held, layer, batch, softmax_scale).chunk(cache.shape(layer).num_kv_heads, 1)
-            for held in (read_as(cache, layer, windows=(k, v)), cache)
-        )
+    def attend(asked: Asked) -> Tensor:
+        k, v = (_Other(window, seen, read) if window else None for window in asked.cache.kept(asked.layer))
+        wrong, right = asked.by_head(cache=read_as(asked.cache, asked.layer, windows=(k, v))), asked.by_head()
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
     return at.attending(name, attend, head)
@@ -209,11 +201,8 @@ def _seen(at: Layer) -> Iterator[Fault]:
     def one_place_on(window: Kept) -> Tensor:
         return torch.cat([window.vectors[:, :, : window.sink], window.vectors[:, :, window.sink :].roll(-1, 2)], 2)
 
-    def another_row(window: Kept, batch: Batch, tokens: int) -> Tensor:
-        return window.read(replace(batch, rows=batch.rows.roll(1)), tokens)
-
-    def by_number(window: Kept, batch: Batch, tokens: int) -> Tensor:
-        return window.read(replace(batch, rows=torch.arange(len(batch.rows))), tokens)
+    def of_rows(rows: Callable[[Tensor], Tensor]) -> Read:
+        return lambda window, batch, tokens: window.read(replace(batch, rows=rows(batch.rows)), tokens)
 
     looks: dict[str, tuple[Seen | None, Read | None]] = {
         "the window is one token short": (longer(-1), None),
@@ -223,8 +212,8 @@ def _seen(at: Layer) -> Iterator[Fault]:
         "the last of the sinks is read packed": (last_of_sinks, None),
         "the ring is read one place on": (None, moved(one_place_on)),
         "the ring is read as if sinks took no place": (None, moved(lambda window: window.vectors.roll(window.sink, 2))),
-        "the window of another sequence is read": (None, another_row),
-        "rows of the window are taken for numbers of sequences": (None, by_number),
+        "the window of another sequence is read": (None, of_rows(lambda rows: rows.roll(1))),
+        "rows of the window are taken for numbers of sequences": (None, of_rows(lambda rows: torch.arange(len(rows)))),
     }
     for name, (seen, read) in looks.items():
         yield _looking(at, name, seen, read)
@@ -233,15 +222,14 @@ def _seen(at: Layer) -> Iterator[Fault]:
 
 
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Parts:
     """Attention's two parts, packed tokens and those in BF16, before they are merged. Leading axes [B, Hkv, G*Q]; S tokens.
 
     Attributes:
         packed, exact: [B, 1, G*Q, S] bool, tokens that are seen packed; in BF16.
         queries: [B, Hkv, G*Q, D], times the softmax scale.
-        packed_scores, exact_scores: [.., S], by packed K; by K in BF16.
-        exact_keys, packed_values, exact_values: [B, Hkv, S, D].
+        packed_keys, packed_values, exact_keys, exact_values: [B, Hkv, S, D].
         sinks: [S] bool.
         future: [B, 1, G*Q, S] bool, tokens after a query.
         rotation: [D, D], of the layer.
@@ -250,34 +238,28 @@ class Parts:
     packed: Tensor
     exact: Tensor
     queries: Tensor
-    packed_scores: Tensor
-    exact_scores: Tensor
-    exact_keys: Tensor
+    packed_keys: Tensor
     packed_values: Tensor
+    exact_keys: Tensor
     exact_values: Tensor
     sinks: Tensor
     future: Tensor
     rotation: Tensor
 
-    def merged(self, packed: Tensor | None = None, exact: Tensor | None = None) -> Tensor:
-        """One softmax over both, of other tokens if some are given."""
-        scores = [
-            self.packed_scores.masked_fill(~(self.packed if packed is None else packed), -torch.inf),
-            self.exact_scores.masked_fill(~(self.exact if exact is None else exact), -torch.inf),
-        ]
-        return torch.softmax(torch.cat(scores, -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
+    def scores(self) -> list[Tensor]:
+        """Of each part; of tokens that it does not see -inf."""
+        each = (self.packed, self.packed_keys), (self.exact, self.exact_keys)
+        return [(self.queries @ keys.mT).masked_fill(~seen, -torch.inf) for seen, keys in each]
+
+    def merged(self) -> Tensor:
+        """One softmax over both."""
+        return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
 
     def sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of each part, against its own maximum: weighted values, and the sum of weights; 0 where it has no token."""
-        out, total = [], []
-        for seen, scores, values in (
-            (self.packed, self.packed_scores, self.packed_values), (self.exact, self.exact_scores, self.exact_values),
-        ):  # fmt: skip
-            masked = scores.masked_fill(~seen, -torch.inf)
-            weights = torch.exp(masked - masked.amax(-1, keepdim=True).nan_to_num(neginf=0.0))
-            out.append(weights @ values)
-            total.append(weights.sum(-1, keepdim=True))
-        return out, total
+        weights = [torch.exp(x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)) for x in self.scores()]
+        out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
+        return out, [w.sum(-1, keepdim=True) for w in weights]
 
 
 Merge = Callable[[Parts], Tensor]
@@ -286,26 +268,26 @@ Merge = Callable[[Parts], Tensor]
 def merging(merge: Merge) -> Attend:
     """Attention in two parts, in FP32, merged so; with `Parts.merged` it is right."""
 
-    def attend(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    def attend(asked: Asked) -> Tensor:
+        cache, layer, batch = asked.cache, asked.layer, asked.batch
+        windows, shape = cache.kept(layer), cache.shape(layer)
+        if windows[0] is None or windows[1] is None:
+            return asked.again()
         token, position, valid = reference.pad_queries(batch)
-        heads, group = cache.shape(layer).num_kv_heads, q.shape[1] // cache.shape(layer).num_kv_heads
-        rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3) * softmax_scale
+        heads, group = shape.num_kv_heads, asked.q.shape[1] // shape.num_kv_heads
+        rows = asked.q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
         k, v = cache.read(layer, cache.placed(layer, batch).block_table)
-        k_window, v_window = cache.kept(layer)
-        if k_window is None or v_window is None:
-            return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         tokens = torch.arange(k.shape[2])
-        seen = k_window.seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
-        future = tokens > position.repeat(1, group)[:, None, :, None]
-        keys, behind = k_window.read(batch, len(tokens)), tokens >= batch.seq_lens.unsqueeze(1)
+        seen = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+        future, behind = tokens > position.repeat(1, group)[:, None, :, None], tokens >= batch.seq_lens.unsqueeze(1)
+        exact_keys, exact_values = (window.read(batch, len(tokens)) for window in windows if window)
         parts = Parts(
-            packed=~seen & ~future, exact=seen & ~future, queries=rows, packed_scores=rows @ k.mT, exact_scores=rows @ keys.mT,
-            exact_keys=keys, packed_values=v.masked_fill(behind[:, None, :, None], 0.0),
-            exact_values=v_window.read(batch, len(tokens)), sinks=tokens < k_window.sink,
-            future=future & ~behind[:, None, None], rotation=haar_rotation(layer, cache.shape(layer).head_dim).float(),
+            ~seen & ~future, seen & ~future, rows * asked.scale, k, v.masked_fill(behind[:, None, :, None], 0.0), exact_keys,
+            exact_values, tokens < windows[0].sink, future & ~behind[:, None, None],
+            haar_rotation(layer, shape.head_dim).float(),
         )  # fmt: skip
         out = merge(parts).view(*k.shape[:2], group, token.shape[1], -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        attended: Tensor = out[valid].to(q.dtype)
+        attended: Tensor = out[valid].to(asked.q.dtype)
         return attended
 
     return attend
@@ -322,22 +304,22 @@ def _averaged(parts: Parts) -> Tensor:
     return torch.where(total[0] == 0, exact, torch.where(total[1] == 0, packed, (packed + exact) / 2))
 
 
+def _of_others(change: Callable[[Parts], dict[str, Tensor]]) -> Merge:
+    return lambda parts: replace(parts, **change(parts)).merged()
+
+
 _MERGES: dict[str, Merge] = {
-    "tokens of the window are read packed as well": lambda p: p.merged(packed=p.packed | p.exact),
-    "the oldest token of the window counts twice": lambda p: p.merged(packed=p.packed | (p.exact & p.packed.roll(1, -1))),
-    "the token that leaves the window counts nowhere": lambda p: p.merged(
-        packed=p.packed & ~(p.exact & ~p.sinks).roll(-1, -1)
+    "tokens of the window are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact}),
+    "the oldest token of the window counts twice": _of_others(lambda p: {"packed": p.packed | p.exact & p.packed.roll(1, -1)}),
+    "the token that leaves the window counts nowhere": _of_others(
+        lambda p: {"packed": p.packed & ~(p.exact & ~p.sinks).roll(-1, -1)}
     ),
-    "sinks are read packed as well": lambda p: p.merged(packed=p.packed | (p.exact & p.sinks)),
-    "sinks count nowhere": lambda p: p.merged(exact=p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))),
+    "sinks are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact & p.sinks}),
+    "sinks count nowhere": _of_others(lambda p: {"exact": p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))}),
     "packed tokens and the window are merged without the maximum": _unmerged,
     "packed tokens and the window are averaged": _averaged,
-    "the softmax scale is left out in the window": lambda p: replace(
-        p, exact_scores=p.exact_scores * p.rotation.shape[0] ** 0.5
-    ).merged(),
-    "a query sees tokens of the window that follow it": lambda p: p.merged(exact=p.exact | p.future),
-    "Q is rotated for the window": lambda p: replace(
-        p, exact_scores=p.queries @ p.rotation @ p.exact_keys.mT
-    ).merged(),
-    "V of the window is taken for rotated": lambda p: replace(p, exact_values=p.exact_values @ p.rotation.T).merged(),
-}  # fmt: skip
+    "the softmax scale is left out in the window": _of_others(lambda p: {"exact_keys": p.exact_keys * len(p.rotation) ** 0.5}),
+    "a query sees tokens of the window that follow it": _of_others(lambda p: {"exact": p.exact | p.future}),
+    "Q is rotated for the window": _of_others(lambda p: {"exact_keys": p.exact_keys @ p.rotation.T}),
+    "V of the window is taken for rotated": _of_others(lambda p: {"exact_values": p.exact_values @ p.rotation.T}),
+}

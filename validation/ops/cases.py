@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.restored import nearer, slack_of_op
+from haarkv.validation.layers.slack import nearer, of_op
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -45,31 +45,6 @@ class Finding:
         return self.error <= self.bound and self.fault is None
 
 
-class OpCase(Protocol):
-    """One case of an op; `str` names it.
-
-    Attributes:
-        op: of `OP_NAMES`.
-        small: quick enough for an interpreter.
-        plan, head_dim: of its cache; None where the op reads none.
-    """
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def small(self) -> bool: ...
-    @property
-    def plan(self) -> KVPlan | None: ...
-    @property
-    def head_dim(self) -> int | None: ...
-
-    def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """What the op is called with, the same each time; a cache is new each time."""
-
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Run the op of a table and compare."""
-
-
 # -- Ops without a cache -----------------------------------------------------------------------------------------------
 
 
@@ -78,8 +53,10 @@ class Plain:
     """An op without a cache, against its formula in float64.
 
     Attributes:
+        op: of `OP_NAMES`.
         shape: what the op's sizes are, in the order of its docstring.
         dtype: of the activations, and of the result where the op rounds.
+        small: quick enough for an interpreter.
     """
 
     op: str
@@ -198,7 +175,7 @@ def _attended(case: Attention) -> Tensor:
 @cache
 def _allowed(case: Attention) -> Tensor | None:
     arguments = case.arguments(torch.device("cpu"))
-    return slack_of_op(Call(case.op, case.op, arguments, _attended(case)), reference)
+    return of_op(Call(case.op, case.op, arguments, _attended(case)), reference)
 
 
 @dataclass(frozen=True)
@@ -256,6 +233,10 @@ class Store(_OnCache):
         if any(not _same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
             fault = fault or "it does not keep the same in BF16"
         return Finding(error, bounds.LAYER_FP32.length, fault)
+
+
+OpCase = Plain | Attention | Store
+"""One case of an op; `str` names it."""
 
 
 def _tensors(made: PagedKVCache) -> list[Tensor]:

@@ -26,11 +26,13 @@ from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
 from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
 from haarkv.validation.layers.parts import Stored, load
-from haarkv.validation.layers.report import Finding, Report
+from haarkv.validation.layers.report import Report, Verdict
 from haarkv.validation.layers.runner import validate_layer
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
+Span = tuple[int, int, int, int]
+"""Of a sequence: its row; the first of its new tokens and the first that is left out; how many cached ones are before them."""
 VOCABULARY = 128
 """Tokens of a model that is asked for no token."""
 
@@ -47,7 +49,7 @@ class LayerCase:
         bases: K's and V's learned coordinates in this layer, for formats that need them.
         hidden: [T, hidden], in the model's dtype.
         before: the layer's cache before it runs: blocks and rows of `batch`, after one of each that nobody owns.
-        batch: places of the T tokens.
+        counts, lengths: of each sequence, its new tokens, and all that are in the cache once these are.
         phase, step: of the forward that it was cut out of.
     """
 
@@ -59,7 +61,8 @@ class LayerCase:
     bases: tuple[Basis, Basis] | None
     hidden: Tensor
     before: Stored
-    batch: Batch
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
     phase: str
     step: int
 
@@ -83,6 +86,25 @@ class LayerCase:
         weights = Weights(embedding, (self.weights,) * self.config.num_layers, norm, embedding)
         return DecoderModel.of(self.config, weights)
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Hands out the blocks of its sequences."""
+        return Schedule([[0] * length for length in self.lengths], 0, self.plan)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Places of the T tokens."""
+        paging = self.schedule.paging()
+        if older := [(row, context) for row, _, _, context in self.spans if context]:
+            paging.batch(*zip(*older, strict=True))
+        return self.schedule.batch(paging, list(range(len(self.counts))), list(self.counts))
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of its sequences, all of them whole."""
+        pairs = zip(self.counts, self.lengths, strict=True)
+        return [(row, 0, count, length - count) for row, (count, length) in enumerate(pairs)]
+
     @property
     def tokens(self) -> int:
         """T."""
@@ -91,10 +113,10 @@ class LayerCase:
     def describe(self) -> str:
         """Its size in words."""
         config, width = self.config, self.config.common.mlp.width
-        sequences, heads = len(self.batch.seq_lens), config.heads.num_kv_heads
+        sequences, heads = len(self.lengths), config.heads.num_kv_heads
         return (
             f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
-            f"(context {int(self.batch.seq_lens.max())}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
+            f"(context {max(self.lengths)}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
 
@@ -105,7 +127,7 @@ def _count(number: int, what: str) -> str:
 
 @torch.inference_mode()
 def capture(
-    reference: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, finding: Finding,
+    reference: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, finding: Verdict,
     calibration: Calibration | None = None,
 ) -> LayerCase:  # fmt: skip
     """Run the reference up to the layer and forward of a finding, and cut them out.
@@ -124,7 +146,6 @@ def capture(
         raise InputError(f"layer {finding.layer} has a sliding window or no K and V; a replay file holds layers that keep all")
     schedule = Schedule(prompts, steps, plan)
     trusted = Reference(reference, model, schedule.new_cache(model))
-    paging = schedule.paging(trusted.cache)
     found: list[LayerCase] = []
 
     def layers_of(forward: Forward) -> tuple[Tensor, MadeLayer | None]:
@@ -144,7 +165,7 @@ def capture(
             return None
         return model.head(hidden[forward.predicted], trusted.ops)
 
-    schedule.run(paging, logits_of)
+    schedule.run(schedule.paging(), logits_of)
     if found:
         return found[0]
     raise InputError(f"there is no {finding.phase} {finding.step} of layer {finding.layer}")
@@ -158,8 +179,10 @@ def _case(
         bases = calibration.k[index], calibration.v[index]
     layers = (model.config.layers[index],) * (index + 1)
     config = replace(model.config, layers=layers, vocab_size=VOCABULARY, tied=True)
-    weights, places = model.weights.layers[index], (forward.batch, forward.phase, forward.step)
-    return compact(LayerCase(config, weights, kv, plan.recent, plan.sink, bases, made.hidden_in, made.before, *places))
+    counts, lengths = tuple(forward.batch.query_start_loc.diff().tolist()), tuple(forward.batch.seq_lens.tolist())
+    places = counts, lengths, forward.phase, forward.step
+    case = LayerCase(config, model.weights.layers[index], kv, plan.recent, plan.sink, bases, made.hidden_in, {}, *places)
+    return replace(case, before=moved(made.before, forward.batch, range(len(counts)), case.batch))
 
 
 def is_learned(kv: str) -> bool:
@@ -167,34 +190,26 @@ def is_learned(kv: str) -> bool:
     return any(part.split("=")[-1] not in formats.names() for part in kv.split(","))
 
 
-def compact(case: LayerCase) -> LayerCase:
-    """The same with no other blocks and rows than those in use, in their old order, and a first one that nobody owns."""
-    batch, size = case.batch, block_size(case)
-    used = sorted({int(block) for block in batch.block_table.flatten() if block >= 0})
-    number = {block: place for place, block in enumerate(used, 1)} | {-1: -1}
-    table = batch.block_table.clone().apply_(lambda block: number[int(block)])
-    block = (batch.slot_mapping // size).clone().apply_(lambda block: number[int(block)])
-    rows = sorted(map(int, batch.rows))
-    row = torch.tensor([1 + rows.index(int(row)) for row in batch.rows])
-    before = {
-        part: {name: _picked(tensor, used if part in ("k", "v") else rows, 1 + len(used)) for name, tensor in fields.items()}
-        for part, fields in case.before.items()
+def moved(before: Stored, old: Batch, rows: Sequence[int], new: Batch) -> Stored:
+    """A layer's cache in which the blocks and rows of some sequences are where those of another batch are; else zeros.
+
+    Args:
+        old, rows: the batch whose places they have, and which of its sequences they are.
+        new: has their beginnings, one after the other.
+    """
+    there = new.block_table >= 0
+    blocks = new.block_table[there].long(), old.block_table[list(rows), : there.shape[1]][there].long()
+    owned = new.rows, old.rows[list(rows)]
+
+    def picked(tensor: Tensor, to: Tensor, at: Tensor) -> Tensor:
+        found = tensor.new_zeros(1 + int(there.sum()), *tensor.shape[1:])
+        found[to] = tensor[at]
+        return found
+
+    return {
+        part: {name: picked(tensor, *(blocks if part in ("k", "v") else owned)) for name, tensor in fields.items()}
+        for part, fields in before.items()
     }
-    slots = block * size + batch.slot_mapping % size
-    placed = replace(batch, block_table=table, slot_mapping=slots, rows=row)
-    return replace(case, before=before, batch=placed)
-
-
-def _picked(tensor: Tensor, units: Sequence[int], count: int) -> Tensor:
-    """So many units: zeros, then those that are wanted, then zeros."""
-    found = tensor.new_zeros(count, *tensor.shape[1:])
-    found[1 : 1 + len(units)] = tensor[list(units)]
-    return found
-
-
-def block_size(case: LayerCase) -> int:
-    """Tokens of a block; formats of groups are never validated, so that a field has a row a token."""
-    return int(next(iter(case.before["k"].values())).shape[2])
 
 
 # -- Running it --------------------------------------------------------------------------------------------------------
@@ -246,9 +261,8 @@ def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> Non
 
 
 def new_cache(case: LayerCase) -> PagedKVCache:
-    """An empty cache with the blocks and rows of a compact case."""
-    schedule = Schedule([[0] * int(length) for length in case.batch.seq_lens], 0, case.plan)
-    return schedule.new_cache(case.model)
+    """An empty cache with the blocks and rows of a case."""
+    return case.schedule.new_cache(case.model)
 
 
 def forward_of(case: LayerCase) -> Forward:

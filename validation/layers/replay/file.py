@@ -1,10 +1,10 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
-          in BF16, window.k, sink.k, …; batch.NAME; learned.SIDE.NAME for formats of learned coordinates; expected.hidden,
-          .k, .v and .PART.FIELD, which the reference made of it
-metadata  haarkv_replay: "3"; config, kv, tail ("" for none), sink, phase, step: as in `LayerCase`; finding, reference,
-          candidate: what failed and how; versions; sha256, of all of the rest
+          in BF16, window.k, sink.k, …; learned.SIDE.NAME for formats of learned coordinates; expected.hidden, .k, .v and
+          .PART.FIELD, which the reference made of it
+metadata  haarkv_replay: "4"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; finding,
+          reference, candidate: what failed and how; versions; sha256, of all of the rest
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
-from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, block_size, forward_of, is_learned
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, forward_of, is_learned
 
-VERSION = "3"
+VERSION = "4"
 _KEYS = {
-    "haarkv_replay", "config", "kv", "tail", "sink", "phase", "step", "finding", "reference", "candidate", "versions",
-    "sha256",
+    "haarkv_replay", "config", "kv", "tail", "sink", "counts", "lengths", "phase", "step", "finding", "reference", "candidate",
+    "versions", "sha256",
 }  # fmt: skip
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
@@ -76,6 +76,8 @@ def dumps(file: ReplayFile) -> bytes:
         "kv": case.kv,
         "tail": "" if case.tail is None else str(case.tail),
         "sink": str(case.sink),
+        "counts": json.dumps(case.counts),
+        "lengths": json.dumps(case.lengths),
         "phase": case.phase,
         "step": str(case.step),
         "finding": json.dumps(dict(file.finding), sort_keys=True),
@@ -90,7 +92,6 @@ def dumps(file: ReplayFile) -> bytes:
 def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
     found |= {f"weights.{path}": tensor for path, tensor in case.weights.items()}
-    found |= {f"batch.{name}": tensor for name, tensor in case.batch.tensors.items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
         found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
     for side, basis in zip("kv", case.bases or (), strict=False):
@@ -151,15 +152,15 @@ def load(path: Path | str) -> ReplayFile:
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
     weights = _weights(config, tensors)
-    batch = Batch(**{part.name: tensors[f"batch.{part.name}"] for part in fields(Batch) if part.init})
     learned = None
     if "learned.k.mean" in tensors:
         k, v = (Basis(*(tensors[f"learned.{side}.{part.name}"] for part in fields(Basis))) for side in "kv")
         learned = k, v
     kv, before = metadata["kv"], _read_stored(tensors, "before")
     tail = int(metadata["tail"]) if metadata["tail"] else None
-    where = batch, metadata["phase"], int(metadata["step"])
-    case = LayerCase(config, weights, kv, tail, int(metadata["sink"]), learned, tensors["hidden"], before, *where)
+    counts, lengths = (tuple(map(int, parse_json(metadata[name]))) for name in ("counts", "lengths"))
+    places = counts, lengths, metadata["phase"], int(metadata["step"])
+    case = LayerCase(config, weights, kv, tail, int(metadata["sink"]), learned, tensors["hidden"], before, *places)
     if is_learned(kv) != (learned is not None):
         raise ValueError(f"it lacks the learned coordinates of {kv}")
     _check(case)
@@ -215,33 +216,22 @@ def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:
 
 def _check(case: LayerCase) -> None:
     """Refuse what does not fit together, before anything is allocated by it."""
-    batch, config, lengths = case.batch, case.config, case.batch.seq_lens.long()
-    size, blocks = block_size(case), len(next(iter(case.before["k"].values())))
-    heads, plan = config.heads.num_kv_heads, case.plan
+    config, heads, plan = case.config, case.config.heads.num_kv_heads, case.plan
+    blocks = len(next(iter(case.before["k"].values())))
+    pairs = list(zip(case.counts, case.lengths, strict=True))
+    if not (
+        case.hidden.shape == (sum(case.counts), config.hidden_size)
+        and all(0 < count <= length <= config.max_position_embeddings for count, length in pairs)
+        and sum(blocks_for(length) for length in case.lengths) + 1 == blocks
+    ):
+        raise ValueError("its sequences do not fit its tensors")
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
-        _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, size))
+        _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
         if plan.keeps(kv_format):
             kept = {f"window.{side}": plan.ring_tokens(kv_format), f"sink.{side}": plan.sink}
             for part, tokens in kept.items():
                 if tokens:
                     _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))
-    counts = batch.query_start_loc.diff().long()
-    needed = (lengths + size - 1) // size
-    sound = (
-        case.hidden.shape == (len(batch.positions), config.hidden_size)
-        and len(batch.slot_mapping) == case.tokens == int(counts.sum())
-        and len(counts) == len(lengths) == len(batch.block_table) == len(batch.rows)
-        and bool((counts > 0).all() and (lengths >= counts).all() and (batch.positions >= 0).all())
-        and int(lengths.max()) <= config.max_position_embeddings
-        and int(batch.positions.max()) < int(lengths.max())
-        and int(needed.sum()) + 1 == blocks
-        and 0 <= int(batch.slot_mapping.min()) <= int(batch.slot_mapping.max()) < blocks * size
-        and -1 <= int(batch.block_table.min()) <= int(batch.block_table.max()) < blocks
-        and 0 <= int(batch.rows.min()) <= int(batch.rows.max()) < blocks
-        and int(needed.max()) <= batch.block_table.shape[1]
-    )
-    if not sound:
-        raise ValueError("its batch does not fit its tensors")
 
 
 def _check_fields(stored: Mapping[str, Tensor], kv_format: KVFormat, head_dim: int, sizes: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +15,12 @@ from haarkv.models.config import Layer, ModelConfig
 from haarkv.models.weights import tensors_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot
-from haarkv.validation.layers.replay.case import LayerCase, Make, block_size, capture, compact, expected, judged, new_cache
+from haarkv.validation.layers.replay.case import LayerCase, Make, Span, capture, expected, judged, moved, new_cache
 from haarkv.validation.layers.replay.file import ReplayFile
-from haarkv.validation.layers.report import Finding, Report
+from haarkv.validation.layers.report import Report, Verdict
 
 Fails = Callable[[LayerCase], bool]
 _WIDTHS = tuple(2**power for power in range(3, 20))
@@ -78,7 +77,7 @@ def shrink(case: LayerCase, reference: Make, fails: Fails, seconds: float, on_tr
 
 
 def _size(case: LayerCase) -> tuple[int, ...]:
-    config, context = case.config, int(case.batch.seq_lens.sum())
+    config, context = case.config, sum(case.lengths)
     return case.index, case.tokens, context, config.heads.num_heads, config.hidden_size, config.common.mlp.width
 
 
@@ -92,36 +91,42 @@ def _earlier_layers(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]
 
 
 def _fewer_sequences(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
-    rows = list(range(len(case.batch.seq_lens)))
-    if len(rows) > 1:
-        yield from (_sequences(case, [row]) for row in rows)
-        if len(rows) > 2:
-            yield from (_sequences(case, [other for other in rows if other != row]) for row in rows)
+    every = case.spans
+    if len(every) > 1:
+        yield from (_picked(case, [one]) for one in every)
+    if len(every) > 2:
+        yield from (_picked(case, [other for other in every if other is not one]) for one in every)
 
 
 def _fewer_tokens(case: LayerCase, made: MadeLayer | None) -> Iterator[LayerCase]:
     """A part of each sequence's tokens; those before it become context, those after it go."""
     assert made is not None
-    counts = case.batch.query_start_loc.diff().tolist()
-    longest = max(counts)
+    longest, after = max(case.counts), replace(case, before=_with(case, made))
     for size in (1, 2, 4, longest // 2):
-        if size < longest:
+        if 0 < size < longest:
             begins = range(longest - size + 1) if longest <= 8 else sorted({0, longest // 2, longest - size})
             for begin in begins:
-                parts = [(min(begin, n - min(size, n)), min(begin, n - min(size, n)) + min(size, n)) for n in counts]
-                yield _tokens(case, made, parts)
+                firsts = [min(begin, count - min(size, count)) for count in case.counts]
+                yield _picked(
+                    after,
+                    [
+                        (row, first, first + min(size, count), context + first)
+                        for first, (row, _, count, context) in zip(firsts, case.spans, strict=True)
+                    ],
+                )
 
 
 def _less_context(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
     """Tokens earlier in their sequences, after fewer that are cached."""
-    starts = case.batch.query_start_loc[:-1].long()
-    context, new = int(case.batch.positions[starts].max()), int(case.batch.query_start_loc.diff().max())
-    least, step = max(0, 2 - new), context
+    context = max(context for *_, context in case.spans)
+    least, step = max(0, 2 - max(case.counts)), context
     tries = {least}
     while step > 1:  # towards the context from below, by halves: 0, 1/2, 3/4, …
         step //= 2
         tries.add(context - step)
-    yield from (_context(case, tokens) for tokens in sorted(tries) if least <= tokens < context)
+    for tokens in sorted(tries):
+        if least <= tokens < context:
+            yield _picked(case, [(row, begin, end, min(older, tokens)) for row, begin, end, older in case.spans])
 
 
 def _fewer_heads(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
@@ -147,23 +152,14 @@ def _narrower(case: LayerCase, _: MadeLayer | None) -> Iterator[LayerCase]:
 
 
 # -- Cutting -----------------------------------------------------------------------------------------------------------
-def _sequences(case: LayerCase, rows: Sequence[int]) -> LayerCase:
-    """Some of the sequences."""
-    batch = case.batch
-    starts = batch.query_start_loc.tolist()
-    tokens = [token for row in rows for token in range(starts[row], starts[row + 1])]
-    counts = [starts[row + 1] - starts[row] for row in rows]
-    return _picked(case, tokens, counts, batch.seq_lens[rows], list(rows))
-
-
-def _tokens(case: LayerCase, made: MadeLayer, parts: Sequence[tuple[int, int]]) -> LayerCase:
-    """Of each sequence, its new tokens of a part."""
-    batch, starts = case.batch, case.batch.query_start_loc.tolist()
-    tokens = [start + token for start, (a, b) in zip(starts, parts, strict=False) for token in range(a, b)]
-    counts = [b - a for a, b in parts]
-    lengths = [int(batch.positions[start + b - 1]) + 1 for start, (_, b) in zip(starts, parts, strict=False)]
-    stored = replace(case, before=_with(case, made))
-    return _picked(stored, tokens, counts, torch.tensor(lengths, dtype=torch.int32), list(range(len(parts))))
+def _picked(case: LayerCase, spans: Sequence[Span]) -> LayerCase:
+    """Some sequences, with less of each."""
+    starts = case.batch.query_start_loc.tolist()
+    tokens = [starts[row] + token for row, begin, end, _ in spans for token in range(begin, end)]
+    counts = tuple(end - begin for _, begin, end, _ in spans)
+    lengths = tuple(context + count for (*_, context), count in zip(spans, counts, strict=True))
+    fewer = replace(case, hidden=case.hidden[tokens], counts=counts, lengths=lengths)
+    return replace(fewer, before=moved(case.before, case.batch, [row for row, *_ in spans], fewer.batch))
 
 
 def _with(case: LayerCase, made: MadeLayer) -> Stored:
@@ -172,47 +168,6 @@ def _with(case: LayerCase, made: MadeLayer) -> Stored:
     load(cache, case.index, case.before)
     put(cache, case.index, case.batch, made.stored)
     return snapshot(cache, case.index)
-
-
-def _picked(case: LayerCase, tokens: list[int], counts: list[int], lengths: Tensor, rows: list[int]) -> LayerCase:
-    """Some of the new tokens, so many of each sequence that is left."""
-    batch = case.batch
-    kept = Batch(
-        positions=batch.positions[tokens],
-        slot_mapping=batch.slot_mapping[tokens],
-        block_table=_needed(batch.block_table[rows], lengths, block_size(case)),
-        seq_lens=lengths,
-        query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
-        rows=batch.rows[rows],
-    )
-    return compact(replace(case, hidden=case.hidden[tokens], batch=kept))
-
-
-def _needed(table: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """The blocks of a table that sequences of these lengths have."""
-    blocks = (lengths.long() + size - 1) // size
-    width = int(blocks.max())
-    return torch.where(torch.arange(width) < blocks[:, None], table[:, :width], -1).to(table.dtype)
-
-
-def _context(case: LayerCase, tokens: int) -> LayerCase:
-    """So many cached tokens before the new ones, at most: those that came first."""
-    batch, size = case.batch, block_size(case)
-    counts = batch.query_start_loc.diff().long()
-    context = batch.seq_lens.long() - counts
-    less = (context - tokens).clamp(min=0)
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    positions = batch.positions - less[sequence]
-    blocks = batch.block_table[sequence, positions // size].long()
-    lengths = (batch.seq_lens - less).to(torch.int32)
-    earlier = replace(
-        batch,
-        positions=positions,
-        slot_mapping=blocks * size + positions % size,
-        seq_lens=lengths,
-        block_table=_needed(batch.block_table, lengths, size),
-    )
-    return compact(replace(case, batch=earlier))
 
 
 def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
@@ -301,7 +256,7 @@ def replay_of(
     if run is None or finding is None:
         raise InputError("no layer failed")
     reference, candidate = run.make
-    fails = fails_alike(reference, candidate, finding.stage, finding.reason)
+    fails = fails_alike(reference, candidate, finding.stage, str(finding.reason))
     for place in _places(run, finding):
         trusted = reference(run.model, run.plan)
         case = capture(trusted, run.model, run.prompts, run.steps, run.plan, place, run.calibration)
@@ -309,11 +264,11 @@ def replay_of(
             small = shrink(case, reference, fails, seconds, on_try)
             made = expected(small, reference)
             names = run.report.reference, run.report.candidate
-            return ReplayFile(small, made, asdict(finding), *names, versions)
+            return ReplayFile(small, made, finding.described(), *names, versions)
     raise InputError(f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone")
 
 
-def _places(run: OneRun, finding: Finding) -> Iterator[Finding]:
+def _places(run: OneRun, finding: Verdict) -> Iterator[Verdict]:
     """Where the layer may fail alone: in the forward of the finding, or in another if it was found over all of them."""
     yield finding
     forwards = dict.fromkeys((row.phase, row.step) for row in run.report.rows if row.layer == finding.layer)

@@ -1,13 +1,21 @@
-"""Ties that no cache shows: vectors that are restored to BF16 before they are attended to, and what attention may differ by.
+"""What rounding nobody can see moves attention by, and what an executor may therefore differ by beside its bounds.
 
-Such a vector is rounded twice, `bf16(bf16(c[level] * scale) @ back)`. A number that lies beside a rounding point falls to
-either side, as FP32 sums run, and one of the first kind takes all numbers of its level along: attention to few tokens then is
-off by more than any FP32 sum, and nothing is wrong. Which numbers lie so follows from what is stored. So the reference runs
-again with these on either side, and by what that moves a vector, and no more, an executor's may differ.
+**Ties that no cache shows.** A vector that is restored to BF16 before it is attended to is rounded twice,
+`bf16(bf16(c[level] * scale) @ back)`. A number that lies beside a rounding point falls to either side, as FP32 sums run, and
+one of the first kind takes all numbers of its level along: attention to few tokens then is off by more than any FP32 sum, and
+nothing is wrong. Which numbers lie so follows from what is stored. So the reference runs again with these on either side.
+
+**Large scores.** A K bias of hundreds leaves few bits for what tells keys apart. A score is a sum of D products in FP32. In
+whatever order they are added, it is off by about sqrt(D) * 2**-24 of them (Higham and Mary, 2019, doi:10.1137/18M1226312), and
+so is each weight of the softmax: 1e-6 where scores are tens, 1e-4 where they are thousands. So the reference runs again over
+keys that are off by that share, at random.
+
+By what this moves a vector, and no more, an executor's may differ.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,19 +29,38 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.report import Verdict
 
+Attend = Callable[[PagedKVCache], Tensor]
+"""Makes [..., N] of a cache, without rounding to BF16 on the way."""
 _DRAWS = 2  # pairs of opposite ones
+_DRAWN_KEYS = 3
+_SIDES = 2
+"""Both sums are rounded, the reference's and the executor's."""
 
 
-def restores(cache: PagedKVCache, layer: int) -> bool:
-    """Whether vectors of a layer are restored to BF16 before they are attended to."""
-    return any(
-        _restored(kv_format, cache.shape(layer).head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer))
-    )
+def judged(
+    judge: Callable[[Tensor | None], Verdict], attend: Attend, cache: PagedKVCache, layer: int
+) -> tuple[Verdict, Tensor | None]:
+    """A verdict on what attention leads to, and what its vectors may differ by: for ties, and where that is not enough for
+    rounded scores as well.
+
+    Args:
+        judge: by what each vector may differ; None for nothing.
+        attend, cache, layer: as of `of_ties`.
+    """
+    allowed = of_ties(attend, cache, layer)
+    verdict = judge(allowed)
+    if verdict.reason == "fault":
+        scores = of_scores(attend, cache, layer)
+        allowed = scores if allowed is None else allowed + scores
+        verdict = judge(allowed)
+    return verdict, allowed
 
 
-def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: int) -> Tensor:
-    """How far ties of restored vectors may move each vector of a result: [...] fp64, zeros where there is no tie.
+def of_ties(attend: Attend, cache: PagedKVCache, layer: int) -> Tensor | None:
+    """How far ties of restored vectors may move each vector of a result: [...] fp64, zeros where there is no tie; None if a
+    layer restores none.
 
     A draw decides every tie, its opposite each the other way. Let them move a vector by a and b. All ties together then move
     it by |a + b|, and ties at right angles to each other, all together, by |a - b| as well. Only some of them move it by no
@@ -42,8 +69,10 @@ def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: 
 
     Args:
         attend: makes [..., N] of a cache, without rounding to BF16 on the way.
-        cache: what is attended to; a layer of it that restores.
+        cache: what is attended to.
     """
+    if not any(_restored(cache, layer, kv_format) for kv_format in (cache.k_format(layer), cache.v_format(layer))):
+        return None
     generator = torch.Generator().manual_seed(layer)
     plain = attend(_numbers(cache, layer, None, 0)).double()
     allowed = torch.zeros(plain.shape[:-1], dtype=torch.float64)
@@ -55,19 +84,42 @@ def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: 
     return allowed
 
 
-def slack_of_op(call: Call, ops: OpTable) -> Tensor | None:
-    """`slack` of a recorded attention [T, Hq, D] over the live cache; None of any other op, or if nothing is restored."""
-    if call.op != "paged_attention" or not restores(*call.args[1:3]):
-        return None
+def of_scores(attend: Attend, cache: PagedKVCache, layer: int) -> Tensor:
+    """How far rounded scores may move each vector of a result: [...] fp64.
+
+    Arguments as of `of_ties`.
+    """
+    k = cache.k_format(layer).dequantize(cache.k_fields(layer), layer)
+    v = cache.v_format(layer).dequantize(cache.v_fields(layer), layer)
+    generator, share = torch.Generator().manual_seed(layer), math.sqrt(k.shape[-1]) * 2.0**-24
+
+    def over(keys: Tensor) -> Tensor:
+        return attend(as_numbers(cache, layer, keys, v)).double()
+
+    right = over(k)
+    moved = [
+        (over(k * (1 + share * (2 * torch.rand(k.shape, generator=generator) - 1))) - right).norm(dim=-1)
+        for _ in range(_DRAWN_KEYS)
+    ]
+    return _SIDES * torch.stack(moved).amax(0)
+
+
+def attending(call: Call, ops: OpTable) -> tuple[Attend, PagedKVCache, int]:
+    """What runs a recorded attention [T, Hq, D] again, the live cache and its layer."""
     q, cache, layer, batch, scale = call.args
-    return slack(lambda drawn: ops.paged_attention(q.float(), drawn, layer, batch, scale), cache, layer)
+    return lambda drawn: ops.paged_attention(q.float(), drawn, layer, batch, scale), cache, layer
+
+
+def of_op(call: Call, ops: OpTable) -> Tensor | None:
+    """`of_ties` of a recorded attention; None of any other op."""
+    return of_ties(*attending(call, ops)) if call.op == "paged_attention" else None
 
 
 def nearer(ours: Tensor, theirs: Tensor, allowed: Tensor | None) -> Tensor:
     """`theirs` without what ties explain: fp64 [..., N], each vector nearer to ours by what it is allowed; NaN stays NaN.
 
     Args:
-        allowed: [...], of `slack`; `theirs` itself if there is none.
+        allowed: [...], of `judged`; `theirs` itself if there is none.
     """
     if allowed is None:
         return theirs
@@ -77,8 +129,8 @@ def nearer(ours: Tensor, theirs: Tensor, allowed: Tensor | None) -> Tensor:
     return ours.double() + off * torch.where(distance == 0, 0.0, left / distance)
 
 
-def _restored(kv_format: KVFormat, head_dim: int) -> Numbers | None:
-    numbers = kv_format.numbers(head_dim)
+def _restored(cache: PagedKVCache, layer: int, kv_format: KVFormat) -> Numbers | None:
+    numbers = kv_format.numbers(cache.shape(layer).head_dim)
     return numbers if numbers and numbers.kind is Kind.RESTORED else None
 
 
@@ -87,7 +139,7 @@ def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> Pag
     generator = torch.Generator().manual_seed(seed or 0)
     sides = []
     for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
-        numbers = _restored(kv_format, cache.shape(layer).head_dim)
+        numbers = _restored(cache, layer, kv_format)
         if numbers is None or seed is None:
             sides.append(kv_format.dequantize(fields, layer))
         else:
