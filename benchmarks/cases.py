@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from haarkv.benchmarks.timing import MOST_COPIES
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
@@ -197,8 +198,6 @@ def layer_call(
     return run
 
 
-MOST_COPIES = 64
-"""Of one layer, that take turns: as many layers as there are rotations; a short context stays within a processor's cache."""
 _CACHE = re.compile(r"(?P<pairs>[^+]+)(?P<beside>(\+(tail|sink)\d{1,9})*)")
 
 

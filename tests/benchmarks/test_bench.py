@@ -96,9 +96,9 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
     asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
-    attend, _ = attention._ours(reference, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
+    attends, _ = attention._ours({"": reference}, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
-    found = [attend(number) for number in range(4)]
+    found = [attends[""](number) for number in range(4)]
     assert torch.equal(found[0], found[3])
     if kv == "fp32":
         for out in found:
