@@ -49,7 +49,7 @@ class ReferenceExecutor:
         return self._model.weights
 
     @staticmethod
-    def supports(config: ModelConfig, plan: KVPlan) -> str | None:
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:  # noqa: ARG004
         return None
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor:
