@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -31,10 +31,6 @@ def _nothing() -> None:
     pass
 
 
-def _compiles_nothing(_executor: Executor, _plan: KVPlan, _on_program: OnProgram) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class _Entry:
     """What is known of an executor before its module is imported.
@@ -47,8 +43,8 @@ class _Entry:
         here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
         missing: what is not installed without which it would run as another, slower one; None if nothing is.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
-        compile_ahead: compiles what its first forwards with such a cache would have to.
-        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        programs: opens what calls single programs on a device, for an executor whose kernels are programs; it has a
+            `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
     """
@@ -60,7 +56,6 @@ class _Entry:
     here: Callable[[], bool] | None = None
     missing: Callable[[], str | None] = _nothing
     require: Callable[[str | None], object] = _any
-    compile_ahead: Callable[[Any, KVPlan, OnProgram], None] = _compiles_nothing
     programs: Callable[[str | None], Runner] | None = None
     whole_layers: str = ""
     numbered: bool = False
@@ -123,10 +118,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and triton_missing() is None
 
 
-def _compile_npu(executor: Any, plan: KVPlan, on_program: OnProgram) -> None:
-    executor.compile_ahead(plan, on_program)
-
-
 def _npu_programs(device: str | None) -> Runner:
     from haarkv.tq_ops.npu.device import open_runner
 
@@ -164,7 +155,7 @@ _ENTRIES: dict[str, _Entry] = {
     ),
     "npu": _Entry(
         partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,
-        compile_ahead=_compile_npu, programs=_npu_programs,
+        programs=_npu_programs,
     ),
     "onnx": _Entry(
         partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS
@@ -275,7 +266,8 @@ def create(
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
-    entry.compile_ahead(executor, plan, on_program or (lambda _: None))
+    if entry.programs:
+        cast(Any, executor).compile_ahead(plan, on_program or (lambda _: None))
     return executor
 
 
