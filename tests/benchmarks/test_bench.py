@@ -199,9 +199,10 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
         "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
     }  # fmt: skip
     assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
-    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers")
+    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers", "--stored", "10", "--json")
     assert code == 0
-    assert "sdpa" not in out
+    (row,) = json.loads(out)["rows"]
+    assert (row["who"], row["cost"]["kv"]) == ("reference tq4", 50 * 2 * 2 * 18)
 
 
 GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}

@@ -204,18 +204,20 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_
 
 @command.command("prefill")
 @_of_a_layer
+@click.option("--stored", type=click.IntRange(min=0), default=0, metavar="N", help="Tokens before the prompt.")
 @_no_peers
-def prefill(no_peers: bool, **given: Any) -> None:
+def prefill(no_peers: bool, stored: int, **given: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
 
     Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
-    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
+    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt. On a GPU FlashAttention and
+    FlashInfer are measured too, where they are installed.
     """
     from haarkv.benchmarks.decode import measure, report
     from haarkv.benchmarks.decode_peers import SDPA
 
     with _turning(given) as on_turn, loading(given["model"]) as progress:
-        request = request_of(given, kinds=("prefill",), peers=() if no_peers else (SDPA,))
+        request = request_of(given, kinds=("prefill",), peers=() if no_peers else (SDPA,), stored=stored)
         machine, rows = measure(request, progress, on_turn)
     _finish(report("prefill", request, machine, rows), given)
 
