@@ -203,6 +203,7 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
     assert code == 0
     (row,) = json.loads(out)["rows"]
     assert (row["who"], row["cost"]["kv"]) == ("reference tq4", 50 * 2 * 2 * 18)
+    assert row["cost"]["flops"] * sum(range(1, 41)) == result["rows"][0]["cost"]["flops"] * sum(range(11, 51))
 
 
 GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
